@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.actor import ActorSection, resolved_expert_tensor
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
@@ -150,7 +150,9 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """How one replica of the policy lies on GPUs: TP, PP, CP, EP, VPP; recomputation; tokens of a micro-batch."""
+    """How one replica of the policy lies on GPUs: TP, PP, CP, EP, VPP, ETP; recomputation; tokens of a micro-batch.
+
+    expert_tensor: ETP, None for the default of the configuration, which is what is proposed."""
 
     tensor: int
     pipeline: int
@@ -159,6 +161,7 @@ class ModelLayout:
     micro_batch_tokens: int
     expert: int = 1
     virtual: int = 1
+    expert_tensor: int | None = None
 
     @classmethod
     def of(cls, actor: ActorSection) -> ModelLayout:
@@ -171,12 +174,14 @@ class ModelLayout:
             micro_batch_tokens=actor.micro_batch_tokens,
             expert=actor.expert_parallel,
             virtual=actor.virtual_pipeline_parallel,
+            expert_tensor=actor.expert_tensor_parallel,
         )
 
     @property
     def cut(self) -> Cut:
-        """How the parameters are cut. Experts that are spread over ranks (EP) stay whole (ETP 1)."""
-        return Cut(self.tensor, self.pipeline, self.expert, self.tensor if self.expert == 1 else 1, self.virtual)
+        """How the parameters are cut."""
+        expert_tensor = resolved_expert_tensor(self.expert_tensor, self.tensor, self.expert)
+        return Cut(self.tensor, self.pipeline, self.expert, expert_tensor, self.virtual)
 
     @property
     def ranks(self) -> int:

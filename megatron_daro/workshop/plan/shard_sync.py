@@ -95,6 +95,7 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
             context=layout.context,
             data=sizes.data,
             expert=layout.expert,
+            expert_tensor=layout.cut.expert_tensor,
         )
         server = server_layout(shape, {**config.engine.sglang.named_arguments, "tp_size": sizes.tensor})
         itemsize = 4 if config.actor.precision == "fp32" else 2

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config import Config
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.workshop.plan import memory, times
 from megatron_daro.workshop.plan.gpus import GPUS
@@ -87,6 +88,15 @@ LAYOUTS = [
 
 def cut_of(tensor: int, pipeline: int, expert: int = 1, virtual: int = 1) -> Cut:
     return Cut(tensor, pipeline, expert, tensor if expert == 1 else 1, virtual)
+
+
+def test_experts_that_a_recipe_cuts_are_counted_as_cut():
+    sizes = {"tensor_parallel": 2, "expert_parallel": 2}
+    whole, cut = (ModelLayout.of(ActorSection(**sizes, **more)).cut for more in ({}, {"expert_tensor_parallel": 2}))
+    assert (whole.expert_tensor, cut.expert_tensor) == (1, 2)
+    shape = read_model_shape(small_experts())
+    (rest, experts), (same, half) = counts(shape, whole, 0), counts(shape, cut, 0)
+    assert rest == same and experts == 2 * half > 0
 
 
 @pytest.mark.shared
