@@ -2,6 +2,7 @@
 
     python examples/lab/findings.py examples/lab/results                        # the tables as Markdown
     python examples/lab/findings.py examples/lab/results --docs docs/lab.md     # put two of them into the page
+    python examples/lab/findings.py examples/lab/results/fresh_seeds --against docs/lab.md    # those against DAPO
 
 Place in the data flow: outcomes -> rows. An arm that diverged is a row like any other, and says so.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -38,6 +39,10 @@ MARKS = (
     "<!-- findings: python examples/lab/findings.py examples/lab/results --docs docs/lab.md -->",
     "<!-- end of findings -->",
 )
+AGAINST_MARKS = (
+    "<!-- against dapo: python examples/lab/findings.py examples/lab/results/fresh_seeds --against docs/lab.md -->",
+    "<!-- end of against dapo -->",
+)
 COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "ppo", "grpo@0.08"]
 """The arms whose speed the page of the docs shows."""
 
@@ -63,18 +68,25 @@ def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
-def matrix(tables: Mapping[str, Mapping[str, Runs]]) -> tuple[list[str], list[list[str]]]:
-    """Arm by world: final accuracy less the baseline's in points, with a * where the interval holds no 0; without the
+def matrix(
+    tables: Mapping[str, Mapping[str, Runs]],
+    rival: str = BASELINE,
+    difference: Callable[[Runs, Runs], Interval] = results.difference,
+) -> tuple[list[str], list[list[str]]]:
+    """Arm by world: final accuracy less the rival's in points, with a * where the interval holds no 0; without the
     world of the ladder, whose arms are in no other.
+
+    Args:
+        tables: world -> arm -> runs. rival: the arm to compare with. difference: in the place of final accuracy.
 
     Returns:
         (header, rows): arms that ran in every world first, and of these the one with the highest mean difference.
     """
     tables = {world: table for world, table in tables.items() if world != LADDER_WORLD}
-    arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != BASELINE)
+    arms = dict.fromkeys(arm for table in tables.values() for arm in table if not is_control(arm) and arm != rival)
     rows = []
     for arm in arms:
-        found = [results.difference(t[arm], t[BASELINE]) if arm in t else None for t in tables.values()]
+        found = [difference(t[arm], t[rival]) if arm in t else None for t in tables.values()]
         known = [f.mean for f in found if f and math.isfinite(f.mean)]
         order = (None in found, -sum(known) / len(known) if known else 1.0)
         rows.append((order, [arm, *(_cell(f) for f in found)]))
@@ -226,6 +238,24 @@ def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
     )
 
 
+def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -> str:
+    """What stands between the marks of the docs for the fresh seeds: each arm less one rival."""
+    seeds = {len(runs) for table in tables.values() for runs in table.values()}
+    of_seeds = f"{min(seeds)} seeds" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
+    counted = {world: table for world, table in tables.items() if _has_tokens(table)}
+    over_tokens_too = aligned(*matrix(counted, rival, results.difference_over_tokens))
+    return (
+        f"Final held-out accuracy less `{rival}`'s, in points, on {of_seeds}; `*`: the 95 % interval excludes 0.\n\n"
+        f"{aligned(*matrix(tables, rival))}\n\n"
+        "The same, averaged over the tokens generated, up to where the first of the two ends.\n\n"
+        f"{over_tokens_too}\n"
+    )
+
+
+def _has_tokens(table: Mapping[str, Runs]) -> bool:
+    return all("tokens" in outcome.records[-1] for runs in table.values() for outcome in runs.values())
+
+
 def compared_worlds(folder: Path) -> tuple[dict[str, dict[str, Runs]], list[Outcome], dict[str, str]]:
     """World -> arm -> runs of a folder of results, with all outcomes and the note beside them."""
     outcomes, note = results.read(folder)
@@ -246,6 +276,9 @@ def main(arguments: list[str]) -> int:
     tables, outcomes, note = compared_worlds(Path(folder))
     if options[:1] == ["--docs"]:
         put_between(Path(options[1]), MARKS, for_docs(tables))
+        return 0
+    if options[:1] == ["--against"]:
+        put_between(Path(options[1]), AGAINST_MARKS, against(tables))
         return 0
     rates = searched_rates(outcomes)
     print(f"`{note.get('command', '')}`\n")

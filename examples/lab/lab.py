@@ -322,6 +322,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--page", type=Path, metavar="RESULTS", help="only write the page of results that are there")
     given = parser.parse_args(arguments)
     arms = _names(given.arms or ",".join(QUICK_ARMS if given.quick else arm_names()), arm_names(), "arms")
+    if BASELINE not in arms:
+        arms = (BASELINE, *arms)
     worlds = _names(given.worlds or ",".join(QUICK_WORLDS if given.quick else DEFAULT), list(WORLDS), "worlds")
     controls = None
     if given.controls is not None:
@@ -336,8 +338,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
             f"--first-seed: got {given.first_seed} for {seeds} seeds, allowed is 0 to {searched - seeds}: those from "
             f"{searched} on are the search's"
         )
-    if BASELINE not in arms:
-        arms = (BASELINE, *arms)
     return given, Plan(arms, worlds, seeds, given.quick, given.first_seed, controls)
 
 

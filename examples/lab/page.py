@@ -190,7 +190,7 @@ def _by_difficulty(world: str, table: Mapping[str, Runs]) -> Plot:
 
 
 def _pass_at(world: str, table: Mapping[str, Runs]) -> list[Plot]:
-    if not any(_last_details(runs, "pass_at") for runs in table.values()):
+    if not any(len(row) > 1 for runs in table.values() for row in _last_details(runs, "pass_at")):
         return []
     source = "from exact pass rates of the last policy"
     if _model_dials(world):

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import by_pass_rate
 from by_pass_rate import Runs, quarter
-from findings import aligned, compared_worlds, over_tokens, percent, put_between
+from findings import aligned, compared_worlds, over_tokens, percent, points, put_between
 from results import Interval, Outcome
 from smollm2 import PRIMARY, SmolDials
 
@@ -79,14 +79,19 @@ def diversity(arms: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
         found = Interval.of([fmean(step.entropy for step in quarter(run, last=last)) for run in runs.values()])
         return f"{found.mean:.2f} ± {found.high - found.mean:.2f}"
 
-    def chance(runs: Runs, k: int) -> str:
-        return percent(Interval.of([by_pass_rate.pass_at(quarter(run, last=True), k) for run in runs.values()]))
+    def chances(runs: Runs, k: int) -> dict[int, float]:
+        return {seed: by_pass_rate.pass_at(quarter(run, last=True), k) for seed, run in runs.items()}
 
     ks = by_pass_rate.powers(arms)
-    rows = [
-        [arm, entropy(runs, False), entropy(runs, True), *(chance(runs, k) for k in ks)] for arm, runs in arms.items()
-    ]
-    return ["arm", "entropy, first quarter", "last", *(f"pass@{k}" for k in ks)], rows
+    rows, rival = [], chances(arms[PRIMARY[1]], ks[-1])
+    for arm, runs in arms.items():
+        row = [arm, entropy(runs, False), entropy(runs, True)]
+        row += [percent(Interval.of(list(chances(runs, k).values()))) for k in ks]
+        own = chances(runs, ks[-1])
+        less = Interval.of([own[seed] - rival[seed] for seed in sorted(own.keys() & rival.keys())])
+        rows.append([*row, points(less) if arm != PRIMARY[1] else ""])
+    header = ["arm", "entropy, first quarter", "last", *(f"pass@{k}" for k in ks)]
+    return [*header, f"pass@{ks[-1]}, less {PRIMARY[1]}"], rows
 
 
 def lengths(arms: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:

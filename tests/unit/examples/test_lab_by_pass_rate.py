@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import by_pass_rate
+import findings
 import lab
 import page
 import pytest
@@ -122,6 +124,15 @@ def test_steps_go_into_a_file_beside_the_results_and_onto_the_page(ran, tmp_path
     assert smollm2_findings.main([str(folder), "--docs", str(tmp_path / "page.md")]) == 0
     text = (tmp_path / "page.md").read_text()
     assert "dapo, last quarter" in text and text.startswith("before") and text.endswith("after\n")
+
+
+def test_the_page_of_the_docs_has_the_tables_of_the_results():
+    root = Path(smollm2_findings.__file__).resolve().parents[2]
+    folder = root / "examples/lab/results/smollm2"
+    tables, outcomes, _ = findings.compared_worlds(folder)
+    wanted = smollm2_findings.report(outcomes, tables[MODEL], by_pass_rate.read(folder)[MODEL])
+    _, _, rest = (root / "docs/lab_smollm2.md").read_text().partition(smollm2_findings.MARKS[0] + "\n")
+    assert rest.partition(smollm2_findings.MARKS[1])[0] == wanted
 
 
 def test_without_run_directories_there_is_no_file_and_no_plot(tmp_path):

@@ -271,9 +271,7 @@ def test_tuning_seeds_are_not_those_of_the_comparison_and_every_arm_has_the_same
 
 
 def test_controls_asked_for_by_name_take_the_place_of_the_baselines():
-    _, plan = lab.parse(
-        ["--arms", "grpo,dapo", "--worlds", "skewed", "--seeds", "2", "--controls", "dapo@0.08,grpo@0.04"]
-    )
+    _, plan = lab.parse(["--arms", "dapo", "--worlds", "skewed", "--seeds", "2", "--controls", "dapo@0.08,grpo@0.04"])
     tuned = [outcome(arm, 1000, [0.1, 0.9], purpose="tune", rate=0.04) for arm in plan.arms]
     found = [(job.arm, job.seed, job.learning_rate) for job in plan.comparison(tuned)]
     own = [(arm, seed, 0.04) for arm in ("grpo", "dapo") for seed in (0, 1)]
@@ -298,11 +296,33 @@ def test_what_is_asked_wrongly_is_refused_before_anything_starts(options, words,
         lab.parse(["--arms", ","])
 
 
-def test_the_page_of_the_docs_has_the_tables_of_the_results():
-    root = Path(findings.__file__).resolve().parents[2]
-    tables, _, _ = findings.compared_worlds(root / "examples/lab/results")
-    _, _, rest = (root / "docs/lab.md").read_text().partition(findings.MARKS[0] + "\n")
-    assert rest.partition(findings.MARKS[1])[0] == findings.for_docs(tables)
+ROOT = Path(findings.__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("folder", "marks", "made"),
+    [("", findings.MARKS, findings.for_docs), ("fresh_seeds", findings.AGAINST_MARKS, findings.against)],
+)
+def test_the_page_of_the_docs_has_the_tables_of_the_results(folder, marks, made):
+    tables, _, _ = findings.compared_worlds(ROOT / "examples/lab/results" / folder)
+    _, _, rest = (ROOT / "docs/lab.md").read_text().partition(marks[0] + "\n")
+    assert rest.partition(marks[1])[0] == made(tables)
+
+
+def test_arms_are_compared_with_a_rival_by_final_accuracy_and_over_tokens():
+    def runs(arm, finals):
+        found = {seed: outcome(arm, seed, [0.2, 0.3, final]) for seed, final in enumerate(finals)}
+        for run in found.values():
+            for record in run.records:
+                record["tokens"] = 10 * record["step"]
+        return found
+
+    table = {"grpo": runs("grpo", [0.4, 0.4]), "dapo": runs("dapo", [0.5, 0.5]), "daro": runs("daro", [0.74, 0.58])}
+    text = findings.against({"skewed": table})
+    final, over = text.split("The same, averaged")
+    assert "on 2 seeds" in final and "less `dapo`'s" in final
+    assert "daro  +16.0\n" in final and "grpo  -10.0*\n" in final, "an interval of two seeds is wide"
+    assert "daro  +4.0\n" in over and "grpo  -2.5*\n" in over
 
 
 @pytest.mark.slow
