@@ -270,6 +270,15 @@ def put_between(page: Path, marks: tuple[str, str], text: str) -> None:
     page.write_text(f"{before}{marks[0]}\n{text}{marks[1]}{rest.partition(marks[1])[2]}")
 
 
+def show(text: str, marks: tuple[str, str], options: Sequence[str]) -> int:
+    """Print a text, or with the options --docs PAGE put it between two lines of that page. Returns the exit code."""
+    if options[:1] == ["--docs"]:
+        put_between(Path(options[1]), marks, text)
+    else:
+        print(text)
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Print the tables of a folder of results, or put those of the docs into a page."""
     folder, *options = arguments

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from findings import Runs, aligned, compared_worlds, percent, points, put_between
+from findings import Runs, aligned, compared_worlds, percent, points, show
 from results import Interval, final_accuracy
 
 from megatron_daro.errors import DataError
@@ -167,11 +167,7 @@ def main(arguments: list[str]) -> int:
             f"{folder}: got results without {', '.join(lacking) or 'worlds'}; docs/lab_sign.md has the command"
         )
     text = report(tables)
-    if options[:1] == ["--docs"]:
-        put_between(Path(options[1]), MARKS, text)
-    else:
-        print(text)
-    return 0
+    return show(text, MARKS, options)
 
 
 if __name__ == "__main__":

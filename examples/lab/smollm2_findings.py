@@ -15,7 +15,7 @@ from statistics import fmean
 
 import by_pass_rate
 from by_pass_rate import Runs, quarter
-from findings import aligned, compared_worlds, over_tokens, percent, points, put_between
+from findings import aligned, compared_worlds, over_tokens, percent, points, show
 from results import Interval, Outcome
 from smollm2 import PRIMARY, SmolDials
 
@@ -139,11 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     folder, *options = arguments
     tables, outcomes, _ = compared_worlds(Path(folder))
     text = report(outcomes, tables[WORLD], by_pass_rate.read(Path(folder))[WORLD])
-    if options[:1] == ["--docs"]:
-        put_between(Path(options[1]), MARKS, text)
-    else:
-        print(text)
-    return 0
+    return show(text, MARKS, options)
 
 
 if __name__ == "__main__":
