@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pickle
@@ -203,6 +204,24 @@ def test_a_pickle_that_runs_code_is_not_run(hf, tmp_path):
     with metadata.open("rb") as file:
         pickle.load(file)
     assert (tmp_path / "executed").exists(), "the attack must work on a reader that trusts it"
+
+
+class _EarlyPickler(pickle.Pickler):
+    """As Python 3.11.0 to 3.11.3, Debian 12's, pickle a member of an Enum (enum.py, `pickle_by_enum_name`)."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_enums_as_an_early_python_3_11_pickles_them(hf, tmp_path):
+    to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
+    metadata = tmp_path / "megatron/release/.metadata"
+    with metadata.open("rb") as file:
+        content = pickle.load(file)  # ours, from a moment ago
+    with metadata.open("wb") as file:
+        _EarlyPickler(file).dump(content)
+    assert b"getattr" in metadata.read_bytes()
+    assert torch_dist.read_metadata(metadata)
 
 
 @pytest.mark.parametrize(
