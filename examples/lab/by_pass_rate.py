@@ -16,7 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from arms import section_of
-from results import Job, Outcome
+from results import Outcome
+from tiny_run import run_directory
 
 FILE = "training.parquet"
 _LISTS = ("groups", "tokens", "loss", "predicted_loss", "weight", "length_right", "length_wrong")
@@ -63,11 +64,6 @@ Runs = Mapping[int, Sequence[Step]]
 """Seed -> the steps of a run."""
 
 
-def run_directory(out: Path, job: Job) -> Path:
-    """Where `tiny_run` put a run."""
-    return out / job.world / f"{job.arm}-{job.learning_rate:g}-{job.seed}"
-
-
 def read_run(run_dir: Path) -> list[Step]:
     """The optimizer steps in the metrics of a run directory."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -97,7 +93,7 @@ def write(out: Path, outcomes: Iterable[Outcome], beside: Path | None = None) ->
         rows = pq.read_table(beside / FILE).to_pylist()
     known = {(row["world"], row["arm"], row["seed"]) for row in rows}
     for job in (outcome.job for outcome in outcomes if not outcome.ended and outcome.job.purpose == "compare"):
-        run_dir = run_directory(out, job)
+        run_dir = run_directory(out / job.world, job.arm, job.learning_rate, job.seed)
         if (job.world, job.arm, job.seed) in known or not (run_dir / "metrics.jsonl").exists():
             continue
         named = {"world": job.world, "arm": job.arm, "seed": job.seed}

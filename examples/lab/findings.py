@@ -243,12 +243,11 @@ def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -
     seeds = {len(runs) for table in tables.values() for runs in table.values()}
     of_seeds = f"{min(seeds)} seeds" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
     counted = {world: table for world, table in tables.items() if _has_tokens(table)}
-    over_tokens_too = aligned(*matrix(counted, rival, results.difference_over_tokens))
     return (
         f"Final held-out accuracy less `{rival}`'s, in points, on {of_seeds}; `*`: the 95 % interval excludes 0.\n\n"
         f"{aligned(*matrix(tables, rival))}\n\n"
         "The same, averaged over the tokens generated, up to where the first of the two ends.\n\n"
-        f"{over_tokens_too}\n"
+        f"{aligned(*matrix(counted, rival, results.difference_over_tokens))}\n"
     )
 
 
@@ -283,11 +282,10 @@ def main(arguments: list[str]) -> int:
     """Print the tables of a folder of results, or put those of the docs into a page."""
     folder, *options = arguments
     tables, outcomes, note = compared_worlds(Path(folder))
-    if options[:1] == ["--docs"]:
-        put_between(Path(options[1]), MARKS, for_docs(tables))
-        return 0
-    if options[:1] == ["--against"]:
-        put_between(Path(options[1]), AGAINST_MARKS, against(tables))
+    blocks = {"--docs": (MARKS, for_docs), "--against": (AGAINST_MARKS, against)}
+    if options and options[0] in blocks:
+        marks, made = blocks[options[0]]
+        put_between(Path(options[1]), marks, made(tables))
         return 0
     rates = searched_rates(outcomes)
     print(f"`{note.get('command', '')}`\n")

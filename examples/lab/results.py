@@ -199,9 +199,14 @@ def final_accuracy(runs: Mapping[int, Outcome]) -> Interval:
     return Interval.of([o.final for o in runs.values()])
 
 
+def paired(own: Mapping[int, float], others: Mapping[int, float]) -> Interval:
+    """One number of each seed less another's, over the seeds that both have."""
+    return Interval.of([own[seed] - others[seed] for seed in sorted(own.keys() & others.keys())])
+
+
 def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
     """Final accuracy of one arm less another's, seed by seed."""
-    return Interval.of([runs[s].final - other[s].final for s in sorted(runs.keys() & other.keys())])
+    return paired(*({seed: outcome.final for seed, outcome in some.items()} for some in (runs, other)))
 
 
 def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:

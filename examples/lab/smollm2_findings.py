@@ -16,7 +16,7 @@ from statistics import fmean
 import by_pass_rate
 from by_pass_rate import Runs, quarter
 from findings import aligned, compared_worlds, over_tokens, percent, points, show
-from results import Interval, Outcome
+from results import Interval, Outcome, paired
 from smollm2 import PRIMARY, SmolDials
 
 MARKS = ("<!-- smollm2 findings -->", "<!-- end of smollm2 findings -->")
@@ -86,10 +86,9 @@ def diversity(arms: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
     rows, rival = [], chances(arms[PRIMARY[1]], ks[-1])
     for arm, runs in arms.items():
         row = [arm, entropy(runs, False), entropy(runs, True)]
-        row += [percent(Interval.of(list(chances(runs, k).values()))) for k in ks]
-        own = chances(runs, ks[-1])
-        less = Interval.of([own[seed] - rival[seed] for seed in sorted(own.keys() & rival.keys())])
-        rows.append([*row, points(less) if arm != PRIMARY[1] else ""])
+        own = {k: chances(runs, k) for k in ks}
+        row += [percent(Interval.of(list(by_seed.values()))) for by_seed in own.values()]
+        rows.append([*row, points(paired(own[ks[-1]], rival)) if arm != PRIMARY[1] else ""])
     header = ["arm", "entropy, first quarter", "last", *(f"pass@{k}" for k in ks)]
     return [*header, f"pass@{ks[-1]}, less {PRIMARY[1]}"], rows
 

@@ -74,7 +74,7 @@ _RECORDS = {
     _DCP + "planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     "torch.serialization": "_get_layout",
-    "builtins": "getattr",  # how Python 3.11.0 to 3.11.3 pickle a member of an Enum; it only makes a record here
+    "builtins": "getattr",  # how Python 3.11.2, Debian 12's, pickles a member of an Enum; only a record here
     "pathlib": "Path PosixPath PurePosixPath WindowsPath",
 }
 _ALLOWED: dict[tuple[str, str], Callable[..., object]] = {

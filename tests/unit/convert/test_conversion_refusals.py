@@ -207,7 +207,7 @@ def test_a_pickle_that_runs_code_is_not_run(hf, tmp_path):
 
 
 class _EarlyPickler(pickle.Pickler):
-    """As Python 3.11.0 to 3.11.3, Debian 12's, pickle a member of an Enum (enum.py, `pickle_by_enum_name`)."""
+    """As Python 3.11.2, Debian 12's, pickles a member of an Enum (its enum.py, `Enum.__reduce_ex__`)."""
 
     def reducer_override(self, value):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented

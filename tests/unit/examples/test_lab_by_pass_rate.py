@@ -13,6 +13,7 @@ import page
 import pytest
 import results
 import smollm2_findings
+import tiny_run
 from results import Job, Outcome
 
 MODEL = "smollm2"
@@ -33,13 +34,17 @@ def line(step, groups, *, trained, dropped, weights=None, losses=None, filtered=
     return row
 
 
+def _where(out, job):
+    return tiny_run.run_directory(out / job.world, job.arm, job.learning_rate, job.seed)
+
+
 @pytest.fixture
 def ran(tmp_path):
     """A lab's folder with a run of each of three arms, and their outcomes."""
     outcomes = []
     for arm, weights in (("dapo", None), ("daro_shared_half_life", {1: 2.0, 2: 1.0, 3: 0.5}), ("grpo", None)):
         job = Job(MODEL, MODEL, arm, "compare", 0, 4e-5)
-        folder = by_pass_rate.run_directory(tmp_path, job)
+        folder = _where(tmp_path, job)
         folder.mkdir(parents=True)
         rows = [
             {"step": 0, "eval/numbers/accuracy": 0.2},
@@ -58,7 +63,7 @@ def ran(tmp_path):
 
 def test_steps_are_read_with_groups_that_were_left_over(ran):
     folder, outcomes = ran
-    first, second = by_pass_rate.read_run(by_pass_rate.run_directory(folder, outcomes[1].job))
+    first, second = by_pass_rate.read_run(_where(folder, outcomes[1].job))
     assert (first.step, first.kept, first.dropped, first.entropy) == (1, 2, 1, 1.0)
     assert (second.kept, second.dropped, second.weight) == (2, 0, [None, 2.0, 1.0, 0.5, None])
     assert first.sampled() == [3, 1.5, 0, 1.5, 1], "one more was usable: half of it at each pass rate that was trained"
@@ -76,7 +81,7 @@ def test_where_nothing_is_filtered_the_groups_left_over_change_no_share(tmp_path
 
 def test_pass_at_k_is_that_of_draws_without_replacement(ran):
     folder, outcomes = ran
-    steps = by_pass_rate.read_run(by_pass_rate.run_directory(folder, outcomes[0].job))
+    steps = by_pass_rate.read_run(_where(folder, outcomes[0].job))
     # 1, 2 and 3 right of four: two draws miss with 3/6, 1/6 and 0
     assert by_pass_rate.pass_at(steps[1:], 2) == pytest.approx((2 * (1 - 1 / 6) + 4) / 6)
     assert by_pass_rate.pass_at(steps[:1], 1) == pytest.approx((1.5 / 4 + 1.5 * 3 / 4 + 1) / 7)
@@ -84,7 +89,7 @@ def test_pass_at_k_is_that_of_draws_without_replacement(ran):
 
 def test_the_share_of_the_loss_has_weights_tokens_and_no_sign(ran):
     folder, outcomes = ran
-    found = [by_pass_rate.read_run(by_pass_rate.run_directory(folder, o.job))[:1] for o in outcomes[:2]]
+    found = [by_pass_rate.read_run(_where(folder, o.job))[:1] for o in outcomes[:2]]
     # 11 and 9 tokens, |L| 0.3 and 0.1
     assert by_pass_rate.loss_shares("dapo", found[0])[1] == pytest.approx(3.3 / (3.3 + 0.9))
     assert by_pass_rate.loss_shares("daro_shared_half_life", found[1])[1] == pytest.approx(6.6 / (6.6 + 0.45))
@@ -92,7 +97,7 @@ def test_the_share_of_the_loss_has_weights_tokens_and_no_sign(ran):
         "no tokens: each bin's own"
     )
     assert by_pass_rate.divides_by_bin("daro") and not by_pass_rate.divides_by_bin("daro_shared")
-    assert math.isnan(by_pass_rate.loss_shares("dapo", found[0][:0] or [_still()])[1])
+    assert math.isnan(by_pass_rate.loss_shares("dapo", [_still()])[1])
 
 
 def _still():
@@ -102,7 +107,7 @@ def _still():
 
 def test_lengths_are_means_over_groups(ran):
     folder, outcomes = ran
-    steps = by_pass_rate.read_run(by_pass_rate.run_directory(folder, outcomes[0].job))
+    steps = by_pass_rate.read_run(_where(folder, outcomes[0].job))
     assert [by_pass_rate.mean_length(steps, 3, verdict) for verdict in ("right", "wrong")] == [2.0, 3.0]
     assert math.isnan(by_pass_rate.mean_length(steps[1:], 3, "right"))
     assert by_pass_rate.largest_error({"dapo": {0: steps}}) == 0.0
