@@ -21,6 +21,8 @@ import pyarrow.parquet as pq
 from megatron_daro.errors import DataError
 
 CURVES, DETAILS = "curves.parquet", "details.parquet"
+LEVEL = 0.05
+"""Of significance, for p values."""
 _DETAILED = ("bands", "pass_at", "weights", "sign_weights", "trained_accuracy", "extra_wrong", "extra_right")
 _KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
@@ -209,16 +211,51 @@ def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Int
     return paired(*({seed: outcome.final for seed, outcome in some.items()} for some in (runs, other)))
 
 
-def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
-    """Accuracy averaged over tokens generated, one arm less another, seed by seed, up to where the first of the two
-    ends."""
+def differences_over(runs: Mapping[int, Outcome], other: Mapping[int, Outcome], axis: str) -> list[float]:
+    """Accuracy averaged over an axis, one arm less another, for each seed that both have, up to where the first of the
+    two ends. axis: as in `Outcome.steps_to`."""
     found = []
     for seed in sorted(runs.keys() & other.keys()):
         pair = (runs[seed], other[seed])
-        budget = min(outcome.records[-1]["tokens"] for outcome in pair)
-        own, others = (outcome.mean_accuracy(budget, "tokens") for outcome in pair)
+        budget = min(outcome.records[-1][axis] for outcome in pair)
+        own, others = (outcome.mean_accuracy(budget, axis) for outcome in pair)
         found.append(own - others)
-    return Interval.of(found)
+    return found
+
+
+def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
+    """The same over tokens generated, with its interval over the seeds."""
+    return Interval.of(differences_over(runs, other, "tokens"))
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Two-sided p of a mean of 0, by Student's t with one degree of freedom less than there are values."""
+    degrees = len(values) - 1
+    t = abs(fmean(values)) / (stdev(values) / math.sqrt(len(values)))
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    # Simpson's rule over x = sqrt(degrees) tan(a), which makes the whole line a finite one.
+    end, parts = math.atan(t / math.sqrt(degrees)), 400
+    heights = [math.cos(end * i / parts) ** (degrees - 1) for i in range(parts + 1)]
+    inner = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    return max(0.0, 1 - 2 * scale * math.sqrt(degrees) * inner * end / parts / 3)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjusted p values, in the order given. Source: Holm 1979."""
+    adjusted, least = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        least = max(least, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = least
+    return adjusted
+
+
+def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
+    """Adjusted p values, in the order given. Source: Benjamini and Hochberg 1995."""
+    adjusted, most = [0.0] * len(ps), 1.0
+    for rank, i in sorted(enumerate(sorted(range(len(ps)), key=ps.__getitem__), start=1), reverse=True):
+        most = min(most, len(ps) / rank * ps[i])
+        adjusted[i] = most
+    return adjusted
 
 
 def ratios_to_baseline(runs: Mapping[int, Outcome], baseline: Mapping[int, Outcome], axis: str = "step") -> list[float]:

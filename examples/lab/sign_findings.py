@@ -12,10 +12,10 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from findings import Runs, aligned, compared_worlds, percent, points, show
-from results import Interval, final_accuracy
+from results import LEVEL, Interval, benjamini_hochberg, differences_over, final_accuracy, holm, p_value
 
 from megatron_daro.errors import DataError
 
@@ -26,51 +26,14 @@ AFTERWARDS = (("daro_taught", "dapo@0.08"), ("daro_taught_unfiltered", "grpo@0.0
 """Contrasts that were made when the results had been seen: at equal rates, and what DARO without the sign does."""
 MEASURES = ("tokens", "answers", "final")
 MARKS = ("<!-- sign findings -->", "<!-- end of sign findings -->")
-LEVEL = 0.05
 
 
 def differences(runs: Runs, other: Runs, measure: str) -> list[float]:
     """One arm less another, seed by seed: accuracy averaged over tokens or answers up to where the first of the pair
     ends, or the final one."""
-    found = []
-    for seed in sorted(runs.keys() & other.keys()):
-        pair = (runs[seed], other[seed])
-        if measure == "final":
-            found.append(pair[0].final - pair[1].final)
-            continue
-        budget = min(outcome.records[-1][measure] for outcome in pair)
-        found.append(pair[0].mean_accuracy(budget, measure) - pair[1].mean_accuracy(budget, measure))
-    return found
-
-
-def p_value(values: Sequence[float]) -> float:
-    """Two-sided p of a mean of 0, by Student's t with one degree of freedom less than there are values."""
-    degrees = len(values) - 1
-    t = abs(fmean(values)) / (stdev(values) / math.sqrt(len(values)))
-    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-    # Simpson's rule over x = sqrt(degrees) tan(a), which makes the whole line a finite one.
-    end, parts = math.atan(t / math.sqrt(degrees)), 400
-    heights = [math.cos(end * i / parts) ** (degrees - 1) for i in range(parts + 1)]
-    inner = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-    return max(0.0, 1 - 2 * scale * math.sqrt(degrees) * inner * end / parts / 3)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p values, in the order given. Source: Holm 1979."""
-    adjusted, least = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = max(least, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = least
-    return adjusted
-
-
-def benjamini_hochberg(ps: Sequence[float]) -> list[float]:
-    """Adjusted p values, in the order given. Source: Benjamini and Hochberg 1995."""
-    adjusted, most = [0.0] * len(ps), 1.0
-    for rank, i in sorted(enumerate(sorted(range(len(ps)), key=ps.__getitem__), start=1), reverse=True):
-        most = min(most, len(ps) / rank * ps[i])
-        adjusted[i] = most
-    return adjusted
+    if measure != "final":
+        return differences_over(runs, other, measure)
+    return [runs[seed].final - other[seed].final for seed in sorted(runs.keys() & other.keys())]
 
 
 def report(tables: Mapping[str, Mapping[str, Runs]]) -> str:

@@ -8,6 +8,7 @@ Place in the data flow: RESULTS/*.parquet -> `findings`, `by_pass_rate` -> table
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from statistics import fmean
 import by_pass_rate
 from by_pass_rate import Runs, quarter
 from findings import aligned, compared_worlds, over_tokens, percent, points, show
-from results import Interval, Outcome, paired
+from results import LEVEL, Interval, Outcome, benjamini_hochberg, differences_over, p_value, paired
 from smollm2 import PRIMARY, SmolDials
 
 MARKS = ("<!-- smollm2 findings -->", "<!-- end of smollm2 findings -->")
@@ -32,6 +33,20 @@ def rates(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
     arms = dict.fromkeys(outcome.job.arm for outcome in tuned)
     rows = [[arm, *(found.get((arm, rate), "") for rate in columns)] for arm in arms]
     return ["arm", *(f"{rate:g}" for rate in columns)], rows
+
+
+def secondary(arms: Compared) -> tuple[list[str], list[list[str]]]:
+    """The first arm of the primary contrast less every arm but the second, over the same tokens, with p values by
+    Benjamini-Hochberg; an arm with a run that diverged, or with one seed, has none and is not counted."""
+    others = [arm for arm in arms if arm not in PRIMARY]
+    found = {arm: differences_over(arms[PRIMARY[0]], arms[arm], "tokens") for arm in others}
+    tested = [arm for arm in others if len(found[arm]) > 1 and all(map(math.isfinite, found[arm]))]
+    adjusted = dict(zip(tested, benjamini_hochberg([p_value(found[arm]) for arm in tested]), strict=True))
+    rows = []
+    for arm in others:
+        tail = [f"{adjusted[arm]:.3f}", "yes" if adjusted[arm] < LEVEL else "no"] if arm in adjusted else ["", ""]
+        rows.append([arm, str(len(found[arm])), points(Interval.of(found[arm])), *tail])
+    return [f"{PRIMARY[0]} less", "seeds", "over tokens", "p", f"below {LEVEL}"], rows
 
 
 def by_kind(arms: Compared) -> tuple[list[str], list[list[str]]]:
@@ -114,6 +129,8 @@ def report(outcomes: Sequence[Outcome], arms: Compared, training: Mapping[str, R
     parts = [
         f"Held-out accuracy in percent and differences to `{PRIMARY[1]}` in points: mean and 95 % interval over seeds.",
         aligned(*over_tokens(arms, PRIMARY[1])),
+        f"Secondary: `{PRIMARY[0]}` less the others over the same tokens; p by Benjamini-Hochberg over these.",
+        aligned(*secondary(arms)),
         "The search for the learning rate: final accuracy of one run on seed 1000, in percent.",
         aligned(*rates(outcomes)),
         "Accuracy by kind of problem, in percent, mean over seeds.",

@@ -16,6 +16,7 @@ import lab
 import psutil
 import pytest
 import results
+import smollm2_findings
 from results import Interval, Job, Outcome
 
 from megatron_daro.errors import ConfigError, DataError
@@ -42,6 +43,40 @@ def test_steps_are_counted_between_evaluations_by_straight_line():
     run = outcome("daro", 0, [0.2, 0.4, 0.3, 0.6], answers=50)
     assert [run.steps_to(0.3), run.steps_to(0.3, "answers"), run.steps_to(0.5)] == pytest.approx([5.0, 25.0, 80 / 3])
     assert run.steps_to(0.1) == 0.0 and run.steps_to(0.7) == math.inf
+
+
+def test_p_values_and_their_corrections():
+    """Student's t against its tables (9 degrees: 2.262 is 5 %, 3.250 is 1 %); Holm and Benjamini-Hochberg by hand."""
+    unit = [sign * math.sqrt(0.9) for sign in (1, -1) * 5]  # their standard deviation is 1
+    for t, p in ((2.262, 0.05), (3.250, 0.01)):
+        assert results.p_value([value + t / math.sqrt(10) for value in unit]) == pytest.approx(p, rel=2e-3)
+    assert results.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert results.benjamini_hochberg([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.5])
+
+
+def test_secondary_contrasts_are_corrected_among_those_that_have_a_p_value():
+    """Two arms are tested: the first one's p, 0.013, is doubled; the third diverged in one run, the fourth ran once."""
+
+    def outcome(arm, seed, accuracies, ended=""):
+        records = [{"step": i, "tokens": 10 * i, "accuracy": a} for i, a in enumerate(accuracies)]
+        return Outcome(Job("smollm2", "smollm2", arm, "compare", seed, 0.1), records, ended)
+
+    table = {
+        "daro_shared_half_life": {seed: outcome("daro_shared_half_life", seed, [0.2, 0.8]) for seed in range(3)},
+        "dapo": {0: outcome("dapo", 0, [0.2, 0.3])},
+        "grpo": {seed: outcome("grpo", seed, [0.2, 0.5 + 0.05 * seed]) for seed in range(3)},
+        "ha_dw": {seed: outcome("ha_dw", seed, [0.2, last]) for seed, last in enumerate((0.7, 0.8, 0.9))},
+        "dr_grpo": {seed: outcome("dr_grpo", seed, [0.2, 0.5], ended="diverged" * (seed == 1)) for seed in range(3)},
+        "lite_ppo": {0: outcome("lite_ppo", 0, [0.2, 0.5])},
+    }
+    header, rows = smollm2_findings.secondary(table)
+    assert header == ["daro_shared_half_life less", "seeds", "over tokens", "p", "below 0.05"]
+    assert rows == [
+        ["grpo", "3", "+12.5 (+6.3 to +18.7)", "0.026", "yes"],
+        ["ha_dw", "3", "-0.0 (-12.4 to +12.4)", "1.000", "no"],
+        ["dr_grpo", "3", "-", "", ""],
+        ["lite_ppo", "1", "+15.0", "", ""],
+    ]
 
 
 def test_accuracy_is_averaged_over_tokens_up_to_where_the_first_of_two_ends():

@@ -170,16 +170,6 @@ def test_a_verdict_adds_one_dimension_to_what_a_step_is_expected_to_do():
     assert [round(w, 2) for w in per_bin.tolist()] == [1.45, 1.12, 0.98, 0.92, 0.98, 1.12, 1.45]
 
 
-def test_p_values_and_their_corrections():
-    """Student's t against its tables (9 degrees: 2.262 is 5 %, 3.250 is 1 %); Holm and Benjamini-Hochberg by hand."""
-    values = torch.tensor([1.0, -1.0] * 5).double()
-    unit = values / values.std()
-    for t, p in ((2.262, 0.05), (3.250, 0.01)):
-        assert sign_findings.p_value((unit + t / math.sqrt(10)).tolist()) == pytest.approx(p, rel=2e-3)
-    assert sign_findings.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert sign_findings.benjamini_hochberg([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.5])
-
-
 def test_the_page_has_the_tables_of_the_results():
     root = Path(sign_findings.__file__).resolve().parents[2]
     tables, _, _ = findings.compared_worlds(root / "examples/lab/results/sign")
