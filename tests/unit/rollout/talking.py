@@ -40,9 +40,11 @@ class Model:
         return Verdict(text == prompt.answer, 1.0, "asked")
 
 
-def conversation(model: Model, *, prompt=PROMPT, room=12, index=0, weights=None, vocabulary=100, attempt=0):
+def conversation(
+    model: Model, *, prompt=PROMPT, room=12, index=0, weights=None, vocabulary=100, attempt=0, partial=None
+):
     """One that nothing was said in."""
-    request = GroupRequest(3, attempt, prompt, (0, 1), SamplingParams(max_new_tokens=room))
+    request = GroupRequest(3, attempt, prompt, (0, 1), SamplingParams(max_new_tokens=room), partial=partial or {})
     shared = Surroundings("m:Own", model.decode, vocabulary, RewardSection(incorrect_reward=-1.0), weights or {})
     return Conversation(request, index, model, shared)
 
