@@ -81,6 +81,22 @@ def test_room_tokens_and_the_last_token_follow_the_conversation():
     ]
 
 
+def test_tokens_are_plain_numbers_for_whoever_writes_them_as_json():
+    async def talk(one):
+        assert one.last_token == 9
+        said = await one.generate()
+        assert {type(token) for token in (*one.tokens, *said.tokens, one.last_token)} == {int}
+        return one.verdict(True, "ok")
+
+    def decode(ids):
+        assert {type(token) for token in ids} == {int}
+        return "text"
+
+    assert (
+        hold(Model(lambda request: [20], decode=decode), talk, prompt=replace(PROMPT, tokens=(7, 8, 9))).text == "text"
+    )
+
+
 def test_what_is_shown_before_and_after_the_answers_is_not_trained():
     async def talk(one):
         one.observe([30])
@@ -208,6 +224,11 @@ def test_an_answer_without_a_token_leaves_no_turn():
     assert rollout.tokens.tolist() == [7, 8] and rollout.turns == () and rollout.index == 1
     assert (rollout.finish_reason, rollout.prompt_length, rollout.weight_version) == ("abort", 2, 0)
     assert [len(x) for x in (rollout.loss_mask, rollout.logprobs)] == [0, 0] and rollout.loss_mask.dtype == np.uint8
+    assert rollout.tokens.dtype == np.int32
+
+
+def test_an_answer_of_nothing_is_that_of_the_first_rollout_that_was_asked_for():
+    assert nothing_said(GroupRequest(3, 4, PROMPT, (5, 6), SamplingParams())).index == 5
 
 
 def test_the_verifier_is_asked_with_the_prompt():
@@ -252,6 +273,16 @@ def test_rewards_of_all_answers_add_up_with_their_weights():
     assert (second.reward, second.tool_calls, second.tool_errors) == (10.0, 7, 0)
     assert 9.0 <= first.seconds < 9.5 and 0 <= second.seconds < 0.5
     assert rollout.verdict.reward == 30.5 and rollout.verdict.rewards == (("a", 3.0), ("b", 1.0))
+
+
+def test_a_reward_says_nothing_of_tools():
+    async def talk(one):
+        one.report(1.0)
+        await one.generate()
+        return one.verdict(True, "ok")
+
+    (report,) = hold(saying([20]), talk).reports
+    assert (report.reward, report.tool_calls, report.tool_errors) == (1.0, 0, 0) and 0 <= report.seconds < 0.5
 
 
 def test_rewards_without_weights_count_once():
