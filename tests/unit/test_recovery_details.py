@@ -231,7 +231,8 @@ def test_a_background_save_returns_when_the_state_is_captured_and_the_next_one_w
         await saving.finished()
         await saving.begin(first)
         saving.check()
-        assert (first.begun, first.ended) == (1, 0)
+        await asyncio.sleep(0)
+        assert (first.begun, first.ended) == (1, 0) and len(asyncio.all_tasks()) == 2, "this one and the save"
         next_one = asyncio.ensure_future(saving.begin(second))
         await asyncio.sleep(0.01)
         assert second.begun == 0 and not next_one.done()

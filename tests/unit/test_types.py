@@ -133,6 +133,7 @@ def test_chosen_samples_stand_in_the_given_order():
     assert chosen.routed_experts_N == (routed[2], routed[0]) and chosen.opens_batch is False
     none = one.select([])
     assert len(none) == len(none.tokens_T) == 0 and none.tokens_T.dtype == one.tokens_T.dtype
+    assert none.trained_tokens_N.tolist() == none.select([]).response_lengths_N.tolist() == []
     assert batch([1, 2]).select([1]).routed_experts_N is None
 
 
@@ -146,5 +147,6 @@ def test_batches_stand_end_to_end():
     assert joined.routed_experts_N == (None, *routed) and joined.rollouts_per_prompt == 2
     assert joined.opens_batch is True and TrainBatch.concatenate([one, one]).opens_batch is False
     assert TrainBatch.concatenate([one, one]).routed_experts_N is None
+    assert TrainBatch.concatenate([other]).group_ids_N.tolist() == [1]
     with pytest.raises(ValueError, match="different rollouts_per_prompt"):
         TrainBatch.concatenate([one, replace(one, rollouts_per_prompt=4)])

@@ -82,7 +82,9 @@ def test_a_file_is_compressed_and_checked_and_has_no_statistics(tmp_path):
 
 def test_a_row_group_has_about_a_million_tokens():
     assert BLOCK_TOKENS == 1048576
-    three = [RecordedGroup(group(i, **length_of(5)), "trained") for i in range(3)]
+    four = [RecordedGroup(group(i, **length_of(5)), "trained") for i in range(4)]
+    assert [len(block) for block in blocks(four, block_tokens=11)] == [4, 4]
+    three = four[:3]
     assert [len(block) for block in blocks(three, block_tokens=10)] == [2, 2, 2]
     assert [len(block) for block in blocks(three, block_tokens=11)] == [4, 2]
     assert [len(block) for block in blocks(three)] == [6]
@@ -296,6 +298,17 @@ def test_a_column_of_another_kind_is_named(tmp_path):
         writer.write_table(table)
         writer.add_key_value_metadata(metadata)
     with pytest.raises(DataError, match="column index is int64; expected int32"):
+        read_step(tmp_path, 1)
+
+
+def test_an_older_file_is_compared_in_the_columns_that_it_has(tmp_path):
+    path = Recorder(tmp_path).write_step(1, {"trained": [group(**length_of(2))]})
+    table, metadata = pq.read_table(path), pq.read_metadata(path).metadata
+    table = table.drop_columns(["experts", "experts_shape", "rewards"]).append_column("rewards", [["x", "y"]])
+    with pq.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
+    with pytest.raises(DataError, match="column rewards is string; expected list"):
         read_step(tmp_path, 1)
 
 

@@ -98,6 +98,11 @@ def test_pass_at_powers_of_two_up_to_the_number_of_answers(samples, ks):
     assert metrics == {"eval/d/accuracy": 0.5} | {f"eval/d/pass_at/{k}": 0.5 for k in ks}
 
 
+def test_one_problem_is_a_set_too():
+    metrics, _ = evaluated(Answers(), held_out(golds=["right"], categories=[""], rollouts_per_prompt=2))
+    assert metrics == {"eval/d/accuracy": 1.0, "eval/d/pass_at/2": 1.0}
+
+
 def test_an_answer_that_failed_is_asked_for_again_at_the_next_attempt():
     rollouter = Answers({(-1, 1): (0, 1)})
     metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2))

@@ -98,6 +98,7 @@ def test_an_update_says_all_of_it(first, tokens):
     assert metrics["rollout/staleness_mean"] == 2.0 and metrics["accuracy/mean"] == 2 / 12
     assert metrics["difficulty/groups/1"] == 2.0 and metrics["difficulty/groups/0"] == 1.0
     assert metrics["difficulty/length_right/1"] == 3.0 and metrics["environment/turns_mean"] == 2.0
+    assert metrics["response/length_mean"] == (8 * 2 + 4 * 3) / 12, "what was shown is not counted"
     assert "distill/reverse_kl" not in metrics
 
 
