@@ -41,12 +41,15 @@ class Pool:
 
     def __init__(self, step, notice="") -> None:
         self.step, self.notice, self.asked, self.started, self.closed = step, notice, [], 0, 0
+        self.ready = False
 
     async def start(self) -> None:
         self.started += 1
         await asyncio.sleep(0)
+        self.ready = True
 
     async def ask(self, request):
+        assert self.ready, "nothing is asked before the workers run"
         if request["kind"] == "notice":
             return {"reason": "ok", "notice": self.notice}
         self.asked.append(request)
