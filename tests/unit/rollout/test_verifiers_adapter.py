@@ -325,7 +325,8 @@ def test_without_tools_a_call_is_text(hub, tokenizer):
         seen.append((await ask(row["prompt"])).message)
 
     rollout, _ = held(hub(talk)[0], tokenizer, CALL + "<|im_end|>")
-    assert seen[0].content == CALL and seen[0].tool_calls is None and rollout.reports[0].tool_calls == 0
+    assert seen[0].content == CALL and seen[0].tool_calls is None
+    assert (rollout.reports[0].tool_calls, rollout.reports[0].tool_errors) == (0, 0)
 
 
 def test_an_answer_that_is_cut_says_so(hub, tokenizer):
@@ -499,6 +500,13 @@ def test_the_command_refuses_in_one_line_and_knows_two_splits(hub, model, capsys
         with pytest.raises(SystemExit):
             verifiers_hub.main(wrong)
     assert "verifiers_hub" in capsys.readouterr().err
+
+
+def test_the_command_needs_a_model_with_a_chat_template(hub, tmp_path, capsys):
+    hub()
+    chat_tokenizers.save(tmp_path)
+    assert verifiers_hub.main(["sums", "--model", str(tmp_path)]) == 2
+    assert "add chat_template.jinja" in capsys.readouterr().err
 
 
 def test_the_adapter_is_what_the_kind_names(hub):
