@@ -17,7 +17,7 @@ from fleet_fakes import FleetEngine
 from loop_fakes import NEVER, make_rollout, make_stack, resume_stack, run_stack
 
 from megatron_daro.controller import Controller
-from megatron_daro.errors import DataError, NonFiniteError
+from megatron_daro.errors import CheckpointError, DataError, NonFiniteError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.recovery import STATE_FORMAT, find_latest_valid, step_directories
 from megatron_daro.rollout.deadlines import Deadlines
@@ -312,3 +312,58 @@ def test_steps_that_are_saved_are_multiples_of_the_distance(tmp_path):
     stack.parts.checkpoints.save = noted_save
     run_stack(stack)
     assert saved == [2, 4, 5]
+
+
+def test_a_last_checkpoint_that_fails_while_it_is_written_ends_the_run(tmp_path):
+    stack = make_stack(tmp_path, trainer={"steps": 1})
+    stack.policy.save_error = OSError(28, "No space left on device")
+
+    async def go():
+        stack.policy.save_gate = asyncio.Event()
+        run = asyncio.ensure_future(stack.controller.run())
+        async with asyncio.timeout(20):
+            while not any(event[0] == "save" for event in stack.events):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            stack.policy.save_gate.set()
+            await run
+
+    with pytest.raises(CheckpointError, match="step_000001: checkpoint not saved, the disk is full"):
+        asyncio.run(go())
+
+
+def test_a_run_that_is_cancelled_is_cancelled_and_closed(tmp_path):
+    stack = make_stack(tmp_path)
+
+    async def go():
+        stack.policy.gate = asyncio.Event()
+        run = asyncio.ensure_future(stack.controller.run())
+        async with asyncio.timeout(20):
+            while ("train", 1) not in stack.events:
+                await asyncio.sleep(0)
+            run.cancel()
+            await asyncio.wait([run])
+        return run.cancelled()
+
+    assert asyncio.run(go()) is True
+    assert (stack.engine.closed, stack.policy.closed) == (1, 1)
+
+
+def test_where_gpus_are_shared_the_engine_gets_them_back_after_a_batch_that_trained_nothing(tmp_path, noted):
+    stack = make_stack(tmp_path, deadlines=noted)
+    answer, events = stack.engine._answer, []
+    stack.engine._answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
+
+    async def publish(sync, version):
+        events.append(version)
+        return {}
+
+    async def to_policy():
+        events.append("policy")
+
+    shared = SimpleNamespace(publish=publish, to_policy=to_policy)
+    controller = Controller(stack.section, replace(stack.parts, colocation=shared), max_staleness=0)
+    with pytest.raises(DataError, match="5 batches in a row"):
+        asyncio.run(controller.run())
+    assert events == [0, *["policy", 0] * 4, "policy"]
+    assert noted.waits.count(("sync", "again, after a batch that trained nothing")) == 4
