@@ -109,6 +109,21 @@ def test_when_one_ends_the_others_are_asked_for():
     calling(scenario)
 
 
+def test_an_answer_that_nobody_waits_for_does_not_count_as_one_that_waits():
+    async def scenario(call, server):
+        gone, kept = call.ask(asked(0, 0), TOKENS), call.ask(asked(0, 1), TOKENS)
+        gone.cancel()
+        await asyncio.sleep(0.02)
+        call.one_ended()
+        await asyncio.sleep(0.02)
+        assert server.calls == [], "the other conversation has not asked yet"
+        call.one_ended()
+        await kept
+        assert keys(server.calls[0]) == [(0, 0, (1,))]
+
+    calling(scenario)
+
+
 def test_without_waiting_for_all_those_of_a_moment_are_asked_for():
     async def scenario(call, server):
         first = [call.ask(asked(1), TOKENS), call.ask(asked(0, 1), TOKENS), call.ask(asked(0, 0), TOKENS)]
