@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -405,7 +406,7 @@ class TrainBatch:
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
     """Return the part of each sample, as views: no position is written down for each element."""
     ends = np.cumsum(lengths_N).tolist()
-    return [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [column[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:

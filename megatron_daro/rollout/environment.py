@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +82,7 @@ class Surroundings:
     decode: Callable[[Sequence[int]], str]
     vocabulary: int
     reward: RewardSection
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    reward_weights: Mapping[str, float]
 
 
 class Asking(Protocol):
@@ -179,7 +179,6 @@ class Conversation:
         finally:
             self._busy = False
         self._take(answer)
-        self._answered_s = self.own_s
         if answer.finish_reason == "abort" or self.aborted:
             self.aborted = True
             raise asyncio.CancelledError("the engine gave this conversation up")

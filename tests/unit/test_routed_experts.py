@@ -118,3 +118,59 @@ def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"experts could not be written: the disk is full.*free disk space"):
         ExpertsFolder(tmp_path).store((1, 0, 0), np.zeros((3, 4, 2)), 4)
     assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_a_file_has_the_folder_of_its_group_and_the_place_of_its_rollout(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    folder = ExpertsFolder(tmp_path)
+    for group_id, place in ((7, "000000/7"), (12_345, "000012/12345"), (999, "000000/999"), (1000, "000001/1000")):
+        stored = [folder.store((group_id, 2, 3), np.zeros((3, 1, 2)), 4) for _ in range(2)]
+        for one in stored:
+            path = Path(one.parts[0].path)
+            assert path.parent == tmp_path / "experts" / place
+            assert path.name.startswith("2_3_") and len(path.name) == len("2_3_") + 12 + len(".npy")
+            assert one.parts == (Part(str(path), 0, 3),) and one.shape == (4, 1, 2)
+            assert {path, path.parent} <= set(synced), "the file and its entry are on the disk"
+
+
+def test_experts_of_no_token_and_negative_ones_are_stored(tmp_path):
+    folder = ExpertsFolder(tmp_path)
+    assert folder.store((1, 0, 0), np.zeros((0, 2, 2), np.int64), 1).read().tolist() == [[[-1, -1]] * 2]
+    assert folder.store((1, 0, 0), np.array([[[-1, 3]]]), 1).read().tolist() == [[[-1, 3]]]
+    assert folder.store((1, 0, 0), np.array([[[0, 3]]]), 1).read().dtype == np.int16
+
+
+def test_another_kind_of_number_is_another_file(tmp_path):
+    stored = ExpertsFolder(tmp_path).store((1, 0, 0), np.zeros((3, 4, 2)), 4)
+    np.save(stored.parts[0].path, np.zeros((3, 4, 2), np.int32))
+    with pytest.raises(DataError, match=r"routed experts are int32 \(3, 4, 2\)"):
+        stored.read()
+    np.save(stored.parts[0].path, np.zeros((3, 2, 4), np.uint8))
+    with pytest.raises(DataError, match=r"are uint8 \(3, 2, 4\); wanted: rows 0 to 3 of .* \(4, 2\)"):
+        stored.read()
+    np.save(stored.parts[0].path, np.ones((3, 4, 2), np.int16))
+    assert stored.read().tolist() == [[[1, 1]] * 4] * 3 + [[[-1, -1]] * 4]
+
+
+def test_parts_of_several_files_follow_each_other(tmp_path):
+    numbers = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
+    paths = [str(tmp_path / name) for name in ("a.npy", "b.npy")]
+    for path, add in zip(paths, (0, 10), strict=True):
+        np.save(path, numbers + add)
+    whole = StoredExperts((Part(paths[0], 1, 2), Part(paths[1], 0, 3)), (6, 1, 1))
+    assert len(whole) == 6 and whole.read().ravel().tolist() == [1, 2, 10, 11, 12, -1]
+    assert whole.longer(2).read().ravel().tolist() == [1, 2, 10, 11, 12, -1, -1, -1]
+    assert [whole.cut(n).read().ravel().tolist() for n in (1, 3, 4)] == [[-1], [1, 2, -1], [1, 2, 10, -1]]
+    assert whole.cut(3).parts == (Part(paths[0], 1, 2),)
+    later = StoredExperts((Part(paths[1], 0, 1), Part(paths[0], 0, 4)), (6, 1, 1))
+    known = StoredExperts((Part(paths[0], 3, 1), Part(paths[0], 2, 1)), (3, 1, 1))
+    assert known.continued(later).read().ravel().tolist() == [3, 2, 1, 2, 3, -1]
+    assert known.continued(later).parts[2:] == (Part(paths[0], 1, 3),)
+
+
+def test_groups_of_which_nothing_is_kept_lose_their_folder(tmp_path):
+    folder = ExpertsFolder(tmp_path)
+    kept, gone = (folder.store((group, 0, 0), np.zeros((3, 1, 2)), 4) for group in (1, 2))
+    folder.settle({1: (kept,), 2: (None,)})
+    assert Path(kept.parts[0].path).exists() and not Path(gone.parts[0].path).parent.exists()

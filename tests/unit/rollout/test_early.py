@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from fleet_fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_fakes import FAST, FakeScorer, K
+from loop_fakes import FAST, NEVER, FakeScorer, K, make_rollout
 
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.rollout import deadlines as deadlines_module
@@ -381,3 +382,65 @@ def test_a_group_whose_verification_is_cut_off_goes_on_later_and_is_not_trained_
     batch = sample(parts)
     assert 1 not in ids(batch.groups) and all(len(group.verdicts) == K for group in batch.groups)
     assert [len(p.finished.verdicts) for p in batch.snapshot.partial if p.group_id == 1] == [0]
+
+
+def test_an_abort_that_fails_is_said_and_failures_of_other_groups_are_marked_as_seen():
+    parts = setup()
+    parts.engine.raises = {0: fatal("the cause"), 1: fatal("a consequence")}
+    parts.engine.pace = lambda group_id: 1 if group_id < 2 else SLOW
+
+    async def cannot(ids):
+        raise EngineError("cannot abort either")
+
+    parts.engine.abort = cannot
+    told = []
+
+    async def go():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+        task = asyncio.ensure_future(parts.sampler.sample(0))
+        await asyncio.wait([task])
+        assert str(task.exception()) == "the cause"
+        del task
+        gc.collect()
+        await asyncio.sleep(0)
+
+    run(go())
+    assert told == []
+    assert parts.progress.messages == ["warning: 3 groups could not be aborted: cannot abort either"]
+
+
+def test_an_answer_that_does_not_fit_closes_what_gave_it():
+    parts = setup()
+    begun, closed = [], []
+
+    async def odd(requests):
+        begun.append(requests[0].group_id)
+        try:
+            yield (replace(make_rollout(requests[0].group_id, 0, 0, requests[0].prompt, 0), prompt_length=1),)
+            await asyncio.sleep(NEVER)
+        finally:
+            closed.append(requests[0].group_id)
+
+    parts.engine.generate = odd
+
+    async def go():
+        with pytest.raises(EngineError, match="are not the prompt"):
+            await parts.sampler.sample(0)
+        assert sorted(closed) == sorted(begun) and begun
+
+    run(go())
+
+
+def test_rounds_of_prompts_are_counted_by_what_was_admitted():
+    parts = setup(rollout={"oversampling": 1.0, "prompts_per_step": 3})
+    assert sample(parts).rounds == 1
+    assert sample(parts).rounds == 1
+
+
+def test_groups_that_stay_incomplete_are_counted_and_the_first_is_named():
+    parts = setup(rollout={"oversampling": 1.0, "prompts_per_step": 3})
+    parts.engine.lost = {(i, attempt, 3) for i in (0, 1) for attempt in range(9)}
+    parts.engine.pace = lambda group_id: 1 + group_id
+    sample(parts)
+    said = "2 groups were still incomplete after 3 attempts and are dropped (the first: group 0, rollouts [3])"
+    assert [m for m in parts.progress.messages if "incomplete" in m] == [f"warning: {said}"]

@@ -103,3 +103,46 @@ def test_results_of_several_tools_are_one_turn(plain):
     text = tokenizer.decode(made.messages(results, said[-1]), skip_special_tokens=False)
     one = "<tool_response>\n{}\n</tool_response>".format
     assert text == f"\n<|im_start|>user\n{one(1)}\n{one(2)}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_plain_text_is_compared_with_its_history_too(plain):
+    tokenizer, _ = turns(plain)
+    made = Turns(tokenizer, chat=False)
+    said = tokenizer.encode("a<|im_end|>b" + "c" * 70, add_special_tokens=False)
+    history = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b" + "c" * 70}]
+    made.check(said, history)
+    made.check(said[:-1], history)
+    made.check(said, [*history, {"role": "assistant", "content": "more"}])
+    words = f"at character 1: trained '{'b' + 'c' * 59}', rendered '{'x' + 'c' * 59}'; allowed: the same text"
+    with pytest.raises(RolloutError, match=rf"environment\.strict: the conversation differs .* {words}"):
+        made.check(said, [history[0], {"role": "user", "content": "x" + "c" * 70}])
+
+
+def test_a_stop_token_that_was_sampled_is_not_written_again(plain):
+    tokenizer, made = turns(plain)
+    stop, text = tokenizer.convert_tokens_to_ids("<|im_end|>"), [{"role": "user", "content": "no"}]
+    with_stop, without = made.messages(text, 3), made.messages(text, stop)
+    assert with_stop == [stop, *without] and {type(token) for token in without} == {int}
+
+
+def test_calls_are_written_as_the_template_has_them(plain):
+    _, made = turns(plain, TOOLS)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert made.says_calls(call) == '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+
+
+def test_a_template_that_leaves_out_what_is_said_behind_an_answer_is_refused(plain):
+    leaves_out = CHATML.replace("m['content'] +", "(m['content'] if m['role'] != 'tool' else '') +")
+    _, made = turns(plain, leaves_out)
+    made.observation(" x ", "user", 0)
+    with pytest.raises(ConfigError, match=r"leaves out an answer, or a message of role 'user', 'tool' behind it"):
+        made.messages([{"role": "user", "content": "y"}, {"role": "tool", "content": "odd"}], 0)
+    stripped = CHATML.replace("m['content'] +", "m['content'].strip() +")
+    turns(plain, stripped)[1].observation(" x ", "user", 0)
+
+
+def test_tools_that_the_template_writes_elsewhere_are_refused(plain):
+    elsewhere = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML
+    _, made = turns(plain, elsewhere)
+    with pytest.raises(ConfigError, match="does not write tools into the system message; allowed: one that does"):
+        made.with_tools([{"role": "user", "content": "1+1?"}], [ADD])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_fakes import FAST, FakeEngine, FakePhases, FakeProgress, FakeScorer, FakeSource, K, make_sampler, verdict
 
-from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
+from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError, RewardError
 from megatron_daro.rollout import deadlines as deadlines_module
 from megatron_daro.rollout.sampled_batch import Snapshot
 
@@ -267,3 +267,59 @@ def test_a_prompt_source_that_ends_is_an_error():
     parts.source.next = lambda n: []
     with pytest.raises(DataError, match="gave 0 prompts instead of 5"):
         sample(parts)
+
+
+def test_a_batch_says_what_it_took_and_what_was_counted_since_the_beginning():
+    parts = setup(filter_groups=False, rollout={"oversampling": 2.0})
+    parts.engine.abort_rollouts = {(0, 0, 1)}
+    batch = sample(parts)
+    assert 0 < batch.rollout_s < 60 and batch.rounds == 1
+    tokens = sum(r.response_length for one in (*batch.groups, *batch.dropped) for r in one.rollouts)
+    again = next(r for r in batch.groups[0].rollouts if r.index == 1)
+    assert again.attempt == 1 and batch.response_tokens >= tokens
+    assert batch.counters == {
+        "rollout/batches_empty": 0, "rollout/groups_partial": 0, "rollout/groups_aborted": 0,
+        "rollout/groups_resumed": 0, "rollout/aborted_tokens": batch.response_tokens - tokens,
+        "reward/failed_worker_starts": 0,
+    }  # fmt: skip
+    second = sample(parts)
+    whole = sum(r.response_length for one in (*second.groups, *second.dropped) for r in one.rollouts)
+    assert second.response_tokens == whole, "those of the batch before are not counted again"
+
+
+def test_the_source_learns_of_the_groups_that_ended_in_this_batch_in_order():
+    rollout = {"keep_surplus": True, "max_staleness": 1, "oversampling": 1.5}
+    parts = setup(filter_groups=False, rollout=rollout)
+    first = sample(parts)
+    carried = [one.group_id for one in first.snapshot.carry]
+    ended = sorted(one.group_id for one in (*first.groups, *first.filtered, *first.snapshot.carry))
+    assert parts.source.observed == ended == [0, 1, 2, 3, 4] and carried == [3, 4]
+    parts.source.observed.clear()
+    second = sample(parts)
+    assert {3, 4} <= {one.group_id for one in second.groups} and parts.source.observed == [5, 6]
+
+
+def test_an_empty_batch_says_why_and_where_its_answers_are():
+    parts = setup(rollout={"max_refill_rounds": 0, "prompts_per_step": 2, "oversampling": 1.0}, max_empty_batches=1)
+    parts.source.next = lambda n, give=parts.source.next: [replace(p, answer="easy") for p in give(n)]
+    with pytest.raises(DataError, match=r"^1 batches in a row without a trainable group \(filtered 2 all right and 0"):
+        sample(parts)
+    assert parts.progress.messages == [
+        "warning: no trainable group in this batch (filtered 2 all right and 0 all wrong, 0 dropped); it is skipped; "
+        "observe.save_rollouts is off, so the answers were not recorded"
+    ]
+
+
+def test_a_failed_start_of_a_verifier_is_counted():
+    scorer = FakeScorer()
+    scorer.failed_starts = 3
+    assert sample(setup(scorer=scorer)).counters["reward/failed_worker_starts"] == 3
+
+
+def test_a_state_that_does_not_fit_names_what_is_there():
+    parts = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
+    batch = sample(parts)
+    state = batch.snapshot.to_json(dict.fromkeys([0, 1, 2], "trained"))
+    other = setup(filter_groups=False)
+    with pytest.raises(CheckpointError, match=r"ValueError: groups \[3, 4, 5\] are outstanding, but groups \[\] are"):
+        other.sampler.load_state_dict(state)

@@ -1,0 +1,238 @@
+"""An evaluation during training: what it asks, what it does with answers that fail, when it is due."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from loop_fakes import NEVER, make_rollout
+
+from megatron_daro.config import EvalSet
+from megatron_daro.config.sections import TrainerSection
+from megatron_daro.data.stops import Stops
+from megatron_daro.data.templates import HeldOut
+from megatron_daro.errors import DeadlineError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.evaluation import Evaluations, Evaluator
+from megatron_daro.types import Prompt, Verdict
+
+
+class Answers:
+    """A rollouter. aborts: (group, index) -> attempts at which it fails."""
+
+    def __init__(self, aborts=None, version=0) -> None:
+        self.aborts, self.version, self.calls, self.scored = aborts or {}, version, [], []
+
+    async def generate(self, requests):
+        self.calls.append(list(requests))
+        for r in reversed(requests):
+            await asyncio.sleep(0)
+            yield tuple(self.answer(r, i) for i in reversed(r.indices))
+
+    def answer(self, request, index):
+        attempt = sum(request.group_id in [r.group_id for r in call] for call in self.calls) - 1
+        failed = attempt in self.aborts.get((request.group_id, index), ())
+        one = make_rollout(request.group_id, request.attempt, index, request.prompt, self.version)
+        return replace(one, text=request.prompt.answer, finish_reason="abort" if failed else "stop")
+
+    async def score(self, rollouts):
+        self.scored += rollouts
+        return [Verdict(prompt.answer == "right", 0.0, "") for _, prompt in rollouts]
+
+
+def held_out(name="d", golds=("right", "wrong"), categories=("", ""), **section) -> HeldOut:
+    prompts = [
+        Prompt(str(i), gold, "s", text="?", tokens=(3,), category=kind)
+        for i, (gold, kind) in enumerate(zip(golds, categories, strict=True))
+    ]
+    return HeldOut(EvalSet(name=name, path=Path("x"), **section), tuple(prompts))
+
+
+def evaluated(rollouter, *sets, step=0, **options):
+    said = []
+    evaluator = Evaluator(
+        sets, rollouter, max_response_tokens=8, stops=Stops((1, 2), ("END",)), warn=said.append, **options
+    )
+    return dict(asyncio.run(evaluator.evaluate(step))), said
+
+
+def test_it_samples_as_its_set_says_and_stops_as_the_run_does():
+    rollouter = Answers()
+    evaluated(rollouter, held_out(temperature=0.5, top_p=0.25, rollouts_per_prompt=2))
+    ((first, second),) = rollouter.calls
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.25, 8)
+    assert (sampling.stop_token_ids, sampling.stop) == ((1, 2), ("END",))
+    assert (first.indices, first.attempt, second.prompt.id) == ((0, 1), 0, "1")
+
+
+def test_questions_of_all_sets_have_numbers_of_their_own_below_zero():
+    rollouter = Answers()
+    metrics, _ = evaluated(rollouter, held_out("a"), held_out("b", ("wrong", "wrong", "right"), ("", "", "")))
+    assert [[r.group_id for r in call] for call in rollouter.calls] == [[-1, -3], [-2, -4, -6]]
+    assert metrics == {"eval/a/accuracy": 0.5, "eval/b/accuracy": 1 / 3}
+
+
+def test_answers_are_scored_in_the_order_of_problems():
+    rollouter = Answers()
+    evaluated(rollouter, held_out(rollouts_per_prompt=2))
+    assert [(r.group_id, r.index, prompt.id) for r, prompt in rollouter.scored] == [
+        (-1, 0, "0"), (-1, 1, "0"), (-2, 0, "1"), (-2, 1, "1"),
+    ]  # fmt: skip
+
+
+def test_each_category_has_its_accuracy():
+    sets = held_out(golds=("right", "wrong", "right", "right"), categories=("hard", "hard", "", "easy"))
+    metrics, _ = evaluated(Answers(), sets)
+    assert list(metrics.items()) == [
+        ("eval/d/accuracy", 0.75), ("eval/d/accuracy/easy", 1.0), ("eval/d/accuracy/hard", 0.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("samples", "ks"), [(1, []), (2, [2]), (3, [2]), (4, [2, 4]), (8, [2, 4, 8])])
+def test_pass_at_powers_of_two_up_to_the_number_of_answers(samples, ks):
+    metrics, _ = evaluated(Answers(), held_out(rollouts_per_prompt=samples))
+    assert metrics == {"eval/d/accuracy": 0.5} | {f"eval/d/pass_at/{k}": 0.5 for k in ks}
+
+
+def test_one_problem_is_a_set_too():
+    metrics, _ = evaluated(Answers(), held_out(golds=["right"], categories=[""], rollouts_per_prompt=2))
+    assert metrics == {"eval/d/accuracy": 1.0, "eval/d/pass_at/2": 1.0}
+
+
+def test_an_answer_that_failed_is_asked_for_again_at_the_next_attempt():
+    rollouter = Answers({(-1, 1): (0, 1)})
+    metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2))
+    asked = [[(r.group_id, r.attempt, r.indices) for r in call] for call in rollouter.calls]
+    assert asked == [[(-1, 0, (0, 1)), (-2, 0, (0, 1))], [(-1, 1, (1,))], [(-1, 2, (1,))]]
+    assert metrics["eval/d/accuracy"] == 0.5 and said == []
+
+
+def test_answers_that_fail_each_time_are_no_score():
+    rollouter = Answers({(-1, 0): range(9)})
+    metrics, said = evaluated(rollouter, held_out(), held_out("e"), step=7)
+    assert metrics == {"eval/e/accuracy": 0.5} and len(rollouter.calls) == 3 + 1
+    assert said == [
+        "evaluation of d after step 7: some answers of that version are missing after 3 tries, so its metrics are left "
+        "out"
+    ]
+
+
+def test_beside_generation_only_answers_of_its_version_count():
+    rollouter = Answers({(-1, 0): (0,)}, version=5)
+    metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2), step=5, beside=2)
+    asked = [[(r.group_id, r.attempt, r.indices) for r in call] for call in rollouter.calls]
+    assert asked == [[(-1, 0, (0, 1))], [(-2, 0, (0, 1))], [(-1, 0, (0,))]]
+    assert metrics["eval/d/accuracy"] == 0.5 and said == []
+    old = Answers(version=4)
+    metrics, said = evaluated(old, held_out(), step=5, beside=2)
+    assert metrics == {} and len(old.calls) == 3 * 2
+    assert "after step 5: servers were started again and have newer weights; some answers" in said[0]
+
+
+@pytest.mark.parametrize(("beside", "most"), [(1, 1), (2, 1), (5, 2), (6, 3)])
+def test_beside_generation_it_asks_for_a_few_answers_at_a_time(beside, most):
+    class Counted(Answers):
+        running = most = 0
+
+        async def generate(self, requests):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            async for answers in super().generate(requests):
+                yield answers
+            self.running -= 1
+
+    rollouter = Counted()
+    evaluated(rollouter, held_out(golds=["right"] * 9, categories=[""] * 9, rollouts_per_prompt=2), beside=beside)
+    assert rollouter.most == most
+
+
+def test_a_run_without_evaluations_has_none_that_are_due():
+    async def evaluate(step):
+        return {}
+
+    for never in (Evaluations(), Evaluations(evaluate, TrainerSection(steps=5)), Evaluations(evaluate)):
+        assert not any(never.due(before, step) for before, step in ((0, 0), (0, 1), (4, 5)))
+
+
+class Timed:
+    def __init__(self) -> None:
+        self.names = []
+
+    @contextmanager
+    def measure(self, name):
+        self.names.append(name)
+        yield
+
+
+def evaluations(work, phases=None, beside=False, **deadlines):
+    section = TrainerSection(steps=5, eval_every_steps=2)
+    return Evaluations(work, section, phases or Timed(), Deadlines(**deadlines), beside=beside)
+
+
+def test_it_is_timed_as_a_phase_and_returned_with_what_was_there():
+    async def evaluate(step):
+        return {"eval/x": float(step)}
+
+    phases = Timed()
+    given = {"a": 1.0}
+    assert asyncio.run(evaluations(evaluate, phases).run(3, given)) is given
+    assert given == {"a": 1.0, "eval/x": 3.0} and phases.names == ["evaluate"]
+
+
+@pytest.mark.parametrize(("step", "what"), [(3, "step 3"), (0, "before training")])
+def test_one_that_hangs_is_named(step, what):
+    async def evaluate(step):
+        await asyncio.sleep(NEVER)
+
+    with pytest.raises(DeadlineError, match=rf"deadline 'evaluate' \({what}\)"):
+        asyncio.run(evaluations(evaluate, evaluate=0.001).run(step, {}))
+
+
+def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
+    async def go():
+        gate, lines, metrics = asyncio.Event(), [], {}
+
+        async def evaluate(step):
+            await gate.wait()
+            return {"eval/x": float(step)}
+
+        one = evaluations(evaluate, beside=True)
+        one.write(lambda: lines.append("before"))
+        assert lines == ["before"]
+        assert await one.run(2, metrics) is metrics and metrics == {}
+        one.write(lambda: lines.append(dict(metrics)))
+        one.write(lambda: lines.append("after"))
+        assert lines == ["before"]
+        gate.set()
+        await one.ended()
+        assert lines == ["before", {"eval/x": 2.0}, "after"]
+        await one.ended()
+        one.write(lambda: lines.append("now"))
+        assert lines[3:] == ["now"]
+        await one.run(4, metrics)  # the one before is over
+        await one.ended()
+        assert metrics == {"eval/x": 4.0}
+
+    asyncio.run(go())
+
+
+def test_one_that_was_cancelled_leaves_its_line_without_a_result():
+    async def go():
+        lines, metrics = [], {"a": 1.0}
+
+        async def evaluate(step):
+            await asyncio.sleep(NEVER)
+
+        one = evaluations(evaluate, beside=True)
+        one.cancel()  # there is none yet
+        await one.run(2, metrics)
+        one.write(lambda: lines.append(dict(metrics)))
+        one.cancel()
+        await one.ended()
+        assert lines == [{"a": 1.0}]
+
+    asyncio.run(go())
