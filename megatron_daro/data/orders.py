@@ -186,8 +186,9 @@ class _Draws(ABC):
             self._drawn += 1
         return taken
 
+    @abstractmethod
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn what became of groups; the curriculum takes no notice."""
+        """Learn what became of groups."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, fit for JSON."""
@@ -288,6 +289,9 @@ class Curriculum(_Draws):
     def open(self) -> int:
         """How many prompts can be drawn now: the easiest so many."""
         return min(len(self), self._first + (len(self) - self._first) * self.drawn // self._ramp)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take no notice: the order does not depend on what became of the prompts."""
 
     def _choose(self, random: int) -> int:
         candidates = self._by_ease_N[: self.open]
