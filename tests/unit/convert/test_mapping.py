@@ -324,3 +324,9 @@ def test_places_of_parameters_in_a_checkpoint_of_all_layers():
     assert ("decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (2,), (4,)) in [
         (box.key, box.index, box.sizes) for box in mixed
     ]
+
+
+def test_an_experts_parameter_of_another_name_has_no_place():
+    rule = TensorRule("decoder.layers.0.mlp.odd.weight", ("x",), ((2, 2),), "copy", layer=0, expert=3)
+    with pytest.raises(AssertionError, match=r"decoder\.layers\.0\.mlp\.odd\.weight has expert 3, but not the name"):
+        global_boxes([rule])
