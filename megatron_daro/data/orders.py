@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -148,7 +149,7 @@ _UNIT = 1 << 20
 _ROUNDING = 1e-9
 
 
-class _Draws:
+class _Draws(ABC):
     """What both orders share: one draw after the other, and a state that goes on exactly."""
 
     kind: Literal["curriculum", "prioritised"]
@@ -185,8 +186,9 @@ class _Draws:
             self._drawn += 1
         return taken
 
+    @abstractmethod
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn what became of groups; the curriculum takes no notice."""
+        """Learn what became of groups."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, fit for JSON."""
@@ -228,14 +230,17 @@ class _Draws:
         self._drawn = state["drawn"]
         self._set_columns(columns)
 
+    @abstractmethod
     def _choose(self, random: int) -> int:
-        raise NotImplementedError
+        """Return the place of the next prompt."""
 
+    @abstractmethod
     def _columns(self) -> dict[str, np.ndarray]:
-        raise NotImplementedError
+        """Return what the state has for each prompt."""
 
+    @abstractmethod
     def _set_columns(self, columns: dict[str, np.ndarray]) -> None:
-        raise NotImplementedError
+        """Take the columns of a state."""
 
 
 class Curriculum(_Draws):
@@ -284,6 +289,9 @@ class Curriculum(_Draws):
     def open(self) -> int:
         """How many prompts can be drawn now: the easiest so many."""
         return min(len(self), self._first + (len(self) - self._first) * self.drawn // self._ramp)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Take no notice: the order does not depend on what became of the prompts."""
 
     def _choose(self, random: int) -> int:
         candidates = self._by_ease_N[: self.open]

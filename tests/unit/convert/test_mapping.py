@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.mapping import (
     TensorRule,
+    critic_config,
+    global_boxes,
     global_name,
     hf_tensor_shapes,
     hf_to_megatron,
@@ -17,6 +19,7 @@ from megatron_daro.convert.mapping import (
     output_rule,
     padded_vocab_size,
     shard,
+    value_head_rule,
 )
 from megatron_daro.errors import ModelError
 
@@ -46,6 +49,19 @@ EXPERTS = {
         "mlp_only_layers": [0],
         "norm_topk_prob": True,
     }
+}
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "vocab_size": 61,
+    **EXPERTS["qwen3_moe"],
 }
 
 
@@ -280,3 +296,37 @@ def test_whole_shards_are_merged_without_copying_but_where_rows_move():
         place = only.untyped_storage().data_ptr()
         shared = all(whole.untyped_storage().data_ptr() == place for whole in merge(rule, [only]).values())
         assert shared or rule.kind == "qkv", rule.megatron_name
+
+
+def test_a_critics_head_is_one_row_that_transformers_knows():
+    rule = value_head_rule(model_shape())
+    assert (rule.megatron_name, rule.hf_names, rule.hf_shapes) == ("output_layer.weight", ("score.weight",), ((1, 16),))
+    assert rule.kind == "copy" and rule.local_shape(4) == (1, 16)
+    assert critic_config("qwen2") == {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+
+
+def test_places_of_parameters_in_a_checkpoint_of_all_layers():
+    boxes = {box.key: box for box in global_boxes(hf_to_megatron(model_shape("llama", layers=3), fused_norms=True))}
+    box = boxes["decoder.layers.mlp.linear_fc2.weight"]
+    assert (box.index, box.sizes, box.layer_key) == ((2,), (3,), "decoder.layers.2.mlp.linear_fc2.weight")
+    assert box.without_layers().key == box.layer_key and box.without_layers().index == box.without_layers().sizes == ()
+    assert boxes["embedding.word_embeddings.weight"].without_layers() == boxes["embedding.word_embeddings.weight"]
+    shape = read_model_shape({**MOE, "mlp_only_layers": []})
+    boxes = global_boxes(hf_to_megatron(shape, fused_norms=True))
+    assert ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (1, 3), (2, 4)) in [
+        (box.key, box.index, box.sizes) for box in boxes
+    ]
+    mixed = global_boxes(hf_to_megatron(read_model_shape(MOE), fused_norms=True))  # a dense layer: a key for each
+    assert ("decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (2,), (4,)) in [
+        (box.key, box.index, box.sizes) for box in mixed
+    ]
+
+
+def test_an_experts_parameter_of_another_name_has_no_place():
+    rule = TensorRule("decoder.layers.0.mlp.odd.weight", ("x",), ((2, 2),), "copy", layer=0, expert=3)
+    with pytest.raises(AssertionError, match=r"decoder\.layers\.0\.mlp\.odd\.weight has expert 3, but not the name"):
+        global_boxes([rule])

@@ -8,7 +8,7 @@ from lab_names import configured
 
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.algorithm import LengthRewardSection
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_batch, with_columns_of
 from megatron_daro.errors import AlgorithmError, DataError
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, TurnReport, Verdict
@@ -258,3 +258,38 @@ def test_answers_of_one_turn_have_the_advantage_of_their_reward():
     group = make_group(0, [True, False, False, True], responses=[2, 3, 1, 2])
     batch = build_batch([group], algorithm(4), by_turn=True)
     np.testing.assert_allclose(batch.token_advantages_R, np.repeat(batch.advantages_N, [2, 3, 1, 2]), rtol=1e-6)
+
+
+def test_columns_of_earlier_passes_follow_their_groups():
+    groups = [make_group(i, [True, False], [1 + i, 2]) for i in range(4)]
+    batch = build_batch(groups, algorithm(2))
+    values_R = np.arange(len(batch.loss_mask_R), dtype=np.float32)
+    whole = replace(batch, old_logprobs_R=-values_R, values_R=values_R)
+    earlier = [whole.select(range(6, 8)), whole.select(range(6))]
+    got = with_columns_of(build_batch([groups[i] for i in (2, 3, 0)], algorithm(2)), earlier)
+    wanted = whole.select([4, 5, 6, 7, 0, 1])
+    np.testing.assert_array_equal(got.old_logprobs_R, wanted.old_logprobs_R)
+    np.testing.assert_array_equal(got.values_R, wanted.values_R)
+    assert got.ref_logprobs_R is None and got.tokens_T.tolist() == wanted.tokens_T.tolist()
+
+
+def test_a_teacher_is_added_to_the_advantage_of_the_answer():
+    group = make_group(0, [True, False], [2, 0])
+    taught = replace(group.rollouts[0], teacher_logprobs=np.array([-0.5, -0.25], np.float32))
+    group = replace(group, rollouts=(taught, group.rollouts[1]))  # of an empty answer the teacher says nothing
+    batch = build_batch([group], algorithm(2), teacher=(2.0, 3.0))
+    expected = 2.0 * np.array([0.5, 1.75]) + 3.0 * batch.advantages_N[0]
+    np.testing.assert_allclose(batch.token_advantages_R, expected, rtol=1e-6)
+    assert batch.token_advantages_R.dtype == np.float32
+
+
+def test_an_answer_that_no_teacher_read_is_refused_by_name():
+    with pytest.raises(DataError, match=r"group 7 rollout 0 has no log-probs of the teacher; .* leave its urls empty"):
+        build_batch([make_group(7, [True, False])], algorithm(2), teacher=(1.0, 1.0))
+
+
+def test_experts_of_fewer_tokens_are_refused():
+    group = make_group(5, [True, False])
+    short = replace(group.rollouts[1], routed_experts=StoredExperts((Part("somewhere", 0, 4),), (4, 3, 2)))
+    with pytest.raises(DataError, match=r"rollout 1 has 5 tokens, but routed experts of 4"):
+        build_batch([replace(group, rollouts=(group.rollouts[0], short))], algorithm(2))

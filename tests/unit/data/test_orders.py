@@ -204,3 +204,11 @@ def test_pass_rates_of_files(tmp_path):
         found[1].id: PassRate(1.0, weights="abc"),
     }
     assert pass_rate_of({"pass_rate": True}) is pass_rate_of({"pass_rate": float("nan")}) is pass_rate_of(7) is None
+
+
+@pytest.mark.parametrize(("kind", "column"), [("curriculum", "times"), ("prioritised", "failure")])
+def test_a_column_of_another_length_is_refused_with_both(kind, column):
+    state = MAKERS[kind]().state_dict()
+    state["columns"][column] = "AAAAAAAAAAA="  # eight bytes, one number
+    with pytest.raises(CheckpointError, match=f"column {column} has 1 entries, 10 are needed; it is torn"):
+        MAKERS[kind]().load_state_dict(state)

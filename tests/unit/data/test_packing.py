@@ -275,3 +275,11 @@ def test_values_of_another_length_are_refused():
 )
 def test_multiples_of_a_layout_by_hand(layout, expected):
     assert pack_multiples(*layout) == expected
+
+
+def test_a_tokens_advantage_is_its_own_where_the_batch_has_one():
+    batch = make_batch([(2, 3), (1, 2)])
+    packed = pack(batch, [0, 1])
+    assert packed.advantages_T.tolist() == np.repeat(batch.advantages_N, [5, 3]).tolist()
+    own = replace(batch, token_advantages_R=np.arange(1, 6, dtype=np.float32))
+    assert pack(own, [0, 1]).advantages_T.tolist() == [0, 1, 2, 3, 0, 4, 5, 0]

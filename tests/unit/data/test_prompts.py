@@ -374,3 +374,20 @@ def test_rows_without_answer_in_a_json_array():
     _, report = load_problems([shared_file("train/math_7k.deepscaler.json")])
     places = [f"math_7k.deepscaler.json:{n}" for n in (887, 1010, 5329, 5331)]
     assert dict(report.dropped) == {"no answer": places}
+
+
+def test_the_summary_counts_everything_that_was_left_out(tmp_path):
+    rows = [{"problem": "a?", "answer": "1"}] * 3 + [{"problem": "b?"}] * 6
+    _, report = load_problems([write(tmp_path / "x.jsonl", *rows, {"problem": "c?", "answer": "1"})])
+    places = ", ".join(f"x.jsonl:{n}" for n in range(4, 9))
+    assert report.summary().splitlines() == [
+        "10 rows, 2 prompts kept",
+        f"dropped 6: no answer ({places}, ...)",
+        "dropped 2: repeats of a problem with the same answer",
+    ]
+
+
+def test_lines_are_asked_for_and_a_parquet_file_is_refused(tmp_path):
+    pq.write_table(pa.Table.from_pylist([{"problem": "a?", "answer": "1"}]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="format is jsonl, but the file is a Parquet file"):
+        load_problems([tmp_path / "x.parquet"], "jsonl")

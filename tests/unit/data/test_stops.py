@@ -123,6 +123,9 @@ def test_a_set_ends_at_the_texts_of_its_own_template_or_of_the_training_data():
     data = HeldOut(EvalSet(name="a", path=Path("x")), (), TEMPLATES["r1"])
     assert r1.stops(stops) == data.stops(stops) == Stops((1,), ("END", "</answer>"))
     assert none.stops(stops) == HeldOut(EvalSet(name="a", path=Path("x")), ()).stops(stops) == stops
+    answer = "so </think> <answer> 42 </answer>"
+    assert r1.verified_text(answer) == data.verified_text(answer) == r"\boxed{42}"
+    assert none.verified_text(answer) == HeldOut(EvalSet(name="a", path=Path("x")), ()).verified_text(answer) == answer
 
 
 @pytest.mark.shared

@@ -3,7 +3,9 @@ to addresses that it is told, and it listens on every address of its machine: so
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -176,3 +178,67 @@ def test_a_device_sums_as_numpy_does(data, before):
     data += b"\xff" * (-len(data) % 8)
     tensor = torch.frombuffer(bytearray(data or b"\x00" * 8), dtype=torch.uint8)
     assert checksum_of_words(tensor, before) == checksum_of(memoryview(data or b"\x00" * 8), before)
+
+
+class TransferEngine:
+    """Mooncake's, as far as it is called: each call returns 0 (transfer_engine_py.cpp) or what `results` has for it."""
+
+    results: dict[str, int] = {}
+    calls: list[tuple] = []
+
+    def _called(self, name, *arguments):
+        self.calls.append((name, *arguments))
+        return self.results.get(name, 0)
+
+    def initialize(self, *arguments):
+        return self._called("initialize", *arguments)
+
+    def register_memory(self, *arguments):
+        return self._called("register_memory", *arguments)
+
+    def transfer_sync_write(self, *arguments):
+        return self._called("transfer_sync_write", *arguments)
+
+    def get_rpc_port(self):
+        return 1234
+
+
+@pytest.fixture
+def transfer_engine(monkeypatch):
+    monkeypatch.setattr(TransferEngine, "results", {})
+    monkeypatch.setattr(TransferEngine, "calls", [])
+    module = ModuleType("mooncake.engine")
+    module.TransferEngine = TransferEngine
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    monkeypatch.setattr(loader, "_engines", {})
+    return TransferEngine
+
+
+def test_memory_that_was_given_back_is_registered_once(transfer_engine):
+    engine = loader.engine_of("10.0.0.1", "rdma")
+    assert loader.engine_of("10.0.0.1", "rdma") is engine is not loader.engine_of("10.0.0.1", "tcp")
+    assert transfer_engine.calls[0] == ("initialize", "10.0.0.1", "P2PHANDSHAKE", "rdma", "")
+    assert engine.session == "10.0.0.1:1234" and loader.Engine("fd::1", "tcp").session == "[fd::1]:1234"
+    first, cpu = engine.take(64, torch.device("cpu")), torch.device("cpu")
+    assert first.dtype == torch.uint8 and first.tolist() == [0] * 64
+    assert transfer_engine.calls[-1] == ("register_memory", first.data_ptr(), 64)
+    second = engine.take(64, cpu)
+    assert second.data_ptr() != first.data_ptr()
+    engine.give_back(first)
+    count = len(transfer_engine.calls)
+    assert engine.take(32, cpu).nbytes == 32 and len(transfer_engine.calls) == count + 1
+    assert engine.take(64, cpu) is first and len(transfer_engine.calls) == count + 1
+    engine.write("10.0.0.2:5", first[:16], 4096)
+    assert transfer_engine.calls[-1] == ("transfer_sync_write", "10.0.0.2:5", first.data_ptr(), 4096, 16)
+
+
+def test_what_mooncake_refuses_is_named(transfer_engine):
+    engine = loader.Engine("10.0.0.1", "rdma")
+    transfer_engine.results.update(initialize=-1, register_memory=-1, transfer_sync_write=-1)
+    with pytest.raises(OSError, match=r"does not start on 10\.0\.0\.1 with the protocol 'rdma'"):
+        loader.Engine("10.0.0.1", "rdma")
+    with pytest.raises(OSError, match="cannot register 64 bytes of cpu"):
+        engine.take(64, torch.device("cpu"))
+    with pytest.raises(OSError, match="could not write to there; its own log says more"):
+        engine.write("there", torch.zeros(8, dtype=torch.uint8), 0)

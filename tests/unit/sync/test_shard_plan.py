@@ -23,8 +23,18 @@ from shard_cases import (
     times_written,
 )
 
+from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.errors import ModelError
-from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout, trainer_parts
+from megatron_daro.sync import shard_plan
+from megatron_daro.sync.shard_layouts import (
+    HeldPart,
+    Part,
+    ServerLayout,
+    TrainerLayout,
+    _vocab_part,
+    server_layout,
+    trainer_parts,
+)
 from megatron_daro.sync.shard_plan import ShardPlan, _filled
 
 BY_NAME = {case.name: case for case in CASES}
@@ -162,3 +172,86 @@ def test_layers_that_no_stage_has_are_refused():
 def test_experts_that_do_not_fit_the_ranks_are_refused():
     with pytest.raises(ModelError, match="EP 3 x ETP 1 does not divide"):
         TrainerLayout(parts=((range(1),),), padded_vocab=16, data=4, expert=3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "arguments", "message"),
+    [
+        ("one_to_one", {"ffn": 50}, {"tp_size": 4}, "tp_size 4 and an MLP of 50 columns; allowed: a tp_size that"),
+        ("ep", {"ffn": 20}, {"tp_size": 8}, "ep_size 1, 8 experts of 20 columns and 8 ranks for each; allowed"),
+        ("ep", {"number": 6}, {"tp_size": 8, "ep_size": 4}, "ep_size 4, 6 experts of 24 columns and 2 ranks for each"),
+        ("ep", {"dense_layers": (0,)}, {}, "a mixture of experts with dense layers"),
+    ],
+)
+def test_a_model_that_a_server_cannot_cut_is_refused(family, changes, arguments, message):
+    shape = BY_NAME[family].shape
+    if shape.experts is None:
+        changed = replace(shape, **changes)
+    else:
+        changed = replace(shape, experts=replace(shape.experts, **changes))
+    with pytest.raises(ModelError, match=message):
+        server_layout(changed, arguments)
+    server_layout(shape, arguments)
+
+
+def test_on_a_cpu_columns_are_padded_and_heads_must_divide():
+    shape = BY_NAME["one_to_one"].shape
+    assert server_layout(replace(shape, ffn=50), {"tp_size": 2, "device": "cpu"}).columns(50, 2) == 32
+    assert ServerLayout(tensor=2, on_cpu=True).columns(65, 2) == 64
+    assert ServerLayout(tensor=2).columns(50, 2) == 25
+    server_layout(shape, {"tp_size": 4})
+    with pytest.raises(ModelError, match="4 attention ranks, 8 heads and 2 key-value heads"):
+        server_layout(shape, {"tp_size": 4, "device": "cpu"})
+
+
+def test_arguments_that_change_no_order_are_taken_under_all_their_names():
+    usual = {"ep_num_redundant_experts": 0, "enable_eplb": False, "moe_dp_size": 1, "attn_cp_size": 1, "pp_size": 1}
+    usual |= {"quantization": None, "enable_lora": False, "cpu_offload_gb": 0, "torchao_config": None}
+    usual |= {"speculative_algorithm": None, "rl_on_policy_target": None}
+    shape = BY_NAME["ep"].shape
+    assert server_layout(shape, usual) == ServerLayout()
+    wanted = ServerLayout(tensor=4, expert=2, attention_data=2, dp_lm_head=True)
+    for expert, data in (("ep_size", "attn_dp_size"), ("ep", "attention_data_parallel_size")):
+        names = {"tp_size": 4, expert: 2, data: 2, "enable_dp_lm_head": True}
+        assert server_layout(shape, names) == wanted
+    assert server_layout(shape, {"tp_size": 4, "expert_parallel_size": 2}) == ServerLayout(tensor=4, expert=2)
+    for name in usual:
+        with pytest.raises(ModelError, match=f"{name} 7: where SGLang then keeps its weights is not known; allowed: "):
+            server_layout(shape, {name: 7})
+
+
+def test_a_vocabulary_is_padded_until_the_ranks_divide_it():
+    rule = TensorRule("x", ("model.embed_tokens.weight",), ((130, 4),), "vocab")
+    parts = [next(_vocab_part(rule, ServerLayout(tensor=5), rank)) for rank in range(5)]
+    assert [(part.start, part.stop) for part in parts] == [(0, 64), (64, 128), (128, 130), (130, 130), (130, 130)]
+    assert {part.shape for part in parts} == {(64, 4)}, "320 rows: 192, the next multiple of 64, are not divided by 5"
+    three = [next(_vocab_part(rule, ServerLayout(tensor=3), rank)) for rank in range(3)]
+    assert [(part.start, part.stop, part.at) for part in three] == [(0, 64, 0), (64, 128, 0), (128, 130, 0)]
+
+
+def held(start, stop, ranks=(0,), dim=0):
+    return HeldPart(Part("p", (4, 4), "w", dim, start, stop, 0), ranks)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([held(0, 4), held(0, 2, (1,))], "w: ranks hold it cut in different ways"),
+        ([held(0, 4), held(0, 4, (1,), dim=1)], "w: ranks hold it cut in different ways"),
+        ([held(0, 2), held(3, 6)], "w: no rank of the trainer has its entries from 2 on"),
+        ([held(1, 6)], "w: no rank of the trainer has its entries from 0 on"),
+        ([held(0, 3)], "w: no rank of the trainer has its entries from 3 on"),
+        ([], "w: no rank of the trainer has its entries from 0 on"),
+    ],
+)
+def test_a_tensor_that_the_trainer_has_in_part_or_in_two_ways_is_refused(monkeypatch, parts, message):
+    monkeypatch.setattr(shard_plan, "trainer_parts", lambda shape, layout: iter(parts))
+    with pytest.raises(ModelError, match=message):
+        list(shard_plan._Held(None, None).overlaps(held(0, 6).part))
+
+
+def test_parts_of_several_ranks_are_one_and_overlap_in_order(monkeypatch):
+    parts = [held(3, 6, (2, 3)), held(0, 3, (4,)), held(0, 3, (1, 4))]
+    monkeypatch.setattr(shard_plan, "trainer_parts", lambda shape, layout: iter(parts))
+    found = list(shard_plan._Held(None, None).overlaps(held(1, 5).part))
+    assert [(start, stop, ranks) for start, stop, _, ranks in found] == [(1, 3, (1, 4)), (3, 5, (2, 3))]

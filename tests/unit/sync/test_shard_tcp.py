@@ -18,7 +18,13 @@ from shard_fleets import CASE, SECONDS, Fleet, Module, asked, fails_alone, failu
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import shard_tcp
 from megatron_daro.sync.in_server import FOLDER, LOADER, megatron_daro_shards
-from megatron_daro.sync.in_server.megatron_daro_shards import checksum_of, read_frame, receive, send_frame
+from megatron_daro.sync.in_server.megatron_daro_shards import (
+    RefusedPieceError,
+    checksum_of,
+    read_frame,
+    receive,
+    send_frame,
+)
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.shard_tcp import ShardSender
 
@@ -227,3 +233,86 @@ def test_the_loader_needs_nothing_of_this_package():
     imported = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
     assert imported
     assert not [line for line in imported if "megatron_daro" in line]
+
+
+def test_who_does_not_connect_in_time_is_given_up(monkeypatch):
+    monkeypatch.setattr(shard_tcp, "_LONGEST_JOIN_S", -1.0)
+    plan, fleet = CASE.plan(4), Fleet(CASE)
+    sender = ShardSender("127.0.0.1", fleet.calls)
+    writes = list(plan.writes(0))
+    sender.offer(writes, ())
+    send_plan = SendPlan(transport="shards", targets=fleet.targets, bucket_bytes=1, timeout_s=SECONDS)
+    report = sender.send({}, send_plan)
+    server, rank = min((write.server, write.rank) for write in writes)
+    failure = report.failures[f"server {server}"]
+    assert (failure.kind, failure.text) == ("unanswered", f"rank {rank}: it did not connect within -1 s")
+    assert report.num_bytes == report.num_buckets == 0
+
+
+@pytest.mark.parametrize("receiver", [{"server": 7, "rank": 0}, {"server": 0, "rank": 99}, {}])
+def test_a_receiver_that_nobody_expects_is_given_nothing(receiver):
+    answers = []
+
+    def asks(senders):
+        offer = senders[0]._serving.offer
+
+        def ask():
+            with socket.create_connection((offer.host, offer.port)) as connection:
+                send_frame(connection, {"key": offer.key, **receiver})
+                answers.append(connection.recv(1))
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    assert failures(synced(CASE, Fleet(CASE), before_sending=asks)) == {}
+    assert answers in ([b""], [])
+
+
+def test_a_receiver_with_another_key_says_why_in_its_log(caplog):
+    def wrong(server, rank, request):
+        if (server, rank) == (1, 3):
+            request["senders"] = [[host, port, "0" * 32] for host, port, _ in request["senders"]]
+        return request
+
+    fleet = Fleet(CASE, wrong)
+    fails_alone(fleet, synced(CASE, fleet), "unanswered", "rank 3: it did not connect")
+    assert "ConnectionError: the key is not that of this update" in caplog.text
+
+
+def receipt(**parameters):
+    held = {name: torch.zeros(shape) for name, shape in parameters.items()}
+    return megatron_daro_shards._Receipt(held, {})
+
+
+@pytest.mark.parametrize(
+    ("piece", "words"),
+    [
+        (["v", [4, 3], [0, 0], [4, 3], "float32"], r"v, planned as \(4, 3\) and sent in float32, is none here"),
+        (["w", [3, 4], [0, 0], [1, 1], "float32"], r"w, planned as \(3, 4\) .* is \(4, 3\) here"),
+        (["w", [4, 3], [0, 0], [4, 3], "int64"], r"sent in int64, is \(4, 3\) here"),
+        (["w", [4, 3], [1, 0], [4, 3], "float32"], r"w: got \(4, 3\) at \(1, 0\), which is \(4, 3\) here"),
+        (["w", [4, 3], [0, -1], [4, 3], "float32"], r"w: got \(4, 3\) at \(0, -1\), which"),
+    ],
+)
+def test_a_piece_without_a_place_is_refused_by_name(piece, words):
+    with pytest.raises(RefusedPieceError, match=words):
+        receipt(w=(4, 3))._check([["w", [4, 3], [1, 1], [3, 2], "bfloat16"], piece])
+
+
+def test_frames_are_objects_of_a_bounded_length(monkeypatch):
+    here, there = socket.socketpair()
+    with here, there:
+        send_frame(here, {"a": [1, 2]})
+        assert read_frame(there) == {"a": [1, 2]}
+        monkeypatch.setattr(megatron_daro_shards, "LONGEST_FRAME", 9)
+        send_frame(here, {"a": 12})  # nine bytes
+        assert read_frame(there) == {"a": 12}
+        here.sendall(b"\0\0\0\x0a")
+        with pytest.raises(ValueError, match="a frame of 10 bytes; allowed: 9"):
+            read_frame(there)
+        here.sendall(b"\0\0\0\x02[]")
+        with pytest.raises(ValueError, match=r"a frame that is no object: \[\]"):
+            read_frame(there)
+        here.sendall(b"\0\0\0\x08{}")
+        here.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="closed in the middle"):
+            read_frame(there)
