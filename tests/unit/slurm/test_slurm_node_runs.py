@@ -15,7 +15,14 @@ import pytest
 from megatron_daro.errors import DaroError, DeadlineError
 from megatron_daro.workshop.slurm import node, rendezvous, training
 from megatron_daro.workshop.slurm.rendezvous import Greeter, Message, reach_head
-from megatron_daro.workshop.slurm.training import EndedError, Ending, PortTakenError, SlowStartError, StoppedError, Stops
+from megatron_daro.workshop.slurm.training import (
+    EndedError,
+    Ending,
+    PortTakenError,
+    SlowStartError,
+    StoppedError,
+    Stops,
+)
 
 NEEDED = {
     "--attempt-dir": "/a", "--attempt": "2", "--run-dir": "/r", "--gpus": "8", "--free-disk-gib": "1.5",
@@ -306,7 +313,10 @@ def test_nodes_may_be_lost_only_once_training_begins(tmp_path, monkeypatch, ray_
 
 @pytest.mark.parametrize(
     ("answer", "kind", "cause"),
-    [({"event": "unstarted", "why": "too slow"}, "unstarted", "n1: too slow"), ({"event": "bye"}, "unstarted", "n1: end")],
+    [
+        ({"event": "unstarted", "why": "too slow"}, "unstarted", "n1: too slow"),
+        ({"event": "bye"}, "unstarted", "n1: end"),
+    ],
 )
 def test_a_node_that_cannot_join_ends_the_attempt(tmp_path, ray_program, answer, kind, cause):
     async def other(stops):

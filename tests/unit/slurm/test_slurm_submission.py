@@ -117,7 +117,9 @@ def test_accounts_are_asked_for_by_the_users_name(tmp_path, slurm, monkeypatch):
 
 def test_a_partition_that_is_not_there_is_told_with_those_that_are(tmp_path, slurm):
     slurm("sinfo", '[ "$2" = --format=%R ] && printf "long\\ncpu\\nlong\\n"; exit 0')
-    with pytest.raises(ConfigError, match=r"partition: got 'gpu', which this cluster does not have; allowed: cpu, long;"):
+    with pytest.raises(
+        ConfigError, match=r"partition: got 'gpu', which this cluster does not have; allowed: cpu, long;"
+    ):
         submission.check_cluster(job_in(tmp_path), cluster())
     assert calls(tmp_path) == ["--noheader --partition=gpu --format=%a|%l|%D", "--noheader --format=%R"]
 
@@ -191,7 +193,9 @@ def test_a_job_has_what_recipe_and_cluster_file_say(tmp_path, monkeypatch):
     job = submission.job_of(recipe, Path("r.yaml"), [], cluster(nodes=1))
     assert (job.steps, job.name, job.directory, job.signal_before_s) == (12, "n" * 64, tmp_path, 300)
     assert job.folder == tmp_path / ("n" * 70) / "slurm"
-    assert submission.job_of(recipe, Path("r.yaml"), [], cluster(nodes=1, signal_before_s=77), 900).signal_before_s == 77
+    assert (
+        submission.job_of(recipe, Path("r.yaml"), [], cluster(nodes=1, signal_before_s=77), 900).signal_before_s == 77
+    )
     assert submission.job_of(recipe, Path("r.yaml"), [], cluster(nodes=1), 900).signal_before_s == 900
     short = cluster(nodes=1, time="0:21")
     assert submission.job_of(recipe, Path("r.yaml"), [], short, 900).signal_before_s == 630  # half of the time
