@@ -222,7 +222,7 @@ def test_a_start_of_ray_is_tried_again_so_many_times(monkeypatch, capfd, error, 
 
 @pytest.fixture
 def ray_program(tmp_path, monkeypatch):
-    """In the place of Python with Ray: says that it has started, and lives until it is told to end."""
+    """What was started in the place of Python with Ray: it says that it runs, and lives until it is told to end."""
     program = tmp_path / "python"
     program.write_text(
         f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\nenv | grep ^RAY_ >{tmp_path}/environment\n'
@@ -231,15 +231,22 @@ def ray_program(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(node, "kill_descendants", training.kill_descendants)
-    return program
+    real, started = training.Process.start, []
+
+    async def start(command, environment):
+        started.append(await real(command, environment))
+        return started[-1]
+
+    monkeypatch.setattr(training.Process, "start", start)
+    return started
 
 
 def options_in(place: Path, **fields: object) -> argparse.Namespace:
     given = {"gpus": 0, "cores": 2, "free_disk_gib": 0, "run_dir": place, "attempt_dir": place, "attempt": 4}
-    return argparse.Namespace(**given | {"check_minutes": 0.2, "may_lose": 1, **fields})
+    return argparse.Namespace(**given | {"check_minutes": 10, "may_lose": 1, **fields})
 
 
-def first_of(place: Path, other=None, *, nodes: int = 1, **fields: object) -> Ending:
+def first_of(place: Path, other=None, *, nodes: int = 1, rays=(), **fields: object) -> Ending:
     """How an attempt ends whose first node meets `other`, a coroutine function."""
 
     async def scene() -> Ending:
@@ -250,7 +257,8 @@ def first_of(place: Path, other=None, *, nodes: int = 1, **fields: object) -> En
         finally:
             if beside:
                 await beside
-            node.kill_descendants()
+            for ray in rays:
+                await ray.kill()
 
     return asyncio.run(scene())
 
@@ -276,7 +284,7 @@ def test_the_first_node_trains_once_ray_runs_on_all(tmp_path, monkeypatch, ray_p
     monkeypatch.setattr(node, "train", train)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(node.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert first_of(tmp_path, other, nodes=2) == Ending("finished", "done")
+    assert first_of(tmp_path, other, nodes=2, rays=ray_program) == Ending("finished", "done")
     token = (tmp_path / "ray_token").read_text()
     assert len(token) == 64 and len(seen["head"]["secret"]) == 32
     assert stat.S_IMODE((tmp_path / "ray_token").stat().st_mode) == 0o600
@@ -308,7 +316,10 @@ def test_nodes_may_be_lost_only_once_training_begins(tmp_path, monkeypatch, ray_
         line._writer.close()
 
     monkeypatch.setattr(node, "train", train)
-    assert first_of(tmp_path, other, nodes=2).cause == "n1 was lost: its connection to the first node ended False"
+    assert (
+        first_of(tmp_path, other, nodes=2, rays=ray_program).cause
+        == "n1 was lost: its connection to the first node ended False"
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,7 +336,7 @@ def test_a_node_that_cannot_join_ends_the_attempt(tmp_path, ray_program, answer,
         await line.send(answer)
         await line.receive()
 
-    found = first_of(tmp_path, other, nodes=2)
+    found = first_of(tmp_path, other, nodes=2, rays=ray_program)
     assert found.kind == kind and found.cause.startswith(cause)
 
 
@@ -337,7 +348,7 @@ def test_sigterm_is_heard_while_nodes_join(tmp_path, ray_program):
         await line.receive()
 
     with pytest.raises(EndedError):
-        first_of(tmp_path, other, nodes=2)
+        first_of(tmp_path, other, nodes=2, rays=ray_program)
 
 
 def test_a_first_node_that_is_not_well_asks_nobody(tmp_path):
@@ -373,7 +384,7 @@ def test_nodes_that_do_not_report_are_counted_and_those_that_started_named(tmp_p
     assert "within 0.3 s: is" in first_of(tmp_path, nodes=2, check_minutes=0.005).cause
 
 
-def other_of(place: Path, first, **fields: object) -> tuple[Ending, object]:
+def other_of(place: Path, first, *, rays=(), **fields: object) -> tuple[Ending, object]:
     """How another node ends that meets `first`, a coroutine function; and what that returns."""
 
     async def scene():
@@ -387,7 +398,8 @@ def other_of(place: Path, first, **fields: object) -> tuple[Ending, object]:
         finally:
             await greeter.close()
             await asyncio.wait({own}, timeout=10)
-            node.kill_descendants()
+            for ray in rays:
+                await ray.kill()
 
     said, found = asyncio.run(scene())
     return found, said
@@ -425,7 +437,7 @@ def test_another_node_joins_ray_and_stays_until_it_is_over(tmp_path, ray_program
         await greeter.order("end") if end == "order" else stops.end()
         return None
 
-    found, said = other_of(tmp_path, first)
+    found, said = other_of(tmp_path, first, rays=ray_program)
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith("-m ray.scripts.scripts start --address=10.0.0.1:6379 --block --disable-usage-stats")
     assert asked.endswith(" --node-ip-address=127.0.0.2 --num-cpus=2 --num-gpus=0\n") and not session.exists()

@@ -51,12 +51,15 @@ def trained_with(
             await asyncio.sleep(0.02)
         stops.saving.set()
 
+    started: list[Process] = []
+
     async def scene():
         stops = Stops()
 
         async def start(command, environment):
             assert command[1:4] == ["-m", "megatron_daro", "train"]
-            return await START([sys.executable, "-u", "-c", code], environment)
+            started.append(await START([sys.executable, "-u", "-c", code], environment))
+            return started[0]
 
         monkeypatch.setattr(Process, "start", start)
         asking = asyncio.ensure_future(ask_to_save(stops)) if save else None
@@ -78,6 +81,7 @@ def trained_with(
         finally:
             if asking:
                 asking.cancel()
+            await started[0].kill()
 
     return asyncio.run(scene())
 
