@@ -262,7 +262,8 @@ def test_dropped_rollouts_are_left_out_and_lengths_of_texts_are_characters(tmp_p
     assert columns == Columns("input", "output", "acc", is_text=True, text="output") and columns.unit == "characters"
     assert columns.names == ["input", "output", "acc", "output"]
     assert list(rows_of(path, columns)) == [
-        rows.Row(1, 3.0, True, reports=[], reflects=False), None, rows.Row('{"b": 1}', 0.0, None, reports=[], reflects=False),
+        rows.Row(1, 3.0, True, reports=[], reflects=False), None,
+        rows.Row('{"b": 1}', 0.0, None, reports=[], reflects=False),
     ]  # fmt: skip
     plain = choose_columns(path, {"length": "len(input)"}, 0.5, "k")
     assert plain == Columns("input", "input", "acc", is_text=True, correct_above=0.5, reward_key="k")
