@@ -326,3 +326,30 @@ def test_nothing_stands_for_an_object_that_is_not_loaded(tmp_path):
     stands[1] = 2
     stands.__setstate__({"a": 1})
     assert not vars(stands)
+
+
+def test_means_and_losses_of_a_bin_are_written_out():
+    """Two groups at pass rate 1/4: one right answer of 10 tokens, and three wrong ones of 30 in all."""
+    from megatron_daro.config.algorithm import DaroSection
+    from megatron_daro.workshop.analyze.views import token_loss_sums, view_of
+
+    sums = BinSums(K)
+    for _ in range(2):
+        sums.add(1, 10.0, 30.0)
+    sums.add(0, 0.0, 8.0)
+    found = view_of(Dump(sums, steps=[sums]), DaroSection())
+    assert (float(found.right_length[1]), float(found.wrong_length[1]), float(found.wrong_length[0])) == (
+        10.0,
+        10.0,
+        2.0,
+    )
+    assert found.wasted_tokens == 8.0 and found.groups.tolist() == [1, 2, 0, 0, 0]
+    std = (0.25 * 0.75) ** 0.5
+    losses, sizes = token_loss_sums(sums)
+    assert losses.tolist() == pytest.approx([0, (0.25 * 60 - 0.75 * 20) / std, 0, 0, 0])
+    assert sizes.tolist() == pytest.approx([0, (0.25 * 60 + 0.75 * 20) / std, 0, 0, 0])
+    assert all(share.tolist() == pytest.approx([0, 1, 0, 0, 0]) for share in found.shares.values())
+    both = BinSums(K)
+    both += sums
+    both += sums
+    assert both.tokens.tolist() == (2 * sums.tokens).tolist() and both.groups.tolist() == [2, 4, 0, 0, 0]

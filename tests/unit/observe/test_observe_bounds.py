@@ -206,3 +206,36 @@ def test_a_warning_has_its_numbers():
     watch = DriftWatch()
     said = [watch.observe(1, {"mismatch/kl": float("inf"), "mismatch/logprob_abs_mean": float("nan")})]
     assert said[0].startswith("step 1: mismatch/kl and mismatch/logprob_abs_mean not finite. A log-prob of")
+
+
+def test_only_what_the_clock_decides_is_left_out_of_a_comparison():
+    line = {"timing/a": 1, "throughput/b": 2, "recovery/c": 3, "loss/timing/": 4, "step": 5}
+    assert metrics.comparable(line) == {"loss/timing/": 4, "step": 5}
+
+
+def test_a_phase_that_is_entered_twice_counts_once():
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    phases = Phases(clock=lambda: next(times))
+    with phases.measure("a"):
+        with phases.measure("a"):
+            assert phases.active() == ("a",)
+        assert phases.active() == ("a",)
+    assert phases.active() == ()
+    assert phases.collect() == {"timing/a_s": 9.0, "timing/other_s": 6.0, "timing/step_s": 15.0}
+
+
+def test_tensorboard_gets_each_step_and_forgets_the_later(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    with MetricsLog(tmp_path) as log:
+        log.write(4, {"a": 1.5, "b": float("nan")})
+        log.truncate_after(2)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    events = [
+        event
+        for event in EventFileLoader(str(file)).Load()
+        if event.HasField("summary") or event.HasField("session_log")
+    ]
+    assert [(event.step, event.session_log.status) for event in events] == [(4, 0), (3, 1)]
+    assert [value.tag for value in events[0].summary.value] == ["a", "observe/nonfinite_values"]
+    assert all(event.wall_time > 1e9 for event in events)

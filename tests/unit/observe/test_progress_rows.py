@@ -233,3 +233,38 @@ def test_what_the_terminal_cannot_write_becomes_a_code(tmp_path):
         shown.notice("漢")
         assert shown._state.title == "\\xe9\\n"
     assert (tmp_path / "out").read_text() == "\\u6f22\n"
+
+
+PANEL = """\
+╭─ title ──────────────────────────────────────────────────╮
+│ ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ │
+│ step      3/10   elapsed 0:14   ETA 1:10                 │
+│ accuracy  0.500                                          │
+│ loss      2.000  grad norm -  entropy -                  │
+│ length    -  reward -                                    │
+│ pass rate -                                              │
+│ weights   -                                              │
+│ time      ██████████████████████████████████████████████ │
+│           a 1.0 s                                        │
+╰──────────────────────────────────────────────────────────╯
+"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_panel_line_by_line(encoding):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(width=60, force_terminal=True, file=file, record=True)
+    console.print(progress.ProgressView(state_of({"accuracy/mean": 0.5, "loss/total": 2.0, "timing/a_s": 1.0})))
+    drawn = console.export_text()
+    if encoding == "ascii":
+        assert drawn.isascii() and "| time      " + "1" * 46 + " |" in drawn and drawn.startswith("+- title --")
+        assert drawn.count("\n") == PANEL.count("\n")
+    else:
+        assert drawn == PANEL
+
+
+def test_a_row_that_is_too_wide_ends_in_an_ellipsis():
+    console = Console(width=40, force_terminal=True, file=io.StringIO(), record=True)
+    console.print(progress.ProgressView(state_of({}, active=("a long phase", "another"))))
+    (row,) = (line for line in console.export_text().splitlines() if "step" in line)
+    assert row == "│ step      3/10   elapsed 0:14   ETA… │"
