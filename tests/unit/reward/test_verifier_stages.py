@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import worker
 from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec
@@ -21,6 +22,7 @@ from megatron_daro.reward.extraction import (
 )
 from megatron_daro.reward.factory import OwnVerifier, verifier_of
 from megatron_daro.reward.math import MathVerifier
+from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 
 EXACT, INTEGER = ExactVerifier(VerifierSpec("exact")), IntegerVerifier(VerifierSpec("integer"))
@@ -247,3 +249,61 @@ def test_a_verifier_is_named_or_a_class() -> None:
     assert spec.is_own and not VerifierSpec("math").is_own and (spec.strict, spec.refuse_restated) == (True, False)
     assert spec.verdict(True, "x") == Verdict(True, 1.0, "x") and spec.verdict(False, "x") == Verdict(False, 0.0, "x")
     assert VerifierSpec().limits == ScreenLimits(1000, 24, 8, 10_000, 2_000, 300, 2)
+
+
+def test_a_pool_has_every_setting_of_its_section() -> None:
+    section = RewardSection(
+        verifier="math", strict=False, correct_reward=2.0, incorrect_reward=-1.0, marker="@", refuse_restated=True
+    )
+    pool = RewardPool.from_section(section)
+    expected = VerifierSpec("math", False, 2.0, -1.0, "@", refuse_restated=True)
+    assert pool._spec == expected and isinstance(pool._verifier, MathVerifier) and pool._needs_workers()
+    own = RewardPool.from_section(RewardSection(verifier="a:B", options={"x": 1}))
+    assert own._spec.options == {"x": 1} and isinstance(own._verifier, OwnVerifier) and own._needs_workers()
+    assert not RewardPool("exact", workers=0)._needs_workers() and RewardPool()._spec == VerifierSpec()
+
+
+@pytest.mark.parametrize(("name", "workers"), [("math", 0), ("a:B", 0), ("exact", -1)])
+def test_a_pool_without_workers_is_for_cheap_verifiers(name: str, workers: int) -> None:
+    with pytest.raises(
+        RewardError, match=rf"got {workers} with verifier '{name}', allowed 1 or more \(0 for integer and exact"
+    ):
+        RewardPool(VerifierSpec(name), workers=workers)
+
+
+def test_equal_jobs_are_asked_once_and_each_gets_its_verdict() -> None:
+    class Pool(RewardPool):
+        def start(self) -> None:
+            return None
+
+        def _ask_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            asked.extend(requests)
+            return [{"correct": one["answer"] == "a", "reason": "said", "reward": 0.5} for one in requests]
+
+    asked: list[dict[str, Any]] = []
+    pool = Pool(VerifierSpec("a:B"), workers=1)
+    verdicts = pool.score([("a", "g", "s"), ("b", "g"), (None, "g"), ("a", "g", "s")])
+    said = Verdict(True, 0.5, "said")
+    assert verdicts == [said, Verdict(False, 0.5, "said"), Verdict(False, 0.0, "not_text"), said]
+    assert asked == [
+        {"kind": "judge", "answer": "a", "gold": "g", "statement": "s"},
+        {"kind": "judge", "answer": "b", "gold": "g", "statement": ""},
+    ]
+    assert (pool.counters["screened"], pool.counters["deduplicated"]) == (1, 1)
+    asked.clear()
+    assert pool._verdict({"reason": "x"}) == Verdict(False, 0.0, "x")
+    assert pool._verdict({"correct": 1, "reason": 7}) == Verdict(False, 0.0, "7")
+
+
+def test_golds_are_asked_of_workers_where_they_are_text() -> None:
+    class Pool(RewardPool):
+        def start(self) -> None:
+            return None
+
+        def _ask_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            assert requests == [{"kind": "gold", "gold": gold} for gold in ("a", "b")]
+            return [{"reason": "gold_unparsed"}, {"reason": "usable"}]
+
+    assert Pool("math", workers=1).check_golds(["a", None, "b", 5]) == {
+        0: "gold_unparsed", 1: "gold_not_text", 3: "gold_not_text",
+    }  # fmt: skip
