@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from hf_checkpoints import config_of, make_hf, tensors_of, to_megatron
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan as plans
+from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.errors import CheckpointError, ConfigError, ModelError
 from megatron_daro.workshop.convert import average, conversion, jobs, model_config
 from megatron_daro.workshop.convert.conversion import Partial
@@ -492,3 +494,16 @@ def test_the_forward_passes_are_compared_relative_to_the_largest_logit(tmp_path,
     assert passes(ones, ones).startswith("forward pass: logits")
     memory.available -= 1
     assert passes(ones, ones).startswith("forward pass not compared: it needs 0.0 GB of memory, and 0.0 GB are free")
+
+
+def test_every_row_is_read_once_and_hashed_on_its_way(tmp_path, monkeypatch):
+    make_hf(tmp_path / "hf", config_of())
+    real, rows = HFCheckpoint.read, Counter()
+
+    def read(self, name, start, stop, **options):
+        rows[name] += stop - start
+        return real(self, name, start, stop, **options)
+
+    monkeypatch.setattr(HFCheckpoint, "read", read)
+    to_megatron(tmp_path / "hf", tmp_path / "out")
+    assert dict(rows) == {name: len(tensor) for name, tensor in tensors_of(tmp_path / "hf").items()}
