@@ -507,3 +507,38 @@ def test_every_row_is_read_once_and_hashed_on_its_way(tmp_path, monkeypatch):
     monkeypatch.setattr(HFCheckpoint, "read", read)
     to_megatron(tmp_path / "hf", tmp_path / "out")
     assert dict(rows) == {name: len(tensor) for name, tensor in tensors_of(tmp_path / "hf").items()}
+
+
+def test_every_file_and_folder_is_on_the_disk_before_the_target_has_its_name(tmp_path, plan, monkeypatch):
+    real, synced = conversion.durable.sync, []
+    monkeypatch.setattr(conversion.durable, "sync", lambda path: synced.append(path) or real(path))
+    given = {"processes": 1, "verify": False, "progress": lambda *_: None}
+    conversion.convert(plan, tmp_path / "out", **given)
+    files = tmp_path / ".out.partial" / "files"
+    made = {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")}
+    missing = {name for name in made if files / name not in synced}
+    assert missing <= {Path("conversion.json")} and files in synced and synced[-1] == tmp_path
+
+
+@pytest.mark.parametrize("error", [conversion.BrokenProcessPool(), EOFError(), ConnectionError()])
+def test_a_killed_process_is_said_and_the_others_are_ended(monkeypatch, error):
+    ended: list[object] = []
+
+    class Pool:
+        def __init__(self, processes, context, *, initializer, initargs):
+            ended.append(processes)
+            assert initializer is conversion._start_worker
+            self.stop = initargs[0]
+
+        def submit(self, call, function, task):
+            future: conversion.Future[object] = conversion.Future()
+            future.set_exception(error)
+            return future
+
+        def shutdown(self, **options):
+            ended.append((self.stop.is_set(), options))
+
+    monkeypatch.setattr(conversion, "ProcessPoolExecutor", Pool)
+    with pytest.raises(ModelError, match=r"was killed \(out of memory\?\); run again with fewer --processes"):
+        list(conversion._each(print, [(1, 2, 3), (4, 5, 6)], 8, lambda: None))
+    assert ended == [2, (True, {"wait": True, "cancel_futures": True})]
