@@ -542,3 +542,10 @@ def test_a_killed_process_is_said_and_the_others_are_ended(monkeypatch, error):
     with pytest.raises(ModelError, match=r"was killed \(out of memory\?\); run again with fewer --processes"):
         list(conversion._each(print, [(1, 2, 3), (4, 5, 6)], 8, lambda: None))
     assert ended == [2, (True, {"wait": True, "cancel_futures": True})]
+
+
+def test_megatron_is_told_that_a_checkpoint_is_a_release(tmp_path):
+    """As `save_checkpoint` of megatron/training/checkpointing.py writes it into its tracker file."""
+    make_hf(tmp_path / "hf", config_of())
+    to_megatron(tmp_path / "hf", tmp_path / "out", format_="torch_dist")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
