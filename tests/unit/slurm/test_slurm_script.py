@@ -11,7 +11,7 @@ import pytest
 from megatron_daro.commands.submit import _signal_before_s
 from megatron_daro.config import Config, resolve
 from megatron_daro.errors import ConfigError
-from megatron_daro.workshop.slurm.cluster_file import ClusterFile, read_cluster_file
+from megatron_daro.workshop.slurm.cluster_file import ClusterFile, control_characters, read_cluster_file, seconds_of
 from megatron_daro.workshop.slurm.script import Job, script_of
 from megatron_daro.workshop.slurm.submission import (
     check_cluster,
@@ -272,3 +272,133 @@ def test_the_signal_comes_as_early_as_the_plan_needs(tmp_path):
     assert _signal_before_s(config(), cluster(), 1) == (0, [])
     job = job_of(recipe, Path("r.yaml"), [], cluster(time="0:10"), seconds)
     assert job.signal_before_s == 300, "half of the time at most"
+
+
+def test_what_a_cluster_file_does_not_say_has_a_value():
+    text = script_of(JOB, cluster())
+    assert "--gpus 8 --free-disk-gib 10 \\\n" in text and "--check-minutes 2 --stall-minutes 60 \\\n" in text
+    assert (
+        "--term-grace-s 20 \\\n" in text and "#SBATCH --time=1-00:00:00\n" in text and "python -m megatron_daro" in text
+    )
+    assert '[ "$attempt" -lt 50 ]' in text and "was the last of 50" in text and '[ -n "" ] || give_up "$cause"' in text
+    assert "#SBATCH --exclusive\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+    assert not any(
+        word in text for word in ("--account", "--qos", "--cpus-per-task", "--address", "IFNAME", "job_$SLURM")
+    )
+
+
+def test_everything_that_a_cluster_file_may_say_stands_in_the_script():
+    fields = {
+        "qos": "high",
+        "cpus_per_node": 64,
+        "exclusive": False,
+        "memory_gib": 9,
+        "gpu_option": "none",
+        "attempts": 7,
+    }
+    fields |= {
+        "network_interface": "ib0",
+        "addresses": {"n1": "10.0.0.1"},
+        "environment": {"A": "b"},
+        "setup": ("load x",),
+    }
+    fields |= {"exclude_bad_nodes": True, "sbatch": ("--comment=a b#c", "--nice"), "term_grace_s": 30.5}
+    text = script_of(JOB, cluster(**fields))
+    options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert options == [
+        "--job-name=my-run", "--partition=gpu", "--qos=high", "--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=64",
+        "--mem=9G", "--time=1-00:00:00", "--output=/shared/me/runs/my-run/slurm/job_%j.log", "--open-mode=append",
+        "--requeue", "--signal=B:USR1@300", '--comment="a b#c"', "--nice",
+    ]  # fmt: skip
+    assert "export GLOO_SOCKET_IFNAME=ib0\nexport NCCL_SOCKET_IFNAME=ib0\nexport A=b\nload x\n" in text
+    assert "--interface ib0 \\\n        --address n1=10.0.0.1 \\\n        -- /shared/me/run.yaml \\\n" in text
+    assert "--wait=35 " in text and "was the last of 7" in text and '[ -n "yes" ] || give_up "$cause"' in text
+
+
+def test_srun_or_apptainer_puts_each_node_into_the_container():
+    container = {"image": "/i/a b.sqsh", "mounts": ("/a:/a", "/b:/b")}
+    pyxis = script_of(JOB, cluster(container=container))
+    words = "'--container-image=/i/a b.sqsh' --container-mounts=/a:/a,/b:/b --container-workdir=/shared/me"
+    assert pyxis.count(words) == 2 and "apptainer" not in pyxis
+    assert (
+        """[ -e '/i/a b.sqsh' ] || give_up "the container image "'/i/a b.sqsh'" is not there on $(hostname)"\n"""
+        in pyxis
+    )
+    assert "--container-mounts" not in script_of(JOB, cluster(container={"image": "x"}))
+    inside = script_of(JOB, cluster(container=container | {"runtime": "apptainer"}))
+    words = "apptainer exec --nv --bind=/a:/a --bind=/b:/b --pwd /shared/me '/i/a b.sqsh' "
+    assert inside.count(words) == 2 and "--container" not in inside
+    for image, checked in (("./x.sif", True), ("docker://x", False)):
+        text = script_of(JOB, cluster(container={"image": image, "runtime": "apptainer"}))
+        assert ("[ -e " + image + " ]" in text) is checked
+
+
+def test_the_end_of_spares_waits_as_long_as_the_nodes_may_take():
+    text = script_of(JOB, cluster(spare_nodes=1, term_grace_s=7))
+    assert (
+        '    sleep 12\n    kill -TERM "$payload" 2>/dev/null && sleep 12 && kill -KILL' in text and "GRACE" not in text
+    )
+    assert "until [ -e" not in script_of(JOB, cluster())
+
+
+@pytest.mark.parametrize(("name", "own"), [("a%b", True), ("a\\b", True), ("a b", False)])
+def test_a_folder_that_slurms_patterns_would_change_gets_its_log_from_the_script(name, own):
+    text = script_of(Job("a", 1, Path("/r") / name, Path("/d"), ("/d/r.yaml",), 1, 300), cluster())
+    assert ('exec >>"$folder/job_$SLURM_JOB_ID.log" 2>&1\n' in text) is own
+    assert ("#SBATCH --output=/dev/null\n" in text) is own
+    assert own or '#SBATCH --output="/r/a b/slurm/job_%j.log"\n' in text
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "edge"),
+    [
+        ("stall_minutes", 0, 0.1), ("check_minutes", 0, 0.1), ("nodes", 0, 1), ("attempts", 0, 1),
+        ("signal_before_s", 9, 10), ("term_grace_s", 3600.5, 3600), ("free_disk_gib", -0.1, 0),
+    ],
+)  # fmt: skip
+def test_numbers_have_their_bounds(tmp_path, field, wrong, edge):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"partition": "gpu", field: wrong}))
+    with pytest.raises(
+        ConfigError, match=rf"{field}: got {wrong}; .*fix: correct it; docs/configuration\.md has every"
+    ):
+        read_cluster_file(file)
+    file.write_text(json.dumps({"partition": "gpu", field: edge}))
+    assert getattr(read_cluster_file(file), field) == edge
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"container": {"image": "x", "mounts": ["/a,/b"]}}, "a comma begins the next mount"),
+        ({"setup": ["echo a \\\n"]}, "ends with a backslash"),
+        ({"setup": ["cat <<END\na"]}, "bash cannot read it: .*here-document"),
+        ({"container": {"imag": "x", "image": "y"}}, r"imag: got an unknown key with value 'x'.*container\.image"),
+        ({"zzz": 1}, r"zzz: got an unknown key with value 1.*remove it; docs/configuration\.md has every field"),
+        ({"time": "0:10", "signal_before_s": 600}, "time: got a pair that cannot be; .*correct one of them"),
+        ({"environment": {"SLURM_X": "1"}}, "a name that Slurm, bash or the batch script itself uses"),
+        ({"time": "00:00:59"}, "at least a minute"),
+        ({"time": "1:00:60"}, "at most 59"),
+        *(({"sbatch": [f"--{name}"]}, "remove it: the job sets it") for name in ("wrap", "ntasks", "array")),
+        *(({"sbatch": [f"--{name}=1"]}, f"set {field}") for name, field in (("mem", "memory_gib"), ("nodes", "nodes"))),
+    ],
+)  # fmt: skip
+def test_what_would_break_the_job_is_refused_with_its_reason(tmp_path, fields, said):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"partition": "gpu", **fields}))
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        read_cluster_file(file)
+
+
+def test_a_signal_may_come_a_second_after_the_start(tmp_path):
+    assert cluster(time="0:10", signal_before_s=599).signal_before_s == 599
+    assert cluster(time="59:59:59").time == "2-11:59:59" and cluster(time="0:01").time == "0-00:01:00"
+    assert seconds_of("1-02:03:04") == 93784
+
+
+def test_characters_that_break_lines_are_named():
+    assert control_characters("a\n\t\x00\x1b\r\u2028\x07\ud800") == (
+        "U+0000 (NUL), U+0007, U+0009 (tab), U+000A (newline), U+000D (carriage return), U+001B (escape), "
+        "U+2028, U+D800"
+    )
+    assert control_characters("a\n\tb", but="\n") == "U+0009 (tab)" and control_characters("é漢 ~") == ""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_daro.errors import WorkerError
 from megatron_daro.workshop.slurm import training
-from megatron_daro.workshop.slurm.training import EndedError, Ending, Process, StoppedError, Stops, train
+from megatron_daro.workshop.slurm.training import (
+    EndedError,
+    Ending,
+    Process,
+    SlowStartError,
+    StoppedError,
+    Stops,
+    train,
+)
 
 START = Process.start
 
@@ -40,12 +51,15 @@ def trained_with(
             await asyncio.sleep(0.02)
         stops.saving.set()
 
+    started: list[Process] = []
+
     async def scene():
         stops = Stops()
 
         async def start(command, environment):
             assert command[1:4] == ["-m", "megatron_daro", "train"]
-            return await START([sys.executable, "-u", "-c", code], environment)
+            started.append(await START([sys.executable, "-u", "-c", code], environment))
+            return started[0]
 
         monkeypatch.setattr(Process, "start", start)
         asking = asyncio.ensure_future(ask_to_save(stops)) if save else None
@@ -67,6 +81,7 @@ def trained_with(
         finally:
             if asking:
                 asking.cancel()
+            await started[0].kill()
 
     return asyncio.run(scene())
 
@@ -148,3 +163,170 @@ def test_a_lost_node_is_named_also_where_slurm_then_ends_the_others(tmp_path, mo
     code = "import signal, time; signal.signal(15, lambda *_: None); time.sleep(3)"
     ending = trained_with(code, tmp_path, monkeypatch, lost="n1 was lost", end=True)
     assert (ending.kind, ending.cause) == ("ended", "n1 was lost; ended by SIGTERM; nothing was saved")
+
+
+@pytest.mark.parametrize(
+    ("files", "resumed"),
+    [
+        ({}, False),
+        ({"metrics.jsonl": ""}, False),
+        ({"metrics.jsonl": "{}\n"}, True),
+        ({"checkpoints/step_3/x": ""}, True),
+    ],
+)
+def test_a_run_that_has_begun_is_resumed(tmp_path, monkeypatch, files, resumed):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    seen: list[object] = []
+
+    class EnoughSeenError(Exception):
+        pass
+
+    async def start(command, environment):
+        seen.extend([command, environment])
+        raise EnoughSeenError
+
+    monkeypatch.setattr(Process, "start", start)
+    with pytest.raises(EnoughSeenError):
+        asyncio.run(train(Options(tmp_path), None, {"A": "b"}, lost=[], first_loss=None, look=None))  # type: ignore[arg-type]
+    more = ["--resume"] if resumed else []
+    assert seen == [[sys.executable, "-m", "megatron_daro", "train", "run.yaml", *more], {"A": "b"}]
+
+
+def exited(code: int, words: str = "", *, saving: bool = False, found: Ending | None = None, lost: str = "") -> Ending:
+    """What the exit code of a training with these words means."""
+
+    async def scene():
+        stops, process = Stops(), SimpleNamespace(lines=words.splitlines(), last_line=words.split("\n")[-1])
+        if saving:
+            stops.saving.set()
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if lost:
+            future.set_result(lost)
+
+        async def look():
+            return found
+
+        return await training._exited(code, process, stops, [future] if lost else [], look)
+
+    return asyncio.run(scene())
+
+
+BAD = Ending("bad_nodes", "n1: GPU 3", "n1")
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        (exited(0), Ending("finished", "finished")),
+        (exited(0, "a\nb", saving=True), Ending("finished", "b")),
+        (exited(130, "b", saving=True), Ending("saved", "b")),
+        (exited(1, "b", saving=True), Ending("stopped", "b")),
+        (exited(2, "ECC: NVLink", found=BAD), Ending("failed", "ECC: NVLink")),  # of the configuration
+        (exited(1, "b", found=BAD), Ending("bad_nodes", "n1: GPU 3 (training: b)", "n1")),
+        (exited(130, "b", found=BAD), Ending("bad_nodes", "n1: GPU 3 (training: b)", "n1")),
+        (exited(-9, "b", found=BAD), Ending("bad_nodes", "n1: GPU 3 (training: b)", "n1")),
+        (exited(-9), Ending("failed", "training ended with code -9 without a word")),
+        (exited(1, "b", found=BAD, lost="n2 was lost"), Ending("node_lost", "n2 was lost (training: b)")),
+        (exited(2, "b", lost="n2 was lost"), Ending("failed", "b")),
+        (exited(1, " bus error \nx NVLink \nb"), Ending("gpu_fault", "x NVLink (training: b)")),
+        (exited(1, "uncorrectable ecc"), Ending("gpu_fault", "uncorrectable ecc (training: uncorrectable ecc)")),
+    ],
+)
+def test_the_exit_code_of_the_training_decides_what_the_job_does(ending, expected):
+    assert ending == expected
+
+
+def test_training_that_saves_at_the_end_of_the_job_is_waited_for(tmp_path, monkeypatch):
+    code = "import signal, sys, time; signal.signal(15, lambda *_: None); time.sleep(2); print('saved'); sys.exit({})"
+    ending = trained_with(code.format(130), tmp_path, monkeypatch, end=True)
+    assert (ending.kind, ending.cause) == ("ended", "ended by SIGTERM; saved")
+    ending = trained_with(code.format(1), tmp_path, monkeypatch, end=True)
+    assert ending.cause == "ended by SIGTERM; nothing was saved"
+
+
+def test_the_last_words_are_of_the_three_logs_that_were_written_last(tmp_path):
+    (tmp_path / "logs").mkdir()
+    assert training._last_words(tmp_path) == "last words: none in the logs"
+    for second, (name, text) in enumerate(
+        {"a.log": "old", "b.log": "x\n \n", "c.log": "  " + "y" * 300 + " \n\n", "d.log": "\n", "e.txt": "no"}.items()
+    ):
+        (tmp_path / "logs" / name).write_text(text)
+        os.utime(tmp_path / "logs" / name, (second, second))
+    assert training._last_words(tmp_path) == f"last words: c.log: {'y' * 200} | b.log: x"
+
+
+def test_new_steps_put_the_end_of_a_stall_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_LOOK_S", 0.01)
+    metrics = tmp_path / "metrics.jsonl"
+
+    async def scene():
+        stall = asyncio.ensure_future(training._stall(tmp_path, 0.3))
+        for step in range(5):
+            metrics.write_text("x" * step)
+            await asyncio.sleep(0.1)
+        still = stall.done()
+        return still, await asyncio.wait_for(stall, 10)
+
+    still, words = asyncio.run(scene())
+    assert not still and words == f"no new step in {metrics} for 0.005 minutes; last words: none in the logs"
+
+
+def test_work_before_training_gives_its_result_and_is_ended_by_a_request():
+    async def scene():
+        stops, ended = Stops(), []
+
+        async def work():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(1)
+
+        first = await stops.or_end(asyncio.sleep(0, "done"))
+        phase = asyncio.ensure_future(stops.or_end(work()))
+        await asyncio.sleep(0.01)
+        stops.saving.set()
+        stops.end()
+        stops.end()  # a second signal changes nothing
+        with pytest.raises(EndedError, match="ended by SIGTERM before training began"):
+            await phase
+        return first, ended
+
+    assert asyncio.run(scene()) == ("done", [1])
+
+
+def test_a_process_passes_its_words_on_and_keeps_the_last(capfd):
+    async def scene():
+        command = [
+            "/bin/bash",
+            "-c",
+            'for i in {1..300}; do echo "$i $A"; done; read x || printf "end \\xff\\n \\n" >&2',
+        ]
+        process = await Process.start(command, {"A": "b"})
+        code = await process.wait()
+        process.signal(9)  # to nobody
+        await process.kill()
+        return code, process.lines, process.last_line
+
+    code, lines, last = asyncio.run(scene())
+    assert code == 0 and (len(lines), lines[0], last) == (201, "102 b", "end \ufffd")
+    assert capfd.readouterr().out.splitlines()[0] == "1 b"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [("Exception: The specified port is 7", training.PortTakenError), ("it timed out during startup", SlowStartError),
+     ("no such library", WorkerError)],
+)  # fmt: skip
+def test_why_ray_did_not_start_is_read_from_its_words(tmp_path, monkeypatch, words, error):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/bash\necho {words}; echo last; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    start = training.start_ray(
+        head=False, address="10.0.0.2", port=0, gpus=2, cpus=3, temporary=tmp_path, environment={}, joins="a:1"
+    )
+    with pytest.raises(WorkerError, match=r"^Ray ended with code 3 on 10\.0\.0\.2: last$") as caught:
+        asyncio.run(start)
+    assert type(caught.value) is error
