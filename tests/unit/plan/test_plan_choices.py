@@ -90,6 +90,8 @@ def test_parameters_of_a_rank_and_of_a_checkpoint():
     assert counts(replace(small, tie=True), whole, 0) == (16 * 8 + layer + 8, 0)
     assert checkpoint_bytes(small, 2) == 14 * sum(counts(small, whole, 0))
     assert checkpoint_bytes(small, 4) == 12 * sum(counts(small, whole, 0))
+    mixed = replace(MIXED, vocab=50_016)
+    assert checkpoint_bytes(mixed, 2) == 14 * mixed.num_parameters, "whole experts, and all of them"
     assert active_parameters(small) + 16 * 8 == small.num_active_parameters
     assert active_parameters(replace(small, tie=True)) == replace(small, tie=True).num_active_parameters
     # Ten of the twelve parameters are padded to 64 elements each, and all of them to 128 for each rank's share.

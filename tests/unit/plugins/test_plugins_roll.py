@@ -397,3 +397,12 @@ def test_the_state_is_written_by_the_first_rank_and_looked_for_only_on_a_resume(
     assert worker.do_checkpoint(5) == "saved" and list(tmp_path.iterdir()) == []
     part = Data({"response_mask": torch.tensor([[1, 0, 1]])})
     assert roll._mask(part).tolist() == [[0, 1]]
+
+
+def test_scales_are_compared_by_the_size_of_the_losses_which_may_cancel(roll, tmp_path):
+    worker, losses = roll.DaroActorWorker(), torch.tensor([[4.0, -4.0]])
+    worker._check_scale(0.0, 3e-3, losses, 2.0)
+    with pytest.raises(
+        AlgorithmError, match=r"ROLL's average is 0\.005, the weighted sum 0, .* number of tokens than 2"
+    ):
+        worker._check_scale(0.0, 5e-3, losses, 2.0)

@@ -460,3 +460,13 @@ def test_only_megatrons_pipeline_stages_are_summed_over(adapter, monkeypatch, st
     one = adapter.DaroTrainingWorker(strategy)
     summed = one._over_data_and_stages(lambda vector: vector * 2 if wanted == 20 else vector)
     assert summed(torch.ones(1)).tolist() == [wanted]
+
+
+def test_the_probe_allows_a_ten_thousandth_of_the_losses_which_may_cancel(adapter):
+    even = micro_batch(advantages=torch.tensor([1.0, -1.0, 0.0])[:, None].expand(3, 4))
+    even["now"] = even["old_log_probs"].clone().requires_grad_()
+    config, step = Actor(global_batch_info={"batch_num_tokens": 11, "dp_size": 2}), opened(adapter)
+    # Both bins have a mean of one: 2 * (1 - 1), and 4 is the size.
+    adapter._probe(config, even, even["now"], torch.tensor([1, 2, 0]), step, 3e-4)
+    with pytest.raises(AlgorithmError, match=r"got 0\.0005, verl's own loss with reweighted advantages gives"):
+        adapter._probe(config, even, even["now"], torch.tensor([1, 2, 0]), step, 5e-4)
