@@ -401,3 +401,15 @@ def test_seconds_of_a_sync_are_those_of_the_model(case):
     layout, options = SYNCS[case]
     seconds = tuple(sync_s(workload, layout, GPU, CONSTANTS, **options) for workload in (WORKLOAD, EXPERTS))
     assert seconds == pytest.approx(SYNC_S[case], rel=1e-7)
+
+
+def test_learned_shares_are_shares_and_single_waits_shorter_than_a_second():
+    shares = "matrices matrices_fp8 attention prefill decoding expert_decoding links expert_links hidden fused schedule"
+    known = Constants()
+    for name in [*shares.split(), "imbalance", "routing", "sync_links"]:
+        assert 0 < getattr(known, name) < 1, name
+    waits = "layer_s expert_layer_s expert_call_s decode_step_s decode_layer_s link_latency_s network_latency_s"
+    for name in [*waits.split(), "sync_start_s", "tensor_s", "walk_s"]:
+        assert 0 < getattr(known, name) < 1, name
+    assert (known.training_factor, known.generation_factor, known.sync_factor) == (1, 1, 1), "no run has set them"
+    assert (known.max_running, known.host_gb_s) == (1024, 25)
