@@ -249,6 +249,7 @@ def test_rows_follow_turns_that_stand_alone(host):
     [
         ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
         ({"rl_use_sequence_packing": False}, "--rl-use-sequence-packing"),
+        ({"perform_rl_step": False}, "--perform-rl-step"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline"),
         ({"rl_training_cuda_graphs": True}, "--rl-training-cuda-graphs"),
         ({"rl_invented_later": True}, "--rl-invented-later"),
@@ -258,6 +259,11 @@ def test_rows_follow_turns_that_stand_alone(host):
 def test_options_that_do_not_go_with_daro_are_named(host, changes, flag):
     with pytest.raises(ConfigError, match=flag):
         host.arguments.parse_and_validate_args(**changes)
+
+
+def test_one_part_of_a_stage_is_no_interleaving(host):
+    for size in (None, 1):
+        host.arguments.parse_and_validate_args(virtual_pipeline_model_parallel_size=size)
 
 
 def test_rewards_that_never_arrive_stop_the_run(host):

@@ -55,6 +55,9 @@ def config(kind, **sections):
     [
         ("data_plane", "enabled", True, "data_plane.enabled: got true; allowed: false"),
         ("grpo", "adv_estimator", {"name": "gdpo"}, "grpo.adv_estimator.name: got 'gdpo'; allowed: 'grpo'"),
+        ("grpo", "adv_estimator", {"normalize_rewards": False}, "adv_estimator.normalize_rewards: got false"),
+        ("grpo", "adv_estimator", {"minus_baseline": False}, "adv_estimator.minus_baseline: got false"),
+        ("grpo", "adv_estimator", {"use_leave_one_out_baseline": True}, "use_leave_one_out_baseline: got true"),
         ("grpo", "async_grpo", {"enabled": True, "max_trajectory_age_steps": 2}, "grpo.async_grpo.enabled: got true"),
         ("grpo", "use_leave_one_out_baseline", True, "use_leave_one_out_baseline: got true; allowed: false"),
         ("grpo", "token_bonus", 0.5, "grpo.token_bonus: got 0.5; allowed: off: DARO does not know"),

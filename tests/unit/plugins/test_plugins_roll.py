@@ -406,3 +406,22 @@ def test_scales_are_compared_by_the_size_of_the_losses_which_may_cancel(roll, tm
         AlgorithmError, match=r"ROLL's average is 0\.005, the weighted sum 0, .* number of tokens than 2"
     ):
         worker._check_scale(0.0, 5e-3, losses, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "right", "wrong"),
+    [
+        ("adv_estimator", "grpo", "gae"),
+        ("loss_agg_mode", "token-mean", "seq-mean-token-mean"),
+        ("importance_sampling", "token", "seq"),
+        ("gamma", 1, 0.99),
+        ("gamma", 1, 2),
+        *((name, None, 2.0) for name in ("advantage_clip", "reward_clip")),
+        *((name, False, True) for name in ("whiten_advantages", "whiten_rewards", "add_token_level_kl", "use_opd")),
+        *((name, False, True) for name in ("difficulty_loss_weight", "length_loss_weight", "is_pure_opd")),
+    ],
+)
+def test_options_that_have_one_value_with_daro(tmp_path, option, right, wrong):
+    roll_driver.check_options(options(tmp_path, **{option: right}))
+    with pytest.raises(ConfigError, match=f"{option}: got"):
+        roll_driver.check_options(options(tmp_path, **{option: wrong}))

@@ -358,3 +358,25 @@ def test_the_module_prints_the_flags_or_what_it_is(monkeypatch, capsys, words, s
 def test_the_default_of_every_group_index_is_no_group():
     raw, advantages = slime.reward_post_process(ARGUMENTS, [Sample(r, None) for r in REWARDS])
     assert [advantage.place for advantage in advantages] == list(range(8)) and raw == REWARDS
+
+
+@pytest.mark.parametrize(
+    ("option", "right", "wrong"),
+    [
+        ("loss_type", "custom_loss", "policy_loss"),
+        ("advantage_estimator", "grpo", "gspo"),
+        ("kl_coef", 0, 0.1),
+        ("kl_coef", 0.0, 1),
+        *((name, False, True) for name in ("normalize_advantages", "use_critic", "use_opsm", "use_opd")),
+        ("recompute_loss_function", False, True),
+        ("custom_convert_samples_to_train_data_path", None, "mine.convert"),
+        *(
+            (n, True, False)
+            for n in ("compute_advantages_and_returns", "grpo_std_normalization", "rewards_normalization")
+        ),
+    ],
+)
+def test_flags_that_have_one_value_with_daro(option, right, wrong):
+    check(good_arguments(**{option: right}))
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}: got"):
+        check(good_arguments(**{option: wrong}))
