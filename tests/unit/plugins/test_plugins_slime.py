@@ -380,3 +380,10 @@ def test_flags_that_have_one_value_with_daro(option, right, wrong):
     check(good_arguments(**{option: right}))
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}: got"):
         check(good_arguments(**{option: wrong}))
+
+
+def test_a_hook_that_the_host_does_not_know_is_missing():
+    arguments = good_arguments()
+    del arguments.custom_loss_function_path
+    with pytest.raises(ConfigError, match="--custom-loss-function-path: got"):
+        check(arguments)
