@@ -250,8 +250,7 @@ def step_samples(case: Case) -> StepSamples:
     count = len(columns)
     group_N = torch.arange(count) // case.group
     right_N = torch.tensor([(i % case.group) <= (i // case.group) % case.group for i in range(count)])
-    if case.group > 1:
-        right_N[case.group - 1 :: case.group] = False  # no group is all right: each has a signal
+    right_N[case.group - 1 :: case.group] = False  # no group is all right: each has a signal
     rewards_N = right_N.to(torch.float64)
     advantages_N = group_advantages(rewards_N, group_N) + 0.1 * torch.arange(count, dtype=torch.float64)
     # What is changed differs from sample to sample, signs too: losses may read an input up to a factor or a shift.

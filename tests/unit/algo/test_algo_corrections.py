@@ -10,6 +10,7 @@ from megatron_daro.algo.corrections import (
     rollout_ratio,
     segment_mean,
     segment_sums,
+    segment_totals,
     sequence_log_ratio,
     truncated_importance_weights,
 )
@@ -57,3 +58,10 @@ def test_sequence_ratio_and_segment_mean_by_hand():
     assert means[mask_T].tolist() == [2.0, 2.0, 5.0]
     log_ratio = sequence_log_ratio(values_T, torch.zeros(4), mask_T, torch.tensor([0, 0, 0, 2]), 3)
     assert log_ratio[mask_T].tolist() == [2.0, 2.0, 5.0]
+
+
+def test_totals_of_no_segment_are_zero_on_every_token():
+    values_T, none_T = torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool)
+    assert segment_totals(values_T, none_T, torch.zeros(2, dtype=torch.long), 0).tolist() == [0.0, 0.0]
+    totals_T = segment_totals(values_T, ~none_T, torch.tensor([0, 0]), 1, lambda sums_M: 10 * sums_M)
+    assert totals_T.tolist() == [30.0, 30.0] and totals_T.dtype == torch.float32

@@ -305,3 +305,11 @@ def test_weights_are_a_copy_and_carry_no_gradient():
     weights.update(sums, COUNTS)
     assert not weights.weights.requires_grad
     assert not weights.coefficients(COUNTS).requires_grad
+
+
+@pytest.mark.parametrize(("correct", "groups"), [([1, 0], [0, 0, 0]), ([[1, 0]], [[0, 0]])])
+def test_verdicts_and_groups_are_two_vectors_of_one_length(correct, groups):
+    with pytest.raises(
+        AlgorithmError, match=r"got shapes .*, allowed are two vectors of the same length; give one verdict"
+    ):
+        pass_rate_bins(torch.tensor(correct), torch.tensor(groups), 2)

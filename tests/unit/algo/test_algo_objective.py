@@ -420,3 +420,8 @@ def test_without_a_coefficient_nothing_goes_back_through_the_entropy(coefficient
     (objective.segment_losses_M.sum() + objective.regularizer_T.sum()).backward()
     assert (tokens.entropy.grad is not None) is has_gradient
     assert logprobs.grad is not None and bool(logprobs.grad.any())
+
+
+def test_an_estimator_of_the_kl_that_does_not_exist_is_refused():
+    with pytest.raises(AlgorithmError, match="estimator: got 'k4', allowed are k1, k2, k3"):
+        kl_terms(torch.zeros(1), torch.zeros(1), "k4")

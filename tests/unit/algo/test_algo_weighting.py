@@ -360,3 +360,13 @@ def test_the_others_have_no_weights_and_ignore_updates(name):
     assert algorithm.weights is None
     assert algorithm.clamped == 0
     assert algorithm.state_dict() == before
+
+
+def test_an_algorithm_without_weights_or_a_critic_says_so():
+    plain, daro = (make_algorithm(name, rollouts_per_prompt=4, max_response_tokens=8) for name in ("grpo", "daro"))
+    assert plain.weights is None and plain.cell_weights is None and plain.clamped == 0
+    assert not plain.needs_gradient_squares and daro.cell_weights.shape == (5, 1)
+    with pytest.raises(NotImplementedError, match="trains no critic"):
+        plain.value_targets(None)
+    with pytest.raises(NotImplementedError):
+        plain.token_advantages(None)

@@ -163,3 +163,79 @@ def test_a_step_of_another_configuration_is_that_of_its_own_layout(tmp_path):
     stale = config_of(tmp_path, rollout={"max_staleness": 1}, algorithm={"correction": {"kind": "tis"}})
     shorter = predicted_step(history, stale, SHAPE, H100, known)
     assert again - shorter == pytest.approx(min(history.rollout, history.train), rel=0.02)
+
+
+def written(directory, rows, files):
+    """A run of given metrics and given lengths of a file each."""
+    config_of(directory)
+    (directory / "rollouts").mkdir()
+    for number, (lengths, prompts) in enumerate(files, 1):
+        table = pa.table(
+            {"length": pa.array(lengths, pa.float32()), "prompt_tokens": pa.array(prompts, pa.list_(pa.int32()))}
+        )
+        pq.write_table(table, directory / "rollouts" / f"step_{number:06d}.parquet")
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_a_history_has_medians_of_the_steps_after_the_first_and_every_answer_with_a_length(tmp_path):
+    names = ("rollout_s", "train_s", "logprob_s", "sync_s", "step_s")
+    seconds = [(900, 900, 900, 900, 900), (10, 20, 3, 1, 50), (12, 22, 5, 2, 60), (11, 60, 4, 4, 55)]
+    rows = [
+        {"step": step, **{f"timing/{name}": value for name, value in zip(names, row, strict=True)}}
+        for step, row in enumerate(seconds, 1)
+    ]
+    rows = [{"step": 0, "timing/step_s": 1e6}, *rows, {"step": 5}]
+    files = [([10, np.nan, 5000], [[1] * 4, None, [1] * 6]), ([], []), ([30], [[1] * 8])]
+    history = read_history(written(tmp_path, rows, files))
+    assert (history.rollout, history.train, history.logprob, history.sync, history.step) == (11, 22, 4, 2, 55)
+    assert history.steps == 3 and history.mean_prompt == 6 and list(history.lengths) == [10, 5000, 30]
+    assert history.unhidden == 55 - (11 + 26) - 2 and replace(history, step=10.0).unhidden == 0
+    workload = history.workload(history.config, SHAPE)
+    assert workload.response_Q.max() <= 4096 and workload.mean_prompt == 6
+    stale = replace(
+        history, config=config_of(tmp_path, rollout={"max_staleness": 1}, algorithm={"correction": {"kind": "tis"}})
+    )
+    assert stale.unhidden == 55 - 26 - 2
+
+
+def test_of_many_files_some_fifty_are_read_evenly(tmp_path):
+    rows = [{"step": step, "timing/step_s": 1.0} for step in (1, 2)]
+    history = read_history(written(tmp_path, rows, [([number], [[1]]) for number in range(150)]))
+    assert list(history.lengths) == list(range(0, 150, 3)) and history.rollout == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "files", "named"), [(2, 0, "1 steps after the first and 0"), (1, 1, "0 steps after the first and 1")]
+)
+def test_a_history_needs_steps_and_lengths(tmp_path, steps, files, named):
+    rows = [{"step": step, "timing/step_s": 1.0} for step in range(1, steps + 1)]
+    with pytest.raises(ConfigError, match=rf"with {named} files of rollouts; allowed: a run of at least two steps"):
+        read_history(written(tmp_path, rows, [([1], [[1]])] * files))
+
+
+def test_factors_come_on_top_of_the_assumed_ones(tmp_path):
+    recorded(tmp_path, TRUTH)
+    history = replace(read_history(tmp_path), logprob=7.0)
+    first = fitted(history, SHAPE, H100)
+    again = fitted(history, SHAPE, H100, first)
+    factors = [(c.training_factor, c.generation_factor, c.sync_factor) for c in (first, again)]
+    assert factors[1] == pytest.approx(factors[0]) and min(abs(f - 1) for f in factors[0]) > 0.01
+    times = train_times(history.workload(history.config, SHAPE), LAYOUT, 4, H100, first)
+    assert times.total == pytest.approx(history.train + 7)
+    named = replace(
+        history,
+        config=config_of(
+            tmp_path,
+            engine={
+                "replicas": 1,
+                "sglang": {"tensor_parallel": 2, "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]},
+            },
+        ),
+    )
+    assert predicted_step(named, named.config, SHAPE, H100, first) == pytest.approx(
+        times.total
+        + generation_s(named.workload(named.config, SHAPE), 2, 2, H100, first)
+        + history.sync
+        + first.fixed_s
+    )

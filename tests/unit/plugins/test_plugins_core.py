@@ -19,6 +19,7 @@ from megatron_daro.plugins.core import (
     DifficultyStep,
     SampleSums,
     bins_of_pass_rates,
+    consecutive_groups,
     load_state,
     over_group,
     save_state,
@@ -267,3 +268,99 @@ def test_only_an_algorithm_with_difficulty_weights():
 
 def test_one_rank_needs_no_process_group():
     assert over_group(None)(torch.tensor([2.0])).tolist() == [2.0]
+
+
+def test_groups_are_k_rows_of_one_prompt():
+    prompts = torch.tensor([[1, 2]] * K + [[1, 2]] * K)
+    assert consecutive_groups(prompts, K, "n").tolist() == [0] * K + [1] * K, "two groups may have one prompt"
+    with pytest.raises(AlgorithmError, match="got 7 answers, allowed is a multiple of n, 4"):
+        consecutive_groups(prompts[:7], K, "n")
+    prompts[6, 1] = 3
+    with pytest.raises(
+        AlgorithmError, match=r"1 of 2 have answers to several prompts \(first: group 1\).*4 rows .*\(n\)"
+    ):
+        consecutive_groups(prompts, K, "n")
+
+
+def test_metrics_are_of_the_step_before_the_weights_move():
+    step = new_step()
+    step.begin(torch.tensor([1, 1, 2, 4]), torch.tensor([2, 1, 4, 5]), alone)
+    step.note(
+        *(torch.tensor([0.0, n, 2 * n, 0.0, 0.0], dtype=torch.float64) for n in (6.0, 9.0)),
+        torch.tensor([0.0, 3, 4, 0, 5], dtype=torch.float64),
+        2.5,
+    )
+    assert step.open and step.first_here
+    metrics = step.end(alone)
+    groups = {"difficulty/groups/1": 0.5, "difficulty/groups/2": 0.25, "difficulty/groups/4": 0.25}
+    tokens = {"difficulty/tokens/1": 3, "difficulty/tokens/2": 4, "difficulty/tokens/4": 5}
+    losses = {"difficulty/loss/1": 2.0, "difficulty/loss/2": 3.0, "difficulty/loss/4": 0.0}
+    none = {f"difficulty/{what}/{k}": 0.0 for what in ("groups", "tokens") for k in (0, 3)}
+    weights = {f"difficulty/weight/{k}": 1.0 for k in (1, 2, 3)}
+    assert metrics.pop("loss/total") == 2.5, "weights of 1 add nothing"
+    assert metrics == {
+        **groups,
+        **tokens,
+        **losses,
+        **none,
+        **weights,
+        "loss/policy": 2.5,
+        "difficulty/clamped": 0.0,
+        "difficulty/skipped": 0.0,
+    }
+    assert not step.open and not step.first_here and step.steps == 1
+    totals = step.begin(torch.tensor([1, 2]), torch.tensor([3, 4]), alone)
+    extra = step.algorithm.extra_loss(totals)
+    step.note(*torch.zeros(2, K + 1), totals.tokens_per_bin, 0.5)
+    assert step.end(alone)["loss/total"] == pytest.approx(0.5 + extra) and abs(extra) > 1e-3
+
+
+def test_a_step_that_begins_anew_forgets_the_losses_of_the_one_before():
+    step = new_step()
+    for _ in range(2):
+        step.begin(torch.tensor([1]), torch.tensor([2]), alone)
+        two = torch.tensor([2.0], dtype=torch.float64)
+        step.weigh(SampleSums(two, two, two), torch.tensor([1]))
+    assert step.end(alone)["loss/policy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"format": 1}, "format 1 with steps None"),
+        ({"format": 1, "steps": 1.5}, "steps 1.5, allowed is format 1 with a whole number"),
+        ({"format": 2, "steps": 1}, "format 2 with steps 1"),
+    ],
+)
+def test_a_state_without_a_whole_number_of_steps_is_refused(state, match):
+    step = new_step()
+    with pytest.raises(CheckpointError, match=match):
+        step.load_state_dict(state | {"algorithm": step.algorithm.state_dict()})
+    assert step.steps == 0
+    with pytest.raises(CheckpointError):
+        step.load_state_dict({"format": 1, "steps": 3})
+    assert step.steps == 0, "nothing is changed"
+
+
+def test_pass_rates_are_refused_only_beyond_a_twentieth_of_an_answer():
+    assert bins_of_pass_rates(torch.tensor([0.25 + 0.0124, 1 - 0.0124, 1.0124, -0.0124]), K).tolist() == [1, 4, 4, 0]
+    with pytest.raises(
+        AlgorithmError, match=r"pass rate: got 0\.263, allowed are 0/4, 1/4, \.\.\. 1 \(rollouts_per_prompt 4\)"
+    ):
+        bins_of_pass_rates(torch.tensor([0.5, 0.263, 0.3]), K)
+
+
+def test_what_a_saved_state_is(tmp_path):
+    step = taught()
+    save_state(step, tmp_path / "daro.json")
+    assert json.loads((tmp_path / "daro.json").read_text()) == {
+        "format": 1,
+        "steps": 3,
+        "algorithm": step.algorithm.state_dict(),
+    }
+    (tmp_path / "daro.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds no mapping"):
+        load_state(new_step(), tmp_path / "daro.json")
+    (tmp_path / "daro.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"is no JSON \("):
+        load_state(new_step(), tmp_path / "daro.json")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.config.problems import Problem
 from megatron_daro.errors import CheckpointError, ConfigError
 from megatron_daro.plugins.core import DifficultyStep, resume, save_state
 from megatron_daro.plugins.host import ANY, Host, fields_of
@@ -103,3 +104,44 @@ def test_a_checkpoint_without_the_state_is_resumed_only_by_order_and_with_a_warn
     save_state(step, tmp_path / "daro.json")
     resume(step := new_step(), tmp_path / "daro.json", start_fresh=True)
     assert step.steps == 7 and step.first_here and "after 7 optimizer steps" in caplog.text
+
+
+def test_a_version_is_what_the_package_says_else_what_is_installed(monkeypatch):
+    host = Host("Py test", "pytest_timeout", ())
+    assert host.version[0].isdigit(), "of the distribution pytest-timeout, which names no version itself"
+    assert Host("X", "no_such_host", ()).version == "of unknown version"
+
+
+def test_options_of_a_namespace_have_no_defaults_and_required_fields_none():
+    @dataclass
+    class Some:
+        needed: int
+        listed: list[int] = field(default_factory=lambda: [1])
+
+    assert fields_of(Some(3)) == ({"needed": 3, "listed": [1]}, {"listed": [1]})
+    assert fields_of(SimpleNamespace(a=1)) == ({"a": 1}, {})
+
+
+def test_what_is_refused_says_how_it_is_mended(host):
+    said = problems(host, Options(mode="gspo", new_term=0.7), later=1)
+    assert "options of SomeHost 1.3 that do not go with DARO" in said
+    assert "actor.mode: got 'gspo'; allowed: 'vanilla' or 'plain'; fix: set it so, or remove it" in said
+    words = (
+        "fix: remove it, or, where it changes neither loss nor batch, name it in allow_host_options of MEGATRON_DARO"
+    )
+    assert f"actor.new_term: got 0.7; allowed: its default, 0.5: DARO does not know this option; {words}" in said
+    assert f"actor.later: got 1; allowed: off: DARO does not know this option; {words}" in said
+
+
+def test_problems_found_elsewhere_are_told_with_these_and_a_prefix_is_not_needed(host):
+    further = [Problem("loss", "x", "y", "z")]
+    with pytest.raises(ConfigError) as caught:
+        host.check({"mode": "gspo"}, ALLOWED, defaults={}, options=read_options(""), further=further)
+    assert str(caught.value).index("loss: got x") < str(caught.value).index("  mode: got 'gspo'")
+    host.check({"mode": "plain"}, ALLOWED, defaults={}, options=read_options(""))
+
+
+def test_a_local_build_of_a_tested_version_is_a_tested_one(host, caplog, monkeypatch):
+    monkeypatch.setattr(sys.modules["somehost"], "__version__", "1.2+cu128")
+    host.announce(new_step(), read_options(""))
+    assert "SomeHost 1.2+cu128, megatron_daro" in caplog.text and "start_fresh=False" in caplog.text

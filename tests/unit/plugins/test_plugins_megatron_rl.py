@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,7 @@ def test_rows_follow_turns_that_stand_alone(host):
     [
         ({"calculate_per_token_loss": False}, "--calculate-per-token-loss"),
         ({"rl_use_sequence_packing": False}, "--rl-use-sequence-packing"),
+        ({"perform_rl_step": False}, "--perform-rl-step"),
         ({"virtual_pipeline_model_parallel_size": 2}, "--virtual-pipeline"),
         ({"rl_training_cuda_graphs": True}, "--rl-training-cuda-graphs"),
         ({"rl_invented_later": True}, "--rl-invented-later"),
@@ -257,6 +259,11 @@ def test_rows_follow_turns_that_stand_alone(host):
 def test_options_that_do_not_go_with_daro_are_named(host, changes, flag):
     with pytest.raises(ConfigError, match=flag):
         host.arguments.parse_and_validate_args(**changes)
+
+
+def test_one_part_of_a_stage_is_no_interleaving(host):
+    for size in (None, 1):
+        host.arguments.parse_and_validate_args(virtual_pipeline_model_parallel_size=size)
 
 
 def test_rewards_that_never_arrive_stop_the_run(host):
@@ -315,3 +322,63 @@ def test_the_newest_release_has_a_row_for_each_turn(host):
         rollouts=[[SimpleNamespace(trajectory=["t"] * t) for t in group] for group in turns]
     )
     assert adapter.session().bins_R.tolist() == [1] * (K + 1) + [3] * K + [2] * K
+
+
+def test_the_script_runs_with_its_own_words_and_folder_after_the_hooks_are_in(monkeypatch, tmp_path):
+    script, given = tmp_path / "train_rl.py", []
+    script.write_text(
+        "import sys, megatron.rl.rl_utils as rl\nrl.seen = (__name__, sys.argv, sys.path[0], rl.installed)\n"
+    )
+    names = ("megatron.rl.rl_utils", "megatron.training.training", "megatron.training.arguments")
+    modules = [ModuleType(name) for name in names]
+    rl, parent, top = modules[0], ModuleType("megatron.rl"), ModuleType("megatron")
+    parent.rl_utils, top.rl, rl.installed = rl, parent, False
+    for module in (*modules, parent, top):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(adapter, "install", lambda *found: given.append(found) or setattr(rl, "installed", True))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    adapter.main([str(script), "--lr", "1e-6"])
+    assert given == [tuple(modules)]
+    assert rl.seen == ("__main__", [str(script), "--lr", "1e-6"], str(tmp_path), True)
+    monkeypatch.setitem(sys.modules, names[1], None)
+    with pytest.raises(ConfigError, match=r"Megatron-LM: .*allowed is a checkout .* in whose root train_rl\.py lies"):
+        adapter.main([str(script)])
+    with pytest.raises(ConfigError, match=r"script: got \[\], allowed"):
+        adapter.main([])
+
+
+def test_a_step_keeps_what_the_host_reports_and_moves_its_iterator_on(host):
+    moved = []
+
+    class Advancing(Iterator):
+        def advance(self):
+            moved.append(1)
+
+    host.score()
+    result = host.training.train_step(None, Advancing(iter([(torch.tensor(0),), (torch.tensor(1),)])), None, None)
+    assert moved == [1] and result[0]["lm loss"] == 0 and "difficulty/weight/2" in result[0] and result[5] == 1.0
+
+
+def test_without_packed_data_the_run_stops(host):
+    host.score()
+    host.rl_utils.get_rl_runtime_state = lambda: SimpleNamespace(packing_context=None)
+    with pytest.raises(
+        AlgorithmError, match="packed data: none was made, allowed is a run with --rl-use-sequence-packing"
+    ):
+        host.step(0, 1)
+    with pytest.raises(AlgorithmError, match="packed data: none was loaded"):
+        adapter.session().reweighted(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("skipped", "taken"), [(0, True), (1, False)])
+def test_weights_move_where_megatron_skipped_no_iteration(host, skipped, taken):
+    host.score()
+    own = host.train_step
+    host.training.train_step = adapter.functools.partial(
+        adapter._train_step, host.rl_utils, host.training, lambda *given: (own(*given)[0], skipped, *own_rest)
+    )
+    own_rest = (False, False, 0, 1.0, 0, 0)
+    report = host.step(0, 1)
+    assert float(report["difficulty/skipped"]) == float(not taken)
+    assert (adapter.session().step.algorithm.weights.tolist() == [1.0] * 5) == (not taken)

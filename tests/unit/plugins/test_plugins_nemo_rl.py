@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
 from megatron_daro.plugins import nemo_rl as adapter
 from megatron_daro.plugins.options import read_options
 
@@ -55,6 +55,9 @@ def config(kind, **sections):
     [
         ("data_plane", "enabled", True, "data_plane.enabled: got true; allowed: false"),
         ("grpo", "adv_estimator", {"name": "gdpo"}, "grpo.adv_estimator.name: got 'gdpo'; allowed: 'grpo'"),
+        ("grpo", "adv_estimator", {"normalize_rewards": False}, "adv_estimator.normalize_rewards: got false"),
+        ("grpo", "adv_estimator", {"minus_baseline": False}, "adv_estimator.minus_baseline: got false"),
+        ("grpo", "adv_estimator", {"use_leave_one_out_baseline": True}, "use_leave_one_out_baseline: got true"),
         ("grpo", "async_grpo", {"enabled": True, "max_trajectory_age_steps": 2}, "grpo.async_grpo.enabled: got true"),
         ("grpo", "use_leave_one_out_baseline", True, "use_leave_one_out_baseline: got true; allowed: false"),
         ("grpo", "token_bonus", 0.5, "grpo.token_bonus: got 0.5; allowed: off: DARO does not know"),
@@ -134,3 +137,161 @@ def test_what_nemo_rl_reads_of_its_own_loss_is_there_also_in_the_workers():
     loss = adapter.DaroLoss(SimpleNamespace(reference_policy_kl_penalty=0.5))
     for one in (loss, pickle.loads(pickle.dumps(loss))):
         assert one.reference_policy_kl_penalty == 0.5
+
+
+class ClippedLoss:
+    """The token mean of NeMo-RL's ClippedPGLossFn (`masked_mean(..., global_normalization_factor=global_valid_toks)`),
+    with a KL term that does not depend on advantages."""
+
+    def __call__(self, logprobs, data, valid_seqs, valid_toks):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        own = (-data["advantages"][:, 1:] * logprobs * mask).sum() / valid_toks
+        return own + 0.125, {"probs_ratio": 1.0, "seqs": float(valid_seqs)}
+
+
+class Trained:
+    """NeMo-RL's policy: micro-batches of two samples, whose metrics are lists."""
+
+    def __init__(self, grad_norm=1.0):
+        self.cfg, self.calls, self.grad_norm = {"train_global_batch_size": 8}, [], grad_norm
+
+    def train(self, data, loss_fn, **options):
+        self.calls.append(options)
+        if options.get("eval_mode"):
+            return {"evaluated": True}
+        found, self.losses = {}, []
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        for i in range(0, 8, 2):
+            rows = {name: column[i : i + 2] for name, column in data.items()}
+            loss, metrics = loss_fn(data["logprobs"][i : i + 2], rows, torch.tensor(8.0), tokens)
+            self.losses.append(float(loss))
+            for name, value in metrics.items():
+                found.setdefault(name, []).append(value)
+        norm = {} if self.grad_norm is None else {"grad_norm": torch.tensor([self.grad_norm])}
+        return {"all_mb_metrics": found, **norm}
+
+    def save_checkpoint(self, weights_path, *arguments, **options):
+        self.calls.append((weights_path, arguments, options))
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+
+
+def scored(daro, rewards=REWARDS):
+    prompts = torch.tensor([[1, 2]] * K + [[3, 4]] * K)
+    mask = torch.ones(8, 4)
+    return adapter.DaroAdvantages(daro).compute_advantage(prompts, rewards, mask, repeated_batch=None)
+
+
+def batch_of(advantages):
+    generator = torch.Generator().manual_seed(0)
+    token_mask = torch.ones(8, 4)
+    token_mask[1, 2:] = 0
+    sample_mask = torch.tensor([1.0] * 7 + [0.0])
+    logprobs = -torch.rand(8, 3, generator=generator, dtype=torch.float64)
+    return {"token_mask": token_mask, "sample_mask": sample_mask, "advantages": advantages, "logprobs": logprobs}
+
+
+def test_advantages_are_those_of_groups_and_the_bins_are_noted():
+    daro = adapter.Daro(K, read_options(""))
+    advantages = scored(daro)
+    root3 = 3**0.5
+    wanted = [root3, *[-1 / root3] * 3, 1, 1, -1, -1]
+    assert advantages.shape == (8, 4) and advantages[:, 3].tolist() == pytest.approx(wanted, rel=1e-5)
+    assert advantages.dtype == torch.float32 and daro.bins_B.tolist() == [1] * 4 + [2] * 4
+    with pytest.raises(AlgorithmError, match="correct_above"):
+        scored(daro, REWARDS * 0.5)
+
+
+def test_a_step_has_the_weighted_loss_and_its_metrics_and_teaches_the_weights():
+    daro, policy = adapter.Daro(K, read_options("daro.learning_rate=0.1")), Trained()
+    wrapped, data = daro.wrap(policy), batch_of(scored(daro))
+    lengths = [3, 1, 3, 3, 3, 3, 3, 0]
+    tokens = [sum(lengths[:4]), sum(lengths[4:])]
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    own = (-data["advantages"][:, 1:].double() * data["logprobs"] * mask).sum(1)
+    sums = [float(own[:4].sum()), float(own[4:].sum())]
+    for _ in range(2):
+        before = daro.step.algorithm.weights.tolist()
+        scored(daro)
+        result = wrapped.train(dict(data), adapter.DaroLoss(ClippedLoss()), gbs=None, timer=None)
+        found = result["all_mb_metrics"]
+        wanted = sum(before[k + 1] * sums[k] / tokens[k] for k in range(2))
+        assert sum(policy.losses) == pytest.approx(wanted + 4 * 0.125)
+        assert found["loss/policy"] == [pytest.approx(wanted)] and found["probs_ratio"] == [1.0] * 4
+        assert [found[f"difficulty/tokens/{k}"] for k in range(5)] == [[0.0], [10.0], [9.0], [0.0], [0.0]]
+        assert [found[f"difficulty/loss/{k + 1}"][0] for k in range(2)] == pytest.approx(
+            [sums[k] / tokens[k] for k in range(2)]
+        )
+        assert found["difficulty/skipped"] == [0.0] and not any(name.startswith("daro/") for name in found)
+        assert daro.step.algorithm.weights.tolist() != before and daro.bins_B is None
+    assert policy.calls == [{"gbs": None, "timer": None}] * 2
+
+
+@pytest.mark.parametrize(("norm", "skipped"), [(float("inf"), 1.0), (float("nan"), 1.0), (None, 0.0), (2.0, 0.0)])
+def test_weights_move_only_where_the_norm_of_the_gradient_is_finite(norm, skipped):
+    daro = adapter.Daro(K, read_options(""))
+    wrapped = daro.wrap(Trained(norm))
+    result = wrapped.train(batch_of(scored(daro)), adapter.DaroLoss(ClippedLoss()), gbs=8)
+    assert result["all_mb_metrics"]["difficulty/skipped"] == [skipped]
+    assert (daro.step.algorithm.weights.tolist() == [1.0] * 5) == bool(skipped)
+
+
+def test_evaluation_is_the_policys_own_and_so_is_all_else():
+    daro, policy = adapter.Daro(K, read_options("")), Trained()
+    wrapped = daro.wrap(policy)
+    assert wrapped.train({}, None, eval_mode=True, gbs=3, timer=1) == {"evaluated": True}
+    assert policy.calls == [{"eval_mode": True, "gbs": 3, "timer": 1}] and wrapped.cfg is policy.cfg
+
+
+def test_the_state_lies_above_the_weights_and_is_taken_over(tmp_path):
+    daro, policy = adapter.Daro(K, read_options("")), Trained()
+    daro.wrap(policy).train(batch_of(scored(daro)), adapter.DaroLoss(ClippedLoss()))
+    weights = tmp_path / "step_1" / "policy" / "weights"
+    daro.wrap(policy).save_checkpoint(str(weights), "optimizer", tokenizer=None)
+    assert policy.calls[-1] == (str(weights), ("optimizer",), {"tokenizer": None})
+    other = adapter.Daro(K, read_options(""))
+    other.resume(None)
+    assert other.step.steps == 0
+    other.resume(tmp_path / "step_1")
+    assert other.step.state_dict() == daro.step.state_dict() and other.step.steps == 1
+    with pytest.raises(CheckpointError, match="start_fresh"):
+        other.resume(tmp_path)
+    adapter.Daro(K, read_options("start_fresh=true")).resume(str(tmp_path))
+
+
+def test_what_the_loss_does_not_get_or_cannot_do_is_refused():
+    with pytest.raises(AlgorithmError, match="batch: daro_bin, daro_coefficient missing"):
+        adapter.DaroLoss(ClippedLoss())(torch.zeros(1, 2), {}, torch.ones(()), torch.ones(()))
+    sequences = SimpleNamespace(loss_type=SimpleNamespace(value="sequence_level"))
+    with pytest.raises(ConfigError, match=r"loss_fn\.token_level_loss: got False"):
+        adapter.DaroLoss(sequences)
+    adapter.DaroLoss(SimpleNamespace(loss_type=SimpleNamespace(value="token_level")))
+    with pytest.raises(ConfigError, match="got 'token', allowed in NeMo-RL are abs and signed"):
+        adapter.Daro(K, read_options("daro.magnitude=token"))
+    daro = adapter.Daro(K, read_options(""))
+    with pytest.raises(ConfigError, match=r"loss_fn: got ClippedLoss, allowed is DaroLoss\(loss_fn\)"):
+        daro.wrap(Trained()).train(batch_of(scored(daro)), ClippedLoss())
+    with pytest.raises(AttributeError):
+        object.__new__(adapter.DaroLoss).host  # noqa: B018
+
+
+def test_the_whole_batch_is_left_as_it_was_but_for_the_columns():
+    daro, policy = adapter.Daro(K, read_options("")), Trained()
+    data = batch_of(scored(daro))
+    before = data["advantages"].clone()
+    daro.wrap(policy).train(data, adapter.DaroLoss(ClippedLoss()))
+    assert torch.equal(data["advantages"], before)
+    assert data[adapter.BIN].tolist() == [1] * 4 + [2] * 4
+    assert data[adapter.COEFFICIENT].tolist() == pytest.approx([1 / 10] * 4 + [1 / 9] * 3 + [0])
+
+
+def test_install_reads_k_and_the_version(nemo):
+    with pytest.raises(ConfigError, match=r"NeMo-RL 0\.7\.0 does not have"):
+        del nemo._create_advantage_estimator
+        adapter.install(config("models"))
+    nemo._create_advantage_estimator = None
+    with pytest.raises(ConfigError, match="token_level_loss"):
+        adapter.install(config("models", loss_fn={"token_level_loss": False}))
+    assert nemo._create_advantage_estimator is None
+    assert adapter.install(config("mappings")).step.rollouts_per_prompt == K

@@ -267,3 +267,161 @@ def test_a_version_of_roll_without_a_name_is_one_sentence(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         roll_driver.install()
     assert "RLVRPipeline" in str(caught.value) and "0.3.0 and main at 8eb27cc2" in str(caught.value)
+
+
+def test_advantages_and_bins_are_written_for_the_trained_tokens(tmp_path):
+    mask = torch.ones(8, POSITIONS)
+    mask[0, 2:] = 0
+    compute = roll_driver.with_daro(lambda **given: given["data"])
+    data = compute(data=answers(mask), response_mask=mask, pipeline_config=options(tmp_path))
+    root3 = 3**0.5
+    assert data.batch["advantages"][:, 1].tolist() == pytest.approx(
+        [root3, *[-1 / root3] * 3, *[1 / root3] * 3, -root3], rel=1e-5
+    )
+    assert not data.batch["advantages"][0, 2:].any() and data.batch["raw_advantages"] is data.batch["advantages"]
+    assert data.batch["advantages"].dtype == torch.float32
+    assert data.batch[roll_driver.BINS].tolist() == [[1] * POSITIONS] * 4 + [[3] * POSITIONS] * 4
+
+
+def test_normalised_rewards_may_be_rounded_and_the_first_group_that_is_not_is_named():
+    mask = torch.ones(8, POSITIONS)
+    good = answers(mask).batch["response_level_rewards"]
+    roll_driver._check_rewards(answers(mask, response_level_rewards=good + 0.019), torch.tensor(SCORES[:8]).view(2, K))
+    far = good.clone()
+    far[5] -= 0.03
+    with pytest.raises(
+        AlgorithmError, match=r"in 1 of 2 groups .*\(group 1: scores \[1\.0, 1\.0, 1\.0, 0\.0\], norm.* \[0\.5, 0\.47, "
+    ):
+        roll_driver._check_rewards(answers(mask, response_level_rewards=far), torch.tensor(SCORES[:8]).view(2, K))
+
+
+@pytest.mark.parametrize(("recompute", "refused"), [(False, True), (True, False)])
+def test_a_filter_of_tokens_needs_old_log_probs_that_are_recomputed(tmp_path, recompute, refused):
+    correction = SimpleNamespace(filters=["ratio"])
+    config = options(tmp_path, train_infer_correction=correction, enable_old_logprobs_recompute=recompute)
+    if refused:
+        with pytest.raises(ConfigError, match=r"train_infer_correction\.filters: got given; allowed: none, or with"):
+            roll_driver.check_options(config)
+    else:
+        roll_driver.check_options(config)
+    config.actor_train.apply_loss_scale = False
+    with pytest.raises(ConfigError, match=r"actor_train\.apply_loss_scale: got false; allowed: true"):
+        roll_driver.check_options(config)
+
+
+@pytest.mark.parametrize("words", [["--config_name", "grpo"], ["--config_path", "here", "--config_name", "grpo"]])
+def test_the_driver_starts_rolls_pipeline_with_daro(monkeypatch, tmp_path, words):
+    """As examples/start_rlvr_pipeline.py: compose, from_dict, init, RLVRPipeline(pipeline_config=...).run()."""
+    events = []
+
+    class Composed:
+        def __init__(self, config_dir, job_name, version_base):
+            events.append((config_dir, version_base))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *failure):
+            events.append("left")
+
+    class Pipeline:
+        def __init__(self, pipeline_config):
+            events.append(pipeline_config)
+
+        def run(self):
+            events.append("run")
+
+    config = options(tmp_path)
+    own = lambda data, **given: data
+    contents = {
+        "roll.pipeline.rlvr.rlvr_config": {"RLVRConfig": "class"},
+        "roll.pipeline.rlvr.rlvr_pipeline": {"RLVRPipeline": Pipeline, "compute_advantage": own},
+        "roll.distributed.scheduler.initialize": {"init": lambda: events.append("init")},
+        "dacite": {"from_dict": lambda data_class, data: config if (data_class, data) == ("class", "tree") else None},
+        "hydra": {"compose": lambda config_name: config_name, "initialize_config_dir": Composed},
+        "omegaconf": {
+            "OmegaConf": SimpleNamespace(to_container=lambda c, resolve: {("grpo", True): "tree"}[c, resolve])
+        },
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["roll_driver", *words])
+    roll_driver.main()
+    folder = str(tmp_path / ("here" if len(words) == 4 else "config"))
+    assert events == [(folder, None), "left", "init", config, "run"]
+    installed = sys.modules["roll.pipeline.rlvr.rlvr_pipeline"].compute_advantage
+    assert installed.__wrapped__ is own
+    config.adv_estimator = "gae"
+    events.clear()
+    with pytest.raises(ConfigError, match="adv_estimator"):
+        roll_driver.main()
+    assert "init" not in events
+
+
+def test_a_loss_without_the_one_average_is_of_another_version(roll, tmp_path):
+    config = options(tmp_path)
+    worker = roll.DaroActorWorker()
+    worker.initialize(config)
+    own = worker.strategy.train_step
+    del own
+    for number in (0, 2):
+        host = sys.modules["roll.pipeline.rlvr.actor_worker"].ActorWorker
+        plain = ActorWorker.loss_func
+
+        def loss_func(self, data, output_tensor, number=number, plain=plain):
+            module = sys.modules["roll.pipeline.rlvr.actor_worker"]
+            mask = data.batch["final_response_mask"]
+            for _ in range(number):
+                module.agg_loss(
+                    loss_mat=output_tensor, loss_mask=mask, loss_agg_mode="", batch_num_tokens=1, weights=mask[:, 0]
+                )
+            return output_tensor.sum(), {}
+
+        host.loss_func = loss_func
+        with pytest.raises(AlgorithmError, match=f"took {number} averages with sample weights, allowed is 1"):
+            worker.strategy.train_step(batch=batch(config), loss_func=worker.loss_func)
+        assert sys.modules["roll.pipeline.rlvr.actor_worker"].agg_loss.__name__ == "<lambda>", "put back"
+
+
+def test_the_state_is_written_by_the_first_rank_and_looked_for_only_on_a_resume(roll, tmp_path, monkeypatch):
+    worker = roll.DaroActorWorker()
+    worker.initialize(options(tmp_path))
+    assert worker._resumed_state() is None
+    worker.pipeline_config.resume_from_checkpoint = True
+    worker.pipeline_config.checkpoint_config = {"latest": None}
+    assert worker._resumed_state() is None
+    monkeypatch.setattr(roll.dist, "get_rank", lambda: 1)
+    assert worker.do_checkpoint(5) == "saved" and list(tmp_path.iterdir()) == []
+    part = Data({"response_mask": torch.tensor([[1, 0, 1]])})
+    assert roll._mask(part).tolist() == [[0, 1]]
+
+
+def test_scales_are_compared_by_the_size_of_the_losses_which_may_cancel(roll, tmp_path):
+    worker, losses = roll.DaroActorWorker(), torch.tensor([[4.0, -4.0]])
+    worker._check_scale(0.0, 3e-3, losses, 2.0)
+    with pytest.raises(
+        AlgorithmError, match=r"ROLL's average is 0\.005, the weighted sum 0, .* number of tokens than 2"
+    ):
+        worker._check_scale(0.0, 5e-3, losses, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "right", "wrong"),
+    [
+        ("adv_estimator", "grpo", "gae"),
+        ("loss_agg_mode", "token-mean", "seq-mean-token-mean"),
+        ("importance_sampling", "token", "seq"),
+        ("gamma", 1, 0.99),
+        ("gamma", 1, 2),
+        *((name, None, 2.0) for name in ("advantage_clip", "reward_clip")),
+        *((name, False, True) for name in ("whiten_advantages", "whiten_rewards", "add_token_level_kl", "use_opd")),
+        *((name, False, True) for name in ("difficulty_loss_weight", "length_loss_weight", "is_pure_opd")),
+    ],
+)
+def test_options_that_have_one_value_with_daro(tmp_path, option, right, wrong):
+    roll_driver.check_options(options(tmp_path, **{option: right}))
+    with pytest.raises(ConfigError, match=f"{option}: got"):
+        roll_driver.check_options(options(tmp_path, **{option: wrong}))

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from argparse import Namespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -242,3 +243,147 @@ def test_places_travel_with_the_advantages(own_session):
     data["rewards"] = [float(a) for a in data["rewards"]]
     with pytest.raises(AlgorithmError, match="lost their places"):
         slime.rollout_data_postprocess(ARGUMENTS, 0, data)
+
+
+class Optimizer:
+    def __init__(self, taken=True):
+        self.taken = taken
+
+    def step(self):
+        """Megatron's: (whether it was taken, norm of the gradient, zeros in it)."""
+        return self.taken, 1.5, None
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Sums over one rank, which write down whether context-parallel ranks are in them."""
+    asked = []
+    for name in ("over_data", "over_data_and_stages"):
+        monkeypatch.setattr(
+            slime, name, lambda *, with_context, name=name: asked.append((name, with_context)) or (lambda v: v)
+        )
+    return asked
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_step_is_counted_before_and_learnt_after_the_optimizer(own_session, one_rank, taken):
+    reported = []
+    own_session.parts = slime.Parts(
+        policy_loss, lambda batch, masks: masks, lambda args, metrics: reported.append(metrics)
+    )
+    slime.rollout_data_postprocess(ARGUMENTS, 0, rollout())
+    optimizer = Optimizer(taken)
+    for step_id, divisor in ((0, 1.0), (1, 4.0)):
+        args = Namespace(calculate_per_token_loss=True)
+        slime.before_train_step(args, 5, step_id, None, optimizer, None)
+        assert own_session.divisor == divisor and own_session.where == (5, 10 + step_id)
+        plan = own_session.plans[step_id]
+        ones = plan.lengths_N.double()
+        own_session.step.weigh(slime.SampleSums(3 * ones, 3 * ones, ones), plan.bins_N)
+        assert optimizer.step() == (taken, 1.5, None)
+    slime.before_train_step(Namespace(calculate_per_token_loss=False), 5, 1, None, optimizer, None)
+    assert own_session.divisor == 5.0, "rollouts of the step on all ranks"
+    assert [metrics["train/step"] for metrics in reported] == [10, 11]
+    assert [metrics["difficulty/skipped"] for metrics in reported] == [float(not taken)] * 2
+    assert (own_session.step.algorithm.weights.tolist() == [1.0] * 5) == (not taken)
+    assert ("over_data_and_stages", True) in one_rank and ("over_data", False) in one_rank
+    assert {entry for entry in one_rank if entry[1]} == {("over_data_and_stages", True)}
+
+
+def test_a_step_beyond_the_plans_is_refused(own_session, one_rank):
+    slime.rollout_data_postprocess(ARGUMENTS, 0, rollout())
+    with pytest.raises(AlgorithmError, match="optimizer step 2 of rollout 3: 2 were planned"):
+        slime.before_train_step(ARGUMENTS, 3, 2, None, Optimizer(), None)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(1, [1, 0, 1, 1]), (2, [1, 1])])
+def test_masks_are_cut_as_slime_cuts_log_probs(monkeypatch, size, wanted):
+    """Of 6 tokens with a prompt of 2, this rank holds the log-probs that end at tokens 0 .. 2 and 5."""
+    mpu = Namespace(get_context_parallel_world_size=lambda: size)
+    monkeypatch.setitem(sys.modules, "megatron.core", Namespace(mpu=mpu))
+    offsets = lambda total, response: (None, None, None, ((0, 3), (5, 6)) if (total, response) == (6, 4) else None)
+    batch = {"total_lengths": [6], "response_lengths": [4]}
+    (found,) = slime._local_masks(offsets, batch, [torch.tensor([1, 0, 1, 1])])
+    assert found.tolist() == wanted
+
+
+BACKEND = "slime.backends.megatron_utils"
+
+
+@pytest.mark.parametrize("observability", [True, False])
+def test_the_first_hook_looks_up_what_the_others_call(monkeypatch, observability, caplog):
+    written, main_rank = [], [True]
+    log = f"slime.{'observability' if observability else 'utils'}.logging_utils"
+    contents = {
+        f"{BACKEND}.loss": {"policy_loss_function": policy_loss},
+        f"{BACKEND}.cp_utils": {"get_logits_and_tokens_offset_with_cp": "offsets"},
+        f"{BACKEND}.initialize": {"is_megatron_main_rank": lambda: main_rank[0]},
+        log: {"log": lambda args, metrics, step_key: written.append((metrics, step_key))},
+        "slime.utils.arguments": {
+            "get_slime_extra_args_provider": lambda: lambda parser: parser.add_argument("--use-opsm", default=False)
+        },
+        f"{BACKEND}.model": dict.fromkeys(("save_checkpoint", "load_checkpoint", "get_args"), print),
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    found = object() if observability else None
+    monkeypatch.setattr(
+        slime.importlib.util, "find_spec", lambda name: found if name == "slime.observability" else None
+    )
+    monkeypatch.setattr(slime, "_session", None)
+    monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "start_fresh=true")
+    args = good_arguments(n_samples_per_prompt=K)
+    slime.megatron_init(args)
+    own = slime.session()
+    assert own.start_fresh and own.step.rollouts_per_prompt == K and own.parts.policy_loss is policy_loss
+    assert own.parts.local_masks.args == ("offsets",) and "DARO is on: slime" in caplog.text
+    assert sys.modules[f"{BACKEND}.model"]._daro() == (own.step, True)
+    own.parts.report(args, {"a": 1.0})
+    main_rank[0] = False
+    own.parts.report(args, {"b": 1.0})
+    assert written == [({"a": 1.0}, "train/step")]
+    with pytest.raises(ConfigError, match="--use-opsm: got true"):
+        slime.megatron_init(good_arguments(n_samples_per_prompt=K, use_opsm=True))
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--flags"], "--loss-type custom_loss \\\n"), ([], "DARO inside slime")])
+def test_the_module_prints_the_flags_or_what_it_is(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(sys, "argv", ["slime", *words])
+    slime.main()
+    assert said in capsys.readouterr().out
+
+
+def test_the_default_of_every_group_index_is_no_group():
+    raw, advantages = slime.reward_post_process(ARGUMENTS, [Sample(r, None) for r in REWARDS])
+    assert [advantage.place for advantage in advantages] == list(range(8)) and raw == REWARDS
+
+
+@pytest.mark.parametrize(
+    ("option", "right", "wrong"),
+    [
+        ("loss_type", "custom_loss", "policy_loss"),
+        ("advantage_estimator", "grpo", "gspo"),
+        ("kl_coef", 0, 0.1),
+        ("kl_coef", 0.0, 1),
+        *((name, False, True) for name in ("normalize_advantages", "use_critic", "use_opsm", "use_opd")),
+        ("recompute_loss_function", False, True),
+        ("custom_convert_samples_to_train_data_path", None, "mine.convert"),
+        *(
+            (n, True, False)
+            for n in ("compute_advantages_and_returns", "grpo_std_normalization", "rewards_normalization")
+        ),
+    ],
+)
+def test_flags_that_have_one_value_with_daro(option, right, wrong):
+    check(good_arguments(**{option: right}))
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')}: got"):
+        check(good_arguments(**{option: wrong}))
+
+
+def test_a_hook_that_the_host_does_not_know_is_missing():
+    arguments = good_arguments()
+    del arguments.custom_loss_function_path
+    with pytest.raises(ConfigError, match="--custom-loss-function-path: got"):
+        check(arguments)
