@@ -112,10 +112,12 @@ class Copy:
         return "+ Timeout +" in self._log.read_text(errors="replace")
 
     def broke_pytest(self) -> bool:
-        """Whether a conftest could not be imported, or the module ended the process that imported it: as good as a
-        failed test, but pytest calls the one wrong usage and the other an internal error."""
+        """Whether a conftest could not be imported, the module ended the process that imported it, or Python 3.11 could
+        not parse what pytest shows of a failed test (github.com/python/cpython/issues/106905): as good as a failed
+        test, but pytest calls the first wrong usage and the others an internal error."""
         log = self._log.read_text(errors="replace")
-        return "while loading conftest" in log or "caught unexpected SystemExit" in log
+        signs = ("while loading conftest", "caught unexpected SystemExit", "AST constructor recursion depth mismatch")
+        return any(sign in log for sign in signs)
 
     def failed_tests(self) -> set[str]:
         """What failed, as arguments for pytest: tests with all their parameters, files that it could not collect."""
