@@ -168,7 +168,8 @@ def test_restarts_are_bounded(tmp_path):
             assert handle.launches == 1 + 3
             assert sum("could not be started again: no GPU is free" in text for text in fleet.warnings) == 3
             await asyncio.sleep(0.2)
-            assert handle.launches == 1 + 3
+            assert handle.launches == 1 + 3 and fleet.states[0] == "starting"
+            assert fleet.servers[0].reason == "gone; then it could not be started again: no GPU is free"
             assert len(await collect(fleet.engine, [group(0)])) == 4, "the other one serves"
 
     run(scenario())
