@@ -269,6 +269,18 @@ def test_the_time_that_code_may_take_counts_from_where_it_begins(monkeypatch, tm
     assert (outcome.output, outcome.reason) == ("done\n", "ok")
 
 
+@pytest.mark.parametrize(("resident", "reason"), [(144.0, "ok"), (144.5, "memory")])
+def test_memory_is_that_of_the_limit_and_what_the_sandbox_itself_takes(monkeypatch, resident, reason):
+    monkeypatch.setattr(sandbox, "resident_mib", lambda pid: resident)
+    outcome = run("import time\ntime.sleep(0.1)")
+    assert outcome.reason == reason
+
+
+def test_where_the_children_of_a_process_are_not_told_the_rest_is_left_to_the_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(child, "Path", lambda path: tmp_path / "nowhere")
+    assert child._end_the_rest() is None
+
+
 def test_the_time_of_the_processor_is_that_of_the_code_and_of_the_kernel_for_it():
     code = (
         "import os\nzero = os.open('/dev/zero', os.O_RDONLY)\n"
