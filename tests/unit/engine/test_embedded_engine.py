@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -177,11 +178,14 @@ def test_an_engine_that_does_not_run_says_so_and_one_that_could_not_load_may_be_
         await engine.abort()
         with pytest.raises(ModelError, match="not a directory"):
             await engine.start()
+        while "embedded-engine" in "".join(thread.name for thread in threading.enumerate()):
+            await asyncio.sleep(0.01)
         (tmp_path / "later").symlink_to(checkpoint)
         await engine.start()
         made = engine._generator
         assert (made.seed, made.batch_size, made._decode_text, made.model.dtype) == (0, 7, str, torch.bfloat16)
         assert engine.weight_version == 0
+        assert "embedded-engine_0" in [thread.name for thread in threading.enumerate()]
         await engine.close()
         for call in (lambda: engine._run(lambda: 1), lambda: anext(engine.generate([request(0, [1])]))):
             with pytest.raises(EngineError, match="it was not started, or it was closed"):
