@@ -257,6 +257,7 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
             for stub in fleet.stubs:
                 read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]
                 assert read == [str(directory) for directory in weights.directories]
+                assert not any(body["flush_cache"] for body in stub.said["/update_weights_from_disk"]), "it is below"
 
     run(scenario())
 
@@ -401,5 +402,20 @@ def test_a_server_that_still_waits_for_a_broken_broadcast_is_given_up_where_it_c
             assert fleet.states == ["fenced" if has_checksums else "updating", "updating"]
             if has_checksums:
                 assert "it still waits for the broadcast that broke, after 0.05 s (another" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_where_nobody_is_left_nothing_is_sent_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            one = fleet.engine.update(3)
+            await one.prepare()
+            failures = {server.name: SendFailure("refused", "shape") for server in fleet.servers}
+            await one.blame(SendReport(0, 0, 0.0, failures=failures))
+            assert "sent again from the beginning to: none" in fleet.warnings[-1]
+            assert await one.prepare() is None
+            with pytest.raises(SyncError, match=r"no SGLang server took the weights of version 3 \(server 0: "):
+                await one.accept()
 
     run(scenario())
