@@ -252,7 +252,7 @@ def test_a_server_that_does_not_become_idle_in_time_keeps_no_memory(tmp_path, mo
     monkeypatch.setattr(supervision, "_IDLE_POLL_S", 0.01)
 
     async def scenario():
-        async with rig(tmp_path, sync="disk", updated=Weights(), sync_timeout_s=0.3) as fleet:
+        async with rig(tmp_path, sync="disk", updated=Weights(), sync_timeout_s=30 if idle_after else 1) as fleet:
             busy = times(idle_after or 10**6, answering(400), answering(200, {}))
             fleet.stubs[0].answers["/flush_cache"] = busy
             await fleet.engine.release_memory()

@@ -349,7 +349,7 @@ def test_thousands_of_aborts_take_few_connections():
             names = [f"a_{i}" for i in range(200)]
             await client.abort(names, timeout_s=10)
             assert sorted(body["rid"] for body in stub.said["/abort_request"]) == sorted(names)
-            assert most == 4
+            assert 1 < most <= 4
 
     run(scenario())
 
