@@ -360,3 +360,23 @@ def test_an_estimate_is_at_least_one_token_and_moves_by_a_twentieth_of_each_new_
     fleet = fleet_of()
     fleet.learn_lengths(iter([0]))
     assert fleet.estimate(4, 1000) == 5
+
+
+def test_an_error_from_elsewhere_reaches_those_who_wait_for_room_or_for_a_server_that_is_away():
+    async def scenario():
+        fleet = fleet_of(count=2, limit=1)
+        first, second = fleet.servers
+        await fleet.acquire(1, timeout_s=5)
+        await fleet.acquire(1, timeout_s=5)
+        room = asyncio.create_task(fleet.acquire(1, timeout_s=5))
+        first.is_awaited = True
+        fleet.fence(first, "signal 9")
+        back = asyncio.create_task(fleet.returned())
+        await asyncio.sleep(0.01)
+        fleet.fail(EngineError("supervision failed"))
+        for waiting in (room, back):
+            with pytest.raises(EngineError, match="supervision failed"):
+                await asyncio.wait_for(waiting, 2)
+        assert second.state == "serving"
+
+    run(scenario())
