@@ -154,6 +154,8 @@ def test_lengths_of_answers_that_ended_are_learnt_and_those_of_aborted_ones_are_
             rollouts = await collect(fleet.engine, [group(0, count=count, max_new_tokens=12)])
             assert [one.response_length for one in rollouts] == [12] * count
             assert learnt == [12] * count
+            await collect(fleet.engine, [group(1, count=count, max_new_tokens=12)])
+            assert learnt == [12] * count * 2
 
     run(scenario())
 
