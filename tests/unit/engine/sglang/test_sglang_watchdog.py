@@ -187,9 +187,9 @@ def test_the_command_ignores_no_signal_that_ends_and_has_no_file_of_the_watchdog
 def test_a_report_that_nobody_reads_ends_the_command():
     reader, writer = os.pipe()
     os.close(reader)
-    process = keep(python(SLEEP), report=writer)
+    process = keep(python(SLEEP), "--grace-s", "0.2", report=writer)
     os.close(writer)
-    assert process.wait(60) == 143
+    assert process.wait(60) in (137, 143)  # SIGTERM may meet a command that is not there yet, and has no effect then
     close_and_wait(process)
 
 
