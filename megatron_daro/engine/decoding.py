@@ -109,7 +109,6 @@ def keep_nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
     before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
     keep_BV = torch.zeros_like(probs_BV, dtype=torch.bool)
     keep_BV.scatter_(1, order_BV, before_BV < top_p_B[:, None])
-    keep_BV.scatter_(1, order_BV[:, :1], True)  # rounding must not empty a row
     return probs_BV * keep_BV
 
 

@@ -218,7 +218,6 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
         set_limits(settings["limits"])
         os.chdir(directory)
         os.dup2(os.open("stdin", os.O_RDONLY), 0)
-        os.dup2(1, 2)
         variables = {"HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONPATH": settings["import_path"]}
         flags = ["-s", "-B", "-S"]
         os.execve(settings["python"], [settings["python"], *flags, *settings["arguments"]], variables)
@@ -282,7 +281,6 @@ def main(status: int) -> int:
         except (OSError, KeyError) as error:
             report(status, {"refused": f"{type(error).__name__}: {error}"})
             os._exit(1)
-    os.close(1)
     os.waitpid(pid, 0)
     return 0
 

@@ -328,8 +328,7 @@ class Supervision:
                 "engine.sglang.start_timeout_s if it is only slow"
             ) from None
         await self._check(server)
-        server.failures, server.reason = 0, ""
-        server.given_up.clear()
+        server.reason = ""
         self._fleet.set_state(server, "joining")
 
     async def _first_answer(self, server: Server, handle: ServerHandle) -> ServerFacts:

@@ -1,11 +1,15 @@
 """What an engine of one's own answers is checked, and no answer crosses a weight update."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megatron_daro.engine import own
 from megatron_daro.engine.own import Answer, OwnEngine
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import ConfigError, EngineError, SyncError
+from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
 GOOD = Answer([5, 3], [-0.5, -0.1], "stop")
@@ -16,22 +20,32 @@ class Canned:
 
     def __init__(self, *, seed, answer):
         self.canned, self.ready, self.calls = answer, asyncio.Event(), 0
+        self.told, self.broken = [], {}
         self.ready.set()
 
-    async def start(self): ...
+    def note(self, *call):
+        self.told.append(call)
+        if call[0] in self.broken:
+            raise self.broken[call[0]]
+
+    async def start(self):
+        self.note("start")
 
     async def answer(self, prompt_tokens, sampling, seed):
         self.calls += 1
+        self.note("answer", prompt_tokens, sampling.max_new_tokens, seed)
         await self.ready.wait()
         return self.canned
 
-    async def load_weights(self, directory, version): ...
+    async def load_weights(self, directory, version):
+        self.note("load_weights", directory, version)
 
-    async def close(self): ...
+    async def close(self):
+        self.note("close")
 
 
-def engine_of(tmp_path, answer=GOOD):
-    arguments = {"seed": 1, "answer": answer}
+def engine_of(tmp_path, answer=GOOD, seed=1):
+    arguments = {"seed": seed, "answer": answer}
     return OwnEngine(f"{__name__}:Canned", arguments, vocabulary=9, sync_dir=tmp_path / "files", decode=str)
 
 
@@ -60,7 +74,14 @@ def test_an_answer_ends_at_a_stop_text(tmp_path, said):
         (Answer([], [], "length"), "got 0 tokens"),
         (Answer([5] * 4, [-1.0] * 4, "length"), "got 4 tokens; allowed: 1 to 3"),
         (Answer([5, 3], [-0.5], "stop"), "got 1 log-probs for 2 tokens"),
-        (Answer([9, 3], [-0.5, -0.1], "stop"), "got token 9"),
+        (Answer([5, 3], [-0.5, -0.1, -0.1], "stop"), "got 3 log-probs for 2 tokens"),
+        (Answer([9, 3], [-0.5, -0.1], "stop"), "got token 9; allowed: integers from 0 to 8"),
+        (Answer([-1, 3], [-0.5, -0.1], "stop"), "got token -1"),
+        (Answer([5.0, 3], [-0.5, -0.1], "stop"), "got token 5.0"),
+        (Answer([5, 3], [-0.5, float("-inf")], "stop"), "got log-prob -inf; allowed: finite numbers, at most 0"),
+        (Answer([5, 3], [-0.5, "-1"], "stop"), "got log-prob '-1'"),
+        (Answer([5, 3], [-0.5, 0.002], "stop"), "got log-prob 0.002"),
+        (Answer([5, 4, 6], [-1.0] * 3, "stop"), "finish reason 'stop' after 3 tokens, the last of them 6"),
         (Answer([5, 3], [-0.5, float("nan")], "stop"), "got log-prob nan"),
         (Answer([5, 3], [-0.5, 0.1], "stop"), "got log-prob 0.1"),
         (Answer([5, 3], [-0.5, -0.1], "length"), "finish reason 'length'"),
@@ -110,3 +131,190 @@ def test_answers_that_nobody_waits_for_any_more_are_cancelled(tmp_path):
         return asked.done() and asked.cancelled(), asyncio.all_tasks() - {asyncio.current_task()}
 
     assert asyncio.run(scenario()) == (True, set())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer([0, 8, 3], [0.0, 0.0009, -1], "stop"),
+        Answer(np.array([0, 8, 5]), np.array([0.0, -0.5, -700.0], np.float32), "length"),
+        Answer([3], [-0.5], "stop"),
+    ],
+    ids=["rounded", "NumPy", "short"],
+)
+def test_answers_at_the_edge_of_what_is_allowed_are_taken(tmp_path, answer):
+    ((first, _),) = asyncio.run(rollouts_of(engine_of(tmp_path, answer)))
+    assert first.tokens.tolist() == [1, 2, *answer.tokens] and first.tokens.dtype == np.int32
+    assert first.logprobs.tolist() == pytest.approx(list(answer.logprobs)) and first.logprobs.dtype == np.float32
+    assert (first.prompt_id, first.group_id, first.attempt, first.weight_version) == ("p", 7, 0, 0)
+    assert first.finish_reason == answer.finish_reason
+
+
+def test_each_answer_has_a_seed_of_its_own_that_follows_from_the_request(tmp_path):
+    def told(seed=1):
+        engine = engine_of(tmp_path, seed=seed)
+        asyncio.run(rollouts_of(engine))
+        return engine._api.told
+
+    first, second = told()
+    assert first[:3] == second[:3] == ("answer", (1, 2), 3) and first[3] != second[3]
+    assert told() == [first, second] and not {first[3], second[3]} & {call[3] for call in told(seed=2)}
+    assert all(0 <= call[3] < 2**32 for call in (first, second))
+
+
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.kind.*embedded, sglang"):
+        own.own_engine_class("nowhere:Class", {})
+    with pytest.raises(ConfigError, match=r"engine\.options"):
+        OwnEngine(f"{__name__}:Canned", {"seed": 1}, vocabulary=9, sync_dir=tmp_path, decode=str)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("no route"), r"engine .*:Canned\.start failed: OSError: no route"),
+        (EngineError("said well"), r"engine .*:Canned\.start failed: said well"),
+    ],
+)
+def test_what_the_class_raises_is_told_with_its_name(tmp_path, error, words):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        engine._api.broken["start"] = error
+        await engine.start()
+
+    with pytest.raises(EngineError, match=words) as caught:
+        asyncio.run(scenario())
+    assert caught.value.__cause__ is error
+
+
+def test_start_and_close_are_those_of_the_class_and_files_go(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        await engine.start()
+        engine.sync_dir.mkdir()
+        engine._api.ready.clear()
+        asked = asyncio.create_task(rollouts_of(engine))
+        while engine._api.calls < 2:
+            await asyncio.sleep(0)
+        await engine.close()
+        assert await asked == [] and not engine.sync_dir.exists()
+        engine._api.broken["close"] = ValueError("twice")
+        engine.sync_dir.mkdir()
+        with pytest.raises(EngineError, match="close failed: ValueError: twice"):
+            await engine.close()
+        assert not engine.sync_dir.exists()
+        return [call[0] for call in engine._api.told]
+
+    assert asyncio.run(scenario()) == ["start", "answer", "answer", "close", "close"]
+
+
+def test_only_the_groups_that_are_named_are_stopped(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        engine._api.ready.clear()
+        asked = asyncio.create_task(rollouts_of(engine))
+        while engine._api.calls < 2:
+            await asyncio.sleep(0)
+        await engine.abort({6})
+        engine._api.ready.set()
+        assert len(await asked) == 1 and not engine._groups
+        engine._api.ready.clear()
+        asked = asyncio.create_task(rollouts_of(engine))
+        while engine._api.calls < 4:
+            await asyncio.sleep(0)
+        await engine.abort({6, 7})
+        return await asked
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_failed_answer_ends_the_others_of_its_group(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        engine._api.ready.clear()
+        engine._api.broken["answer"] = ValueError("lost")
+        before = asyncio.all_tasks()
+        with pytest.raises(EngineError, match=r"answer failed: ValueError: lost"):
+            await rollouts_of(engine)
+        return engine._running, engine._idle.is_set(), asyncio.all_tasks() - before
+
+    assert asyncio.run(scenario()) == (0, True, set())
+
+
+def test_so_many_answers_are_asked_for_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "_MOST_RUNNING", 3)
+
+    async def scenario():
+        engine = engine_of(tmp_path)
+        engine._api.ready.clear()
+        prompt = Prompt(id="p", answer="", source="test", tokens=(1, 2))
+        sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(3,))
+        request = GroupRequest(7, 0, prompt, tuple(range(5)), sampling)
+
+        async def collect():
+            return [one async for group in engine.generate([request]) for one in group]
+
+        asked = asyncio.create_task(collect())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine._api.calls == engine._running == 3
+        engine._api.ready.set()
+        return [one.index for one in await asked]
+
+    assert asyncio.run(scenario()) == [0, 1, 2, 3, 4]
+
+
+def test_an_update_is_written_loaded_and_cleared_away(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        assert engine.update(4, only="one server") is None
+        update = engine.update(4)
+        plan = await update.prepare()
+        assert (plan.transport, [target.name for target in plan.targets]) == ("disk", ["engine"])
+        assert plan.directory == engine.sync_dir / "version_000004-0" and "trainer.run_dir" in plan.remedy
+        assert (plan.bucket_bytes, plan.timeout_s) == (2**30, 1800.0)
+        plan.directory.mkdir(parents=True)
+        await update.install(None)
+        assert engine.version == 4 and engine._api.told == [("load_weights", plan.directory, 4)]
+        assert await update.probe() == {} and await update.accept() == {}
+        assert not plan.directory.exists() and engine._gate.is_set()
+        return (await engine.update(5).prepare()).directory.name
+
+    assert asyncio.run(scenario()) == "version_000005-1"
+
+
+def test_an_update_that_fails_lets_every_answer_fail(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path)
+        update = engine.update(4)
+        await update.prepare()
+        waiting = asyncio.create_task(rollouts_of(engine))
+        with pytest.raises(SyncError, match=r"weights of version 4 were not written: \{'engine': 'no space'\}"):
+            await update.blame(SendReport(0, 0, 0.0, failures={"engine": "no space"}))
+        with pytest.raises(SyncError, match="engine: odd"):
+            update.reject("engine", "odd")
+        engine._api.broken["load_weights"] = OSError("gone")
+        with pytest.raises(SyncError, match=r"version 4 did not reach the engine: .*failed: OSError: gone"):
+            await update.install(None)
+        assert engine.version == 0
+        update.abandon(SyncError("it broke"))
+        for asked in (waiting, rollouts_of(engine)):
+            with pytest.raises(EngineError, match="does not generate: it broke; resume the run"):
+                await asked
+        assert engine._api.calls == 0
+        engine.let_go()
+        return len(await rollouts_of(engine))
+
+    assert asyncio.run(scenario()) == 1
+
+
+def test_an_answer_that_repeats_itself_is_cut(tmp_path):
+    async def scenario():
+        engine = engine_of(tmp_path, Answer([5] * 8, [-1.0] * 8, "length"))
+        prompt = Prompt(id="p", answer="", source="test", tokens=(1, 2))
+        request = GroupRequest(7, 0, prompt, (0,), SamplingParams(max_new_tokens=8, stop_token_ids=(3,)))
+        request = replace(request, sampling=replace(request.sampling, repetition=(4, 2)))
+        return [one async for group in engine.generate([request]) for one in group]
+
+    (one,) = asyncio.run(scenario())
+    assert one.finish_reason == "repetition" and one.response_length < 8

@@ -88,6 +88,13 @@ def test_never_a_token_of_probability_zero_even_at_the_ends_of_the_unit_interval
     assert torch.isfinite(logits[0, token]) and torch.isfinite(logprob)
 
 
+def test_the_most_likely_token_stays_however_small_top_p_is():
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.4, 0.4]])
+    kept = keep_nucleus(probs, torch.tensor([1e-30, 1e-30]))
+    assert kept.tolist() == [[0.5, 0.0, 0.0], [0.0, pytest.approx(0.4), 0.0]], "of two alike the first"
+    assert keep_nucleus(probs, torch.tensor([0.5, 0.8])).gt(0).tolist() == [[True, False, False], [False, True, True]]
+
+
 def test_the_largest_uniform_stays_inside():
     largest = torch.tensor([1 - 2**-24])
     for vocab in (1, 3, 1000, 100_003):

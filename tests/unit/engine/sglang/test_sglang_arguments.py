@@ -137,3 +137,34 @@ def test_false_that_would_be_ignored_is_refused():
     (problem,) = argument_problems({"dllm_fdfo": False, "trust_remote_code": False}, known)
     assert problem.field.endswith(".dllm_fdfo") and problem.fix == "write no_dllm_fdfo: true"
     assert argument_problems({"no_dllm_fdfo": True}, known) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "got", "fix"),
+    [
+        ([], "an empty list", "remove the argument or fill the list"),
+        ((), "an empty list", "remove the argument or fill the list"),
+        ([1, [2]], "[1, [2]]", "write the value as on SGLang's command line"),
+        ([None], "[None]", "write the value as on SGLang's command line"),
+        ([1.0, float("nan")], "nan", "write a number"),
+        (["a\0"], "", "remove the character"),
+        (("a", "-b"), "-b", "give the value as one text, as upstream's flag with `=` takes it"),
+        ({"a": float("inf")}, "", "use texts, numbers, lists, mappings"),
+        ([{"a": {1}}], "", "use texts, numbers, lists, mappings"),
+    ],
+)
+def test_a_value_that_a_command_line_cannot_carry_is_told_how_to_be_written(value, got, fix):
+    (problem,) = argument_problems({"name": value})
+    assert problem.field == "engine.sglang.arguments.name" and problem.fix == fix and got in problem.got
+
+
+@pytest.mark.parametrize("value", [True, False, None, 0, -1, 1.5, "", "-a", (1, "a"), [{"a": None}], {"a": [1]}])
+def test_a_value_that_it_can_carry_is_no_problem(value):
+    assert argument_problems({"name": value}) == []
+
+
+@pytest.mark.parametrize("name", ["--x", "1x", "x y", "", "x."])
+def test_a_name_that_is_none_is_refused(name):
+    (problem,) = argument_problems({name: 1})
+    assert problem.fix == "write the name as upstream does"
+    assert argument_problems({"x1-y_z": 1}) == []

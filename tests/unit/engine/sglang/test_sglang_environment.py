@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import venv
 from pathlib import Path
@@ -115,7 +116,7 @@ def refused(python):
 
 
 def test_interpreter_without_the_package(environment_with):
-    assert "which has no sglang (Python 3." in refused(environment_with({}, {}))
+    assert f"which has no sglang (Python {platform.python_version()})" in refused(environment_with({}, {}))
 
 
 def test_metadata_without_the_package_is_no_package(environment_with):

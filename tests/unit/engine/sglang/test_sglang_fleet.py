@@ -257,3 +257,126 @@ def test_a_server_that_is_awaited_is_not_gone_until_it_is_awaited_no_longer():
             await fleet.returned()
 
     run(scenario())
+
+
+def test_a_server_that_serves_has_nothing_against_it_any_more(monkeypatch):
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: 50.0)
+    fleet = fleet_of(count=1)
+    (server,) = fleet.servers
+    server.given_up.set()
+    server.failures, server.last_progress, server.unserved_starts, server.is_awaited = 4, 1.0, 2, True
+    fleet.set_state(server, "joining")
+    assert server.given_up.is_set() and (server.failures, server.has_served, server.is_awaited) == (4, False, True)
+    fleet.set_state(server, "serving")
+    assert not server.given_up.is_set() and (server.failures, server.last_progress) == (0, 50.0)
+    assert (server.has_served, server.unserved_starts, server.is_awaited) == (True, 0, False)
+
+
+def test_a_server_of_which_nothing_is_known_yet():
+    server = Server("server 0", SGLangClient("http://x/"))
+    assert (server.url, server.state, server.version, server.versions) == ("http://x", "starting", None, set())
+    assert (server.tokens_in_flight, server.failures, server.restarts, server.unserved_starts) == (0, 0, 0, 0)
+    assert not server.has_served and not server.is_awaited and not server.released
+
+
+def test_the_first_error_of_a_fleet_is_the_one_that_everybody_gets():
+    async def scenario():
+        fleet = fleet_of()
+        impatient = asyncio.create_task(fleet.ended())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        await asyncio.wait({impatient})
+        fleet.fail(EngineError("first"))
+        fleet.fail(EngineError("second"))
+        assert str(await fleet.ended()) == "first"
+        with pytest.raises(EngineError, match="first"):
+            fleet.check()
+        assert fleet.failure is not None and not fleet.failure.cancelled(), "one who waits no longer ends no other's"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("state", ["fenced", "starting", "joining"])
+def test_only_servers_that_are_away_are_awaited(state):
+    async def scenario():
+        fleet = fleet_of()
+        first, second = fleet.servers
+        first.is_awaited = second.is_awaited = True
+        assert not fleet.awaits()
+        fleet.set_state(first, state)
+        first.is_awaited = True
+        assert fleet.awaits() == (state != "joining")
+        if state == "joining":
+            assert await fleet.returned() == [first]
+        first.is_awaited = False
+        assert not fleet.awaits()
+        if state != "joining":
+            assert await fleet.returned() == []
+
+    run(scenario())
+
+
+def test_reasons_are_those_of_servers_that_have_one():
+    fleet = fleet_of(count=3)
+    fleet.servers[0].reason = "memory"
+
+    async def scenario():
+        for server in fleet.servers:
+            server.state = "fenced"
+        fleet.end_if_all_gone()
+        return str(await fleet.ended())
+
+    assert run(scenario()) == "all 3 SGLang servers are gone: server 0: memory"
+
+
+def test_what_is_given_back_twice_leaves_nothing_below_zero():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        server = await fleet.acquire(6, timeout_s=5)
+        fleet.release(server, 4)
+        assert server.tokens_in_flight == 2
+        fleet.release(server, 4)
+        assert server.tokens_in_flight == 0
+
+    run(scenario())
+
+
+def test_a_server_of_unknown_size_gets_one_request_at_a_time():
+    async def scenario():
+        fleet = fleet_of(count=1, limit=None)
+        fleet.servers[0].facts = None
+        await fleet.acquire(1, timeout_s=5)
+        with pytest.raises(DeadlineError):
+            await fleet.acquire(1, timeout_s=0.02)
+
+    run(scenario())
+
+
+def test_an_estimate_is_at_least_one_token_and_moves_by_a_twentieth_of_each_new_length():
+    fleet = fleet_of()
+    assert fleet.estimate(0, 3) == 1 and fleet.estimate(7, 8) == 9
+    fleet.learn_lengths(iter([100, 200]))
+    assert fleet.estimate(0, 1000) == 157  # 1.5 * (100 + 0.05 * 100)
+    fleet = fleet_of()
+    fleet.learn_lengths(iter([0]))
+    assert fleet.estimate(4, 1000) == 5
+
+
+def test_an_error_from_elsewhere_reaches_those_who_wait_for_room_or_for_a_server_that_is_away():
+    async def scenario():
+        fleet = fleet_of(count=2, limit=1)
+        first, second = fleet.servers
+        await fleet.acquire(1, timeout_s=5)
+        await fleet.acquire(1, timeout_s=5)
+        room = asyncio.create_task(fleet.acquire(1, timeout_s=5))
+        first.is_awaited = True
+        fleet.fence(first, "signal 9")
+        back = asyncio.create_task(fleet.returned())
+        await asyncio.sleep(0.01)
+        fleet.fail(EngineError("supervision failed"))
+        for waiting in (room, back):
+            with pytest.raises(EngineError, match="supervision failed"):
+                await asyncio.wait_for(waiting, 2)
+        assert second.state == "serving"
+
+    run(scenario())

@@ -293,3 +293,180 @@ def test_groups_that_may_all_go_on_at_once_each_begin_in_a_turn_of_the_loop_of_t
 
     began = asyncio.run(ask_all())
     assert len(began) == len(set(began)) == 100
+
+
+@pytest.mark.parametrize(("longest", "count"), [(1, 2), (2, 2), (63, 63), (64, 64), (1000, 64)])
+def test_the_given_text_of_probes_is_the_same_everywhere_and_no_longer_than_a_prompt_may_be(longest, count):
+    text = generation.probe_text(1000, longest=longest)
+    assert len(text) == count and text == generation.probe_text(1000, longest=1000)[:count]
+    assert all(type(token) is int and 0 <= token < 1000 for token in text)
+    assert max(generation.probe_text(3, longest=64)) == 2
+
+
+def test_a_probe_asks_of_given_tokens_and_for_some_behind_their_beginning():
+    given = tuple(range(20))
+    request, body = generation.probe_call(given, "name", temperature=0.7)
+    assert body["input_ids"] == [list(range(8)), list(given)] and body["logprob_start_len"] == 0
+    assert (body["rid"], body["extra_key"], body["stream"], body["return_logprob"]) == ("name", "name", False, True)
+    assert (request.group_id, request.attempt, request.indices, request.prompt.tokens) == (-1, 0, (0,), given[:8])
+    sampling = body["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["max_new_tokens"]) == (0.7, 1.0, 16)
+    assert sampling["ignore_eos"] is True
+
+
+def probe_answers(given, sampled=16, **changes):
+    pairs = [[None, given[0], None], *([-0.25 * i, token, None] for i, token in enumerate(given[1:]))]
+    meta = {"input_token_logprobs": pairs} | changes
+    return [answer(range(sampled), reason="length"), {"meta_info": meta}]
+
+
+def test_a_probe_is_two_rollouts():
+    given = (4, 5, 6, 7)
+    request, _ = generation.probe_call(given, "name", temperature=1.0)
+    fixed, sampled = generation.probe_rollouts(request, given, probe_answers(given))
+    assert fixed.tokens.tolist() == [4, 5, 6, 7] and fixed.tokens.dtype == np.int32 and fixed.prompt_length == 1
+    assert fixed.logprobs.tolist() == [0.0, -0.25, -0.5] and fixed.logprobs.dtype == np.float32
+    assert fixed.loss_mask.tolist() == [1, 1, 1] and fixed.loss_mask.dtype == np.uint8
+    assert sampled.tokens.tolist() == [*given, *range(16)] and sampled.weight_version == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (probe_answers((4, 5, 6), sampled=15), "asked for 16 tokens, got 15"),
+        (probe_answers((4, 5, 6))[0], "has no log-probs of the given tokens"),
+        (probe_answers((4, 5, 6), input_token_logprobs=[[None, 4, None], [None, 5, None]]), "has no log-probs"),
+        (probe_answers((4, 5, 7)), "log-probs of 2 other tokens than the given ones"),
+    ],
+)
+def test_a_probe_that_is_answered_otherwise_is_refused(answers, words):
+    request, _ = generation.probe_call((4, 5, 6), "name", temperature=1.0)
+    with pytest.raises(BadAnswerError, match=words):
+        generation.probe_rollouts(request, (4, 5, 6), answers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([-1, 5], "experts numbered -1 to 5"), ([0, 2**15], "experts numbered 0 to 32768")]
+)
+def test_experts_whose_numbers_cannot_be_are_refused(tmp_path, numbers, words):
+    encoded = base64.b64encode(np.array(numbers, dtype=np.int32).tobytes()).decode()
+    request = replace(request_of((0,), routed_experts=(1, 1), max_new_tokens=3), prompt=replace(PROMPT, tokens=(7,)))
+    with pytest.raises(BadAnswerError, match=rf"{words}; allowed: from 0"):
+        rollouts(request, [answer([1, 2], routed_experts=encoded)], experts=ExpertsFolder(tmp_path))
+
+
+def test_experts_are_stored_under_the_name_of_their_rollout(tmp_path):
+    request = replace(request_of((3,), routed_experts=(1, 1)), prompt=replace(PROMPT, tokens=(7,)))
+    edge = base64.b64encode(np.array([0, 2**15 - 1], dtype=np.int32).tobytes()).decode()
+    (one,) = rollouts(request, [answer([1, 2], routed_experts=edge)], experts=ExpertsFolder(tmp_path))
+    assert one.routed_experts.read().ravel().tolist() == [0, 2**15 - 1, -1]
+    (alone,) = rollouts(request, [answer([], routed_experts="")], experts=ExpertsFolder(tmp_path))
+    assert alone.routed_experts is not None and len(alone.routed_experts) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "words"),
+    [
+        (None, None, ""),
+        ({"type": "stop"}, None, ""),
+        ({"type": "abort", "status_code": None}, None, ""),
+        ({"type": "stop", "status_code": 500}, None, ""),
+        ({"type": "abort", "status_code": 399}, None, ""),
+        ({"type": "abort", "status_code": 600}, None, ""),
+        (
+            {"type": "abort", "status_code": 400, "message": "no"},
+            generation.RefusedError,
+            "url/generate: status 400: no",
+        ),
+        ({"type": "abort", "status_code": 499}, generation.RefusedError, "status 499: "),
+        ({"type": "abort", "status_code": 500}, generation.UnreachableError, "status 500: "),
+        ({"type": "abort", "status_code": 599}, generation.UnreachableError, "status 599: "),
+    ],
+)
+def test_a_status_within_a_stream_means_what_it_means_outside(reason, error, words):
+    if error is None:
+        assert generation._check_status("url", reason) is None
+        return
+    with pytest.raises(error, match=words):
+        generation._check_status("url", reason)
+
+
+QUESTION = generation.Question("url", (), 5, None, 10.0)
+
+
+def event(ids, total, reason=None, version="5", **changes):
+    pairs = [[-0.5, token, None] for token in ids]
+    meta = {"finish_reason": reason, "output_token_logprobs": pairs, "output_token_logprobs_length": total}
+    return {"output_ids": list(ids), "meta_info": meta | {"weight_version": version} | changes}
+
+
+def told_by(*events, deltas=True):
+    told = generation._Told(QUESTION)
+    for one in events:
+        told.take(one, deltas=deltas)
+    return told
+
+
+def test_a_stream_without_deltas_is_its_last_event():
+    last = event([1, 2], 2, {"type": "stop"})
+    assert told_by(event([1], 1), deltas=False).so_far() is None
+    assert told_by(event([1], 1), last, deltas=False).so_far() == last
+
+
+def test_deltas_are_put_together_and_end_with_what_the_last_one_says():
+    whole = told_by(event([1], 1), event([2, 3], 3), event([4], 4, {"type": "length"}, weight_versions=["s"])).so_far()
+    assert whole["output_ids"] == [1, 2, 3, 4] and len(whole["meta_info"]["output_token_logprobs"]) == 4
+    assert whole["meta_info"]["finish_reason"] == {"type": "length"} and whole["meta_info"]["weight_versions"] == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("events", "certain"),
+    [
+        ([], 0),
+        ([event([1], 1), event([2, 3], 3)], 3),
+        ([event([1], 1), event([2, 3], 3, version="6")], 1),
+        ([event([1], 1, version="6"), event([2, 3], 3)], 0),
+        ([event([1], 1), event([2], 2, version="6"), event([3], 3)], 1),
+        ([event([1], 1, version=None), event([2], 2)], 0),
+        ([event([1], 1, version="default")], 0),
+        ([event([1, 2], None, output_token_logprobs_length=2)], 2),
+    ],
+)
+def test_what_is_certain_of_an_answer_that_broke_off_are_its_tokens_of_the_oldest_weights(events, certain):
+    kept = told_by(*events).so_far()
+    if not certain:
+        assert kept is None
+        return
+    assert kept["output_ids"] == [1, 2, 3][:certain] and kept["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert kept["meta_info"]["weight_versions"] == [span("5", 0, certain)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [event([2], 4), event([2], 2), event([2, 3], 4) | {"output_ids": [2, 4]}, event([2], 3) | {"output_ids": []}],
+)
+def test_deltas_that_do_not_follow_on_each_other_are_refused(wrong):
+    with pytest.raises(BadAnswerError, match=r"tokens and \d log-probs after 2, and counts \d: they do not fit"):
+        told_by(event([1], 1), event([5], 2), wrong)
+
+
+def test_what_a_worker_asked_is_closed_with_it():
+    async def scenario():
+        answers = generation.DirectAnswers(str)
+        client = answers._clients["url"] = generation.SGLangClient("http://127.0.0.1:9")
+        client._answers.add(closed := Closing())
+        await answers.start()
+        await answers.close()
+        await answers.close()
+        return closed.times, answers._clients, answers.restarts
+
+    assert asyncio.run(scenario()) == (1, {}, 0)
+
+
+class Closing:
+    """Counts how often it was closed."""
+
+    times = 0
+
+    def close(self):
+        self.times += 1

@@ -41,6 +41,7 @@ def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
             for stub in fleet.stubs:
                 assert stub.order == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
                 assert stub.released == {"weights", "kv_cache"}
+                assert stub.said["/pause_generation"] == [{"mode": "abort"}]
                 stub.order.clear()
             assert fleet.states == ["joining", "joining"], "they get no request"
             await fleet.engine.release_memory()

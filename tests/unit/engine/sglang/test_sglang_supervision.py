@@ -61,8 +61,9 @@ def test_a_dead_idle_server_is_started_again_and_has_the_weights_before_any_requ
 def test_before_any_weights_it_waits_for_the_next_update(tmp_path):
     async def scenario():
         async with managed(tmp_path) as fleet:
-            handles_of(fleet)[0].dead = "gone"
+            handles_of(fleet)[0].dead, client = "gone", fleet.servers[0].client
             await fleet.until(lambda: handles_of(fleet)[0].launches == 2 and fleet.states == ["joining", "joining"])
+            assert fleet.servers[0].reason == "" and fleet.servers[0].client is not client and client._session is None
             await fleet.publish(Weights(1), 1)
             assert fleet.states == ["serving", "serving"]
 
@@ -153,7 +154,9 @@ def test_a_stalled_servers_requests_are_answered_by_the_other_under_the_same_id(
 def test_idle_servers_that_answer_are_left_alone(tmp_path):
     async def scenario():
         async with managed(tmp_path, updated=Weights(), stall_timeout_s=2) as fleet:
+            began = min(server.last_progress for server in fleet.servers)
             await fleet.until(lambda: all(stub.calls["/health"] >= 2 for stub in fleet.stubs))
+            assert all(server.last_progress > began + 0.9 for server in fleet.servers), "a token is progress"
             assert fleet.states == ["serving", "serving"] and fleet.engine.fleet.fenced_count == 0
 
     run(scenario())
@@ -168,7 +171,8 @@ def test_restarts_are_bounded(tmp_path):
             assert handle.launches == 1 + 3
             assert sum("could not be started again: no GPU is free" in text for text in fleet.warnings) == 3
             await asyncio.sleep(0.2)
-            assert handle.launches == 1 + 3
+            assert (handle.launches, handle.stops) == (1 + 3, 1 + 3) and fleet.states[0] == "starting"
+            assert fleet.servers[0].reason == "gone; then it could not be started again: no GPU is free"
             assert len(await collect(fleet.engine, [group(0)])) == 4, "the other one serves"
 
     run(scenario())
@@ -438,6 +442,7 @@ def test_the_end_of_the_engine_ends_every_process_once_and_no_restart_follows(tm
             fleet.engine.fleet.fence(fleet.servers[0], "too late")
             await asyncio.sleep(0.1)
             assert [(handle.launches, handle.stops) for handle in handles] == [(1, 1), (1, 1)]
+            assert [server.client._session for server in fleet.servers] == [None, None]
 
     run(scenario())
 
@@ -449,3 +454,45 @@ def test_a_server_without_a_tokenizer_is_refused_where_answers_end_at_texts(tmp_
 
     with pytest.raises(EngineError, match="--skip-tokenizer-init, and answers end at texts"):
         run(scenario())
+
+
+def test_a_server_that_cannot_be_ended_keeps_no_other_from_its_end(tmp_path):
+    class Stays(StubHandle):
+        async def stop(self):
+            await super().stop()
+            raise EngineError("it stays")
+
+    async def scenario():
+        async with managed(tmp_path, handles=Stays) as fleet:
+            await fleet.engine.close()
+            assert [handle.stops for handle in handles_of(fleet)] == [1, 1]
+            assert [server.client._session for server in fleet.servers] == [None, None]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "awaited"),
+    [
+        ({}, True),
+        ({"has_served": False}, False),
+        ({"restarts": 4}, True),
+        ({"restarts": 5}, False),
+        ({"unserved_starts": 2}, True),
+        ({"unserved_starts": 3}, False),
+    ],
+)
+def test_a_run_waits_for_a_server_that_served_and_may_be_started_again(tmp_path, changes, awaited):
+    async def scenario():
+        async with managed(tmp_path, count=1) as fleet:
+            supervisor, (server,), (handle,) = fleet.engine._supervision, fleet.servers, handles_of(fleet)
+            server.has_served, server.unserved_starts = True, 0
+            for name, value in changes.items():
+                setattr(server, name, value)
+            assert supervisor._may_be_awaited(server) is awaited
+            handle.restartable = False
+            assert not supervisor._may_be_awaited(server)
+            handle.restartable, supervisor._expected = True, expected(tmp_path, shares_gpus=True)
+            assert not supervisor._may_be_awaited(server)
+
+    run(scenario())

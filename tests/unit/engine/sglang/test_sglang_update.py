@@ -10,6 +10,7 @@ from stub_server import ALL_CALLS, answering, never, reset, times
 
 from megatron_daro.engine.sglang import update
 from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.sync.plan import SendFailure, SendReport
 
 SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")
 CALLS = {
@@ -256,6 +257,7 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
             for stub in fleet.stubs:
                 read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]
                 assert read == [str(directory) for directory in weights.directories]
+                assert not any(body["flush_cache"] for body in stub.said["/update_weights_from_disk"]), "it is below"
 
     run(scenario())
 
@@ -315,5 +317,105 @@ def test_paused_in_place_a_refused_flush_passes(tmp_path, weights):
             await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"]
             assert (fleet.stubs[0].calls["/flush_cache"], fleet.stubs[0].calls["/abort_request"]) == (1, 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, "bfloat16"), ({"verify": False}, "")])
+def test_what_is_sent_is_hashed_in_the_dtype_of_the_servers_where_it_is_verified(tmp_path, weights, options, dtype):
+    async def scenario():
+        stub = {"info": {"dtype": "bfloat16"}}
+        async with rig(tmp_path, stub, stub, sync_timeout_s=50, **options) as fleet:
+            fleet.servers[0].reason = "of an earlier day"
+            plan = await fleet.engine.update(3).prepare()
+            assert (plan.transport, plan.digest_dtype, plan.directory) == ("distributed", dtype, None)
+            assert (plan.fp8_blocks, plan.layout, plan.shards_over) == ((), None, "tcp")
+            assert fleet.servers[0].reason == "" and fleet.states == ["updating", "updating"]
+
+    run(scenario())
+
+
+def test_an_update_that_is_abandoned_leaves_no_server_waiting(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            update = fleet.engine.update(3)
+            await update.prepare()
+            fleet.servers[1].reason = "it was slow"
+            update.reject("server 2", "nobody")
+            assert fleet.states == ["updating", "updating"]
+            update.abandon(SyncError("the policy is gone"))
+            assert [server.reason for server in fleet.servers] == ["weight update: the policy is gone", "it was slow"]
+            assert fleet.states == ["fenced", "fenced"]
+
+    run(scenario())
+
+
+def test_an_answer_to_the_probe_that_is_rejected_costs_its_server_only(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            update = fleet.engine.update(3)
+            await update.prepare()
+            await update.install(await weights.export(await update.prepare()))
+            assert sorted(await update.probe()) == ["server 0", "server 1"]
+            update.reject("server 1", "it differs")
+            metrics = await update.accept()
+            assert fleet.states == ["serving", "fenced"] and metrics["sync/servers"] == 1
+            assert fleet.servers[1].reason == "weight update, probe: it differs"
+
+    run(scenario())
+
+
+def test_a_broken_sending_costs_those_that_lack_something_and_says_who_gets_it_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path, count=3) as fleet:
+            update = fleet.engine.update(3)
+            await update.prepare()
+            failures = {"server 1": SendFailure("unanswered", "no answer"), "server 2": SendFailure("refused", "shape")}
+            fleet.stubs[1].answers["/weights_checker"] = answering(400)
+            await update.blame(SendReport(0, 0, 0.0, failures=failures))
+            assert fleet.states == ["updating", "updating", "fenced"]
+            assert fleet.servers[2].reason.startswith("weight update, send: ")
+            assert [server.reason for server in fleet.servers[:2]] == [
+                "weight update, send: the group ended",
+                f"weight update, send: {failures['server 1']}",
+            ]
+            assert "sent again from the beginning to: server 0, server 1" in fleet.warnings[-1]
+            for stub in fleet.stubs[:2]:
+                assert stub.said["/weights_checker"] == [{"action": "checksum", "skip_tensor_list": [""]}]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_server_that_still_waits_for_a_broken_broadcast_is_given_up_where_it_can_be_seen(
+    tmp_path, weights, monkeypatch, has_checksums
+):
+    monkeypatch.setattr(update, "_FREE_S", 0.5)
+
+    async def scenario():
+        paths = set(ALL_CALLS) - (set() if has_checksums else {"/weights_checker"})
+        async with rig(tmp_path, {"paths": paths}, {"paths": paths}) as fleet:
+            one = fleet.engine.update(3)
+            await one.prepare()
+            fleet.stubs[0].answers["/weights_checker"] = never
+            await one.blame(SendReport(0, 0, 0.0, failures={"server 1": SendFailure("unanswered", "lost")}))
+            assert fleet.states == ["fenced" if has_checksums else "updating", "updating"]
+            if has_checksums:
+                assert "it still waits for the broadcast that broke, after 0.5 s (another" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_where_nobody_is_left_nothing_is_sent_again(tmp_path, weights):
+    async def scenario():
+        async with rig(tmp_path) as fleet:
+            one = fleet.engine.update(3)
+            await one.prepare()
+            failures = {server.name: SendFailure("refused", "shape") for server in fleet.servers}
+            await one.blame(SendReport(0, 0, 0.0, failures=failures))
+            assert "sent again from the beginning to: none" in fleet.warnings[-1]
+            assert await one.prepare() is None
+            with pytest.raises(SyncError, match=r"no SGLang server took the weights of version 3 \(server 0: "):
+                await one.accept()
 
     run(scenario())

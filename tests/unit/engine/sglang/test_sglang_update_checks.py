@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from sglang_stub_fleets import rig, run
-from stub_server import answering
+from stub_server import ALL_CALLS, answering
 
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import Digest
@@ -207,5 +207,94 @@ def test_a_server_that_answers_the_probe_with_the_weights_it_started_with_is_fen
             await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
             assert "weights that it was started with" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+def test_the_unfused_tensors_are_asked_for_and_the_names_of_blocks_are_not(tmp_path, weights):
+    """What a server fuses has another name in it than in what was sent."""
+
+    async def scenario():
+        async with rig(tmp_path, count=1) as fleet:
+            await fleet.publish(weights, 3)
+            (asked,) = fleet.stubs[0].said["/weights_checker"]
+            fused = ["qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts"]
+            assert asked == {"action": "checksum", "skip_tensor_list": fused}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("paths", ["no call", "refused", "nothing hashed"])
+def test_a_server_that_tells_no_checksums_is_not_verified_by_them(tmp_path, weights, paths):
+    async def scenario():
+        known = set(ALL_CALLS) - ({"/weights_checker"} if paths == "no call" else set())
+        async with rig(tmp_path, {"paths": known}) as fleet:
+            (stub,) = fleet.stubs
+            if paths == "refused":
+                stub.answers["/weights_checker"] = answering(400)
+            if paths == "nothing hashed":
+                stub.checksums = {"norm.weight.other": "abc"}
+            await fleet.publish(weights, 3)
+            assert fleet.states == ["serving"]
+            assert stub.calls["/weights_checker"] == (paths != "no call")
+            assert "server 0" not in fleet.engine._updates.checksums or paths == "nothing hashed"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("told", "verified"), [({"norm.weight": "abc"}, True), ({}, False), ({"other.norm.weight": "abc"}, False)]
+)
+def test_a_server_whose_checksums_were_compared_is_known_to_have_the_weights(tmp_path, weights, told, verified):
+    async def scenario():
+        async with rig(tmp_path, count=1) as fleet:
+            fleet.stubs[0].checksums = told
+            seen, probe = [], fleet.engine._updates.probe
+
+            async def note(server, verified):
+                seen.append(verified)
+                return await probe(server, verified)
+
+            fleet.engine._updates.probe = note
+            await fleet.publish(weights, 3)
+            assert seen == [verified]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("changed_in", ["second", "none"])
+def test_one_tensor_that_changed_is_enough_to_know_that_weights_came(tmp_path, weights, changed_in):
+    """Of two that were sent with changes; what did not change, or was not compared before, says nothing."""
+
+    async def scenario():
+        async with rig(tmp_path, {"info": {"device": "cuda"}}, {}) as fleet:
+            a, b, c, d = names = [f"{letter}.o_proj.weight" for letter in "abcd"]
+            for version in (3, 4):
+                told = dict.fromkeys(names[:3], "old")
+                if version == 4:
+                    told[d] = "new in this answer"
+                    told[c] = "changed, though what was sent did not"
+                    told[b] = "old" if changed_in == "none" else "new"
+                fleet.stubs[0].checksums = told
+                fleet.stubs[1].checksums = {}
+                weights.digests = {name: Digest("bfloat16", f"{version}", f"{version}") for name in names}
+                weights.digests[c] = Digest("bfloat16", "same", "same")
+                await fleet.publish(weights, version)
+            assert fleet.states[0] == ("fenced" if changed_in == "none" else "serving")
+            if changed_in == "none":
+                assert f"of 3 tensors that changed since the last update, such as {a}" in fleet.servers[0].reason
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("changed", "state"), [("model.norm.weight", "fenced"), ("model.o_proj.weight", "serving")])
+def test_of_a_server_that_quantizes_norms_are_compared(tmp_path, weights, changed, state):
+    async def scenario():
+        async with rig(tmp_path, {"info": {"device": "cuda", "quantization": "fp8"}}, {}) as fleet:
+            for version in (3, 4):
+                weights.digests = {changed: Digest("bfloat16", f"{version}", f"{version}")}
+                fleet.stubs[0].checksums, fleet.stubs[1].checksums = {changed: "same"}, {changed: f"{version}"}
+                await fleet.publish(weights, version)
+            assert fleet.states[0] == state
 
     run(scenario())

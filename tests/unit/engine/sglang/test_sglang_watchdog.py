@@ -14,10 +14,14 @@ from sglang_process_trees import FROZEN, SLEEP, STUBBORN, alive, eventually, pyt
 from megatron_daro.engine.sglang import watchdog
 
 
-def keep(command: list[str], *options: str, parent_pid: int | None = None) -> subprocess.Popen[bytes]:
-    words = ["--parent-pid", str(parent_pid or os.getpid()), *options, "--", *command]
+def keep(
+    command: list[str], *options: str, parent_pid: int | None = None, report: int | None = None
+) -> subprocess.Popen[bytes]:
+    told = [] if report is None else ["--report-fd", str(report)]
+    words = ["--parent-pid", str(parent_pid or os.getpid()), *told, *options, "--", *command]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", watchdog.__file__, *words],
+        pass_fds=() if report is None else (report,),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -152,6 +156,64 @@ def test_killed_watchdog_takes_the_command_with_it():
     process.wait(60)
     eventually(lambda: not alive(found), "the kernel to kill the command")
     close_and_wait(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_terminal_sends_does_not_end_it(tmp_path, number):
+    process = keep(tree(tmp_path / "pids"), "--grace-s", "0")
+    read_pids(tmp_path / "pids")
+    process.send_signal(number)
+    os.kill(process.pid, signal.SIGSTOP)  # the first is delivered before the second
+    eventually(lambda: state(process.pid) in "TZ", "the watchdog to be stopped")
+    os.kill(process.pid, signal.SIGCONT)
+    assert state(process.pid) != "Z" and process.poll() is None
+    assert close_and_wait(process) == 137
+
+
+def test_the_command_ignores_no_signal_that_ends_and_has_no_file_of_the_watchdogs():
+    reader, writer = os.pipe()
+    process = keep(["sh", "-c", "grep SigIgn /proc/self/status; ls /proc/self/fd"], report=writer)
+    os.close(writer)
+    assert process.stdout is not None
+    words = process.stdout.read().split()
+    ended_by = sum(1 << number - 1 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGTERM))
+    assert int(words[1], 16) & ended_by == 0
+    assert words[2:] == [b"0", b"1", b"2", b"3"]  # the last is the directory that is being listed
+    with os.fdopen(reader) as report:
+        assert int(report.read()) != process.pid
+    assert close_and_wait(process) == 0
+
+
+def test_a_report_that_nobody_reads_ends_the_command():
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = keep(python(SLEEP), "--grace-s", "0.2", report=writer)
+    os.close(writer)
+    assert process.wait(60) in (137, 143)  # SIGTERM may meet a command that is not there yet, and has no effect then
+    close_and_wait(process)
+
+
+def test_the_last_grace_that_was_said_counts(tmp_path):
+    process = keep(tree(tmp_path / "pids"), "--grace-s", "500")
+    read_pids(tmp_path / "pids")
+    assert process.stdin is not None
+    process.stdin.write(b"500\n")
+    process.stdin.flush()
+    process.stdin.write(b"600\n0.1\n")
+    assert close_and_wait(process) == 137
+
+
+def test_options_may_be_left_out():
+    words = [sys.executable, "-I", "-S", watchdog.__file__, *python("raise SystemExit(6)")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 6
+
+
+def test_a_signal_to_many_passes_over_those_that_are_gone():
+    with subprocess.Popen(python(SLEEP)) as process:
+        watchdog.signal_all([1 << 22, process.pid], signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    assert watchdog._parent_of(1 << 22) == 0 and watchdog._parent_of(os.getpid()) == os.getppid()
 
 
 def test_descendants_of_a_tree(tmp_path):

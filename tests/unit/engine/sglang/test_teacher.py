@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
-from stub_server import StubServer, given_logprobs
+from stub_server import StubServer, answering, given_logprobs
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import DistillSection
@@ -58,7 +58,14 @@ async def answers(request, body):
 def test_it_says_log_probs_of_the_response_and_none_of_what_is_not_trained():
     (found,), bodies = asked(answers, rollout())
     assert found.dtype == np.float32 and found.tolist() == [-0.5, 0.0, -1.5]
-    assert bodies[0]["input_ids"] == [3, 4, 5, 6] and bodies[0]["logprob_start_len"] == 0
+    assert bodies == [
+        {
+            "input_ids": [3, 4, 5, 6],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+    ]
 
 
 def test_the_last_id_of_the_vocabulary_which_servers_tell_as_0_is_known_again():
@@ -89,6 +96,51 @@ def test_a_failed_request_is_repeated(monkeypatch):
 
     with pytest.raises(EngineError, match=r"algorithm.distill.urls: no answer in 8 tries; the last: .*status 503"):
         asked(never, rollout())
+
+
+def test_pauses_between_tries_double_up_to_a_longest_one(monkeypatch):
+    pauses, sleep = [], asyncio.sleep
+
+    async def at_once(seconds, *result):
+        pauses.extend([seconds] * (seconds > 0))
+        return await sleep(0, *result)
+
+    async def never(request, body):
+        return web.json_response({}, status=503)
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    with pytest.raises(EngineError, match="no answer in 8 tries"):
+        asked(never, rollout())
+    assert pauses[:7] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 20.0]
+
+
+def test_a_try_that_failed_is_made_at_the_next_server_and_each_has_so_many_at_a_time(monkeypatch):
+    monkeypatch.setattr(teacher, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(teacher, "_AT_ONCE", 2)
+
+    async def run():
+        async with StubServer() as broken, StubServer() as well:
+            broken.answers["/generate"] = answering(500)
+            at_once, most = 0, 0
+
+            async def slow(request, body):
+                nonlocal at_once, most
+                at_once += 1
+                most = max(most, at_once)
+                await asyncio.sleep(0.01)
+                at_once -= 1
+                return await answers(request, body)
+
+            well.answers["/generate"] = slow
+            made = Teacher(DistillSection(urls=(broken.url, well.url)))
+            await made.logprobs(rollout())
+            assert (broken.calls["/generate"], well.calls["/generate"]) == (1, 1)
+            broken.answers["/generate"] = slow
+            await asyncio.gather(*(made.logprobs(rollout()) for _ in range(12)))
+            await made.close()
+            return most, [client._session for client in made._clients]
+
+    assert asyncio.run(run()) == (4, [None, None])
 
 
 @pytest.mark.parametrize(
@@ -122,8 +174,22 @@ class Inner:
 
     continues_partial = True
 
+    failed_verifier_starts = 3
+
     def __init__(self):
-        self.closed = False
+        self.closed, self.told = False, []
+
+    async def abort(self, group_ids):
+        self.told.append(("abort", group_ids))
+
+    async def score(self, rollouts):
+        return [*rollouts, "scored"]
+
+    def counters(self):
+        return {"a": 1}
+
+    def load_counters(self, counters):
+        self.told.append(("load", counters))
 
     async def generate(self, requests):
         yield (rollout(index=1),)
@@ -156,6 +222,62 @@ def test_finished_rollouts_are_read_while_others_are_generated():
     second, aborted, first = asyncio.run(run())
     assert (second.index, first.index) == (2, 1)
     assert second.teacher_logprobs.tolist() == [-2.0] * 3 and aborted.teacher_logprobs is None
+
+
+def test_whatever_else_is_asked_of_it_is_asked_of_the_rollouter_behind_it():
+    async def run():
+        inner = Inner()
+        taught = Taught(inner, Slow())
+        await taught.abort({4})
+        await taught.abort()
+        taught.load_counters({"b": 2})
+        assert inner.told == [("abort", {4}), ("abort", None), ("load", {"b": 2})]
+        assert (taught.failed_verifier_starts, taught.counters()) == (3, {"a": 1})
+        assert await taught.score(["one"]) == ["one", "scored"]
+
+    asyncio.run(run())
+
+
+def test_a_rollout_without_a_response_is_not_read():
+    class Empty(Inner):
+        async def generate(self, requests):
+            yield (rollout(tokens=(3,), mask=()),)
+
+    async def run():
+        return [some async for some in Taught(Empty(), Slow()).generate([])]
+
+    (((one,),)) = asyncio.run(run())
+    assert one.teacher_logprobs is None
+
+
+def test_a_generation_that_is_closed_ends_what_is_read_and_what_is_generated():
+    ended = []
+
+    class Endless(Inner):
+        async def generate(self, requests):
+            try:
+                yield (rollout(index=2),)
+                yield (rollout(index=1),)
+                await asyncio.sleep(100)
+            finally:
+                ended.append("generation")
+
+    class Reads(Slow):
+        async def logprobs(self, one):
+            try:
+                await asyncio.sleep(100 if one.index == 1 else 0)
+            finally:
+                ended.append(one.index)
+            return np.zeros(3, np.float32)
+
+    async def run():
+        stream = Taught(Endless(), Reads()).generate([])
+        ((first,),) = [await anext(stream)]
+        await asyncio.sleep(0.01)
+        await stream.aclose()
+        return first.index, asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(run()) == (2, set()) and sorted(ended, key=str) == [1, 2, "generation"]
 
 
 def test_an_error_of_the_teacher_ends_the_generation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sandboxed
 
+from megatron_daro import sandbox
 from megatron_daro.errors import SandboxError
 from megatron_daro.sandbox import Limits, Sandbox, child, descendants
 
@@ -120,9 +124,9 @@ def test_a_process_that_it_leaves_behind_ends_with_it():
 HELPER, INIT, CODE = 0, 1, 2  # places in the line of a run's processes; the first two are the sandbox's own
 
 
-def kill_runs(place, times, go, over=lambda: False):
+def kill_runs(place, times, go, over=lambda: False, lines=None):
     """A thread that sends SIGKILL to that process of the next runs, once their code has begun; then it makes `go`. It
-    may take what is just ending for a run: `over` says when enough were killed."""
+    may take what is just ending for a run: `over` says when enough were killed. lines: gets the processes of each."""
     killed = []
 
     def kill():
@@ -130,6 +134,8 @@ def kill_runs(place, times, go, over=lambda: False):
             line = sandboxed.processes(os.getpid())
             if len(line) == 3 and line[0] not in killed:
                 killed.append(line[0])
+                if lines is not None:
+                    lines.extend(line)
                 os.kill(line[place], signal.SIGKILL)
             time.sleep(0.01)
         go.touch()
@@ -151,11 +157,21 @@ def waiting(tmp_path):
 @pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 @pytest.mark.parametrize("place", [CODE, INIT, HELPER])
 def test_what_was_killed_from_outside_is_run_again(waiting, place, isolation):
-    box, code, go = waiting
-    thread = kill_runs(place, 1, go)
+    (box, code, go), of_the_killed = waiting, []
+    thread = kill_runs(place, 1, go, lines=of_the_killed)
     outcome = run(code, replace(box, isolation=isolation))
     thread.join(10)
     assert (outcome.output, outcome.reason) == ("done\n", "ok")
+    assert not alive(of_the_killed)
+
+
+def alive(pids):
+    """Those that are neither gone nor waiting for their parent to look."""
+    states = {}
+    for pid in pids:
+        with suppress(OSError):
+            states[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return [pid for pid, state in states.items() if state not in "ZX"]
 
 
 def test_code_that_kills_itself_is_killed_and_a_sandbox_that_never_lives_is_an_error(waiting):
@@ -202,7 +218,163 @@ def test_weaker_isolation_is_another_word_and_has_the_limits():
     assert run("while True: pass", replace(weak, limits=QUICK.limits)).reason == "time"
 
 
-@pytest.mark.parametrize(("files", "limits"), [({"../x": ""}, {}), ({}, {"wall_s": 0})])
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        *[({name: ""}, {}) for name in ("../x", "", ".", "..", "a\0b")],
+        *[({}, {name: 0}) for name in ("wall_s", "cpu_s", "memory_mib", "output_bytes", "file_mib", "processes")],
+        ({}, {"wall_s": -1}),
+    ],
+)
 def test_what_makes_no_sense_is_refused(files, limits):
     with pytest.raises(SandboxError, match=r"got .*allowed"):
         Sandbox(Limits(**limits)).run("print(1)", files=files)
+
+
+def test_limits_that_nobody_gave():
+    assert Limits() == Limits(5.0, 5, 256, 16384, 16, 8)
+
+
+def test_code_that_kills_itself_is_run_once_again_and_no_more(tmp_path):
+    runs = tmp_path / "runs"
+    code = f"import os\nopen({str(runs)!r}, 'a').write('x')\nos.kill(os.getpid(), 9)"
+    assert run(code, Sandbox(isolation="limits")).reason == "killed"
+    assert runs.read_text() == "xx"
+
+
+def test_limits_in_which_python_cannot_run_are_named_by_the_check():
+    with pytest.raises(SandboxError, match=r"ended with error.*allowed: 42; raise its limits \(memory_mib is 1\)"):
+        Sandbox(Limits(memory_mib=1)).check()
+
+
+def test_output_that_is_no_text_and_files_that_are_none_are_written_another_way():
+    assert run("import sys\nsys.stdout.buffer.write(b'a\\xff')").output == "a\N{REPLACEMENT CHARACTER}"
+    assert run("print(open('data').read())", files={"data": "\udcff"}).output == "\\udcff\n"
+
+
+def test_output_may_be_as_long_as_the_limit():
+    box = Sandbox(Limits(output_bytes=100))
+    assert run("print('x' * 99)", box).reason == "ok"
+    outcome = run("print('x' * 100)", box)
+    assert outcome.reason == "output" and outcome.output == "x" * 100 and outcome.status is None
+
+
+def test_the_time_that_code_may_take_counts_from_where_it_begins(monkeypatch, tmp_path):
+    """The clock leaps when the code has begun: over the limit of a start, not over that of the code."""
+    begun = tmp_path / "begun"
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 if begun.exists() else 0.0)
+    monkeypatch.setattr(sandbox, "time", clock)
+    code = f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(0.1)\nprint('done')"
+    outcome = run(code, Sandbox(Limits(wall_s=2000.0), isolation="limits"))
+    assert (outcome.output, outcome.reason) == ("done\n", "ok")
+
+
+@pytest.mark.parametrize(("resident", "reason"), [(144.0, "ok"), (144.5, "memory")])
+def test_memory_is_that_of_the_limit_and_what_the_sandbox_itself_takes(monkeypatch, resident, reason):
+    monkeypatch.setattr(sandbox, "resident_mib", lambda pid: resident)
+    outcome = run("import time\ntime.sleep(0.1)")
+    assert outcome.reason == reason
+
+
+def test_where_the_children_of_a_process_are_not_told_the_rest_is_left_to_the_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(child, "Path", lambda path: tmp_path / "nowhere")
+    assert child._end_the_rest() is None
+
+
+def test_the_time_of_the_processor_is_that_of_the_code_and_of_the_kernel_for_it():
+    code = (
+        "import os\nzero = os.open('/dev/zero', os.O_RDONLY)\n"
+        "while os.times().system < 0.06: os.read(zero, 1 << 20)\n"
+        "while os.times().user < 0.06: pass\nprint(sum(os.times()[:2]))"
+    )
+    outcome = run(code)
+    assert float(outcome.output) - 0.02 <= outcome.cpu_s < float(outcome.output) + 0.1
+
+
+@pytest.mark.parametrize(
+    ("told", "ended_by", "reason", "status"),
+    [
+        ({"exit": 0, "cpu_s": 0.5}, None, "ok", 0),
+        ({"exit": 1, "cpu_s": 0.5}, None, "error", 1),
+        ({"exit": -11, "cpu_s": 2.0}, None, "killed", -11),
+        ({"exit": -signal.SIGKILL, "cpu_s": 0.9}, None, "killed", -9),
+        ({"exit": -signal.SIGKILL, "cpu_s": 1.0}, None, "cpu", -9),
+        ({"exit": -signal.SIGXCPU, "cpu_s": 0.9}, None, "cpu", -24),
+        ({"exit": 0, "cpu_s": 0.5}, "time", "time", None),
+        ({}, None, "killed", None),
+    ],
+)
+def test_how_it_ended_follows_from_what_was_reported(told, ended_by, reason, status):
+    watch = sandbox._Watch(None, -1, Sandbox(Limits(cpu_s=1)))
+    watch._said += b'{"started": true}\n' + json.dumps(told).encode()
+    outcome = watch._judged(ended_by)
+    assert (outcome.reason, outcome.status) == (reason, status)
+    assert outcome.cpu_s == (told["cpu_s"] if status is not None else 0.0)
+
+
+def test_paths_that_lie_within_another_or_are_not_there_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/c", "ab"):
+        (tmp_path / name).mkdir(parents=True)
+    given = [str(tmp_path / name) for name in ("ab", "a/b/c", "a", "gone", "a")] + ["a/b", "ab"]
+    assert sandbox._outermost(given) == [str(tmp_path / "a"), str(tmp_path / "ab")]
+
+
+def test_processes_below_another_and_their_memory():
+    """Parents first; what is shared with files does not count; one that is gone is passed over."""
+    inner = "x = bytearray(40 << 20)\nprint('up', flush=True)\ninput()"
+    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-I', '-S', '-c', {inner!r}])"
+    command = [sys.executable, "-I", "-S", "-c", outer]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        (below,) = descendants(process.pid)
+        before = [pid for pid in descendants(os.getpid()) if pid in (process.pid, below)]
+        assert before == [process.pid, below]
+        assert 40 < sandbox.resident_mib(process.pid) < 50
+        sandbox.kill_all([2**22 + 1, below])
+        process.communicate()
+    assert descendants(process.pid) == [] and sandbox.resident_mib(process.pid) == 0
+
+
+def test_its_own_processes_have_nothing_of_ours_and_nothing_is_left_open(waiting):
+    box, code, go = waiting
+    seen, before = [], len([*Path("/proc/self/fd").iterdir()])
+
+    def look():
+        while len(line := sandboxed.processes(os.getpid())) < 3:
+            time.sleep(0.01)
+        helper = Path(f"/proc/{line[HELPER]}")
+        seen.append(((helper / "environ").read_bytes(), str((helper / "cwd").readlink()), os.getsid(line[HELPER])))
+        seen.append(line[HELPER])
+        go.touch()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    assert run(code, box).output == "done\n"
+    thread.join(10)
+    assert seen == [(b"", "/", seen[1]), seen[1]]
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_a_run_ends_with_whoever_waits_for_it(isolation):
+    code = f"from megatron_daro.sandbox import Sandbox\nSandbox(isolation={isolation!r}).run('input(); input()')"
+    code = code.replace("input(); input()", "import time; time.sleep(100)")
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    while len(line := sandboxed.processes(owner.pid)) < 3 and owner.poll() is None:
+        time.sleep(0.01)
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 30
+    while alive(line) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(line) == 3 and not alive(line)
+
+
+def test_nothing_begins_for_a_parent_that_is_gone():
+    reader, writer = os.pipe()
+    command = [sys.executable, "-I", "-S", child.__file__, str(writer)]
+    ended = subprocess.run(command, input=json.dumps({"parent": -1}), pass_fds=[writer], text=True, check=False)
+    os.close(writer)
+    with os.fdopen(reader) as reports:
+        assert (ended.returncode, reports.read()) == (1, "")
