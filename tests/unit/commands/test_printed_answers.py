@@ -380,7 +380,7 @@ def test_the_signal_leaves_time_for_two_steps_and_a_checkpoint(recipe, monkeypat
         660,
         [
             "signal_before_s: got 350; a step is planned to take 250 s on h100-80g, and a checkpoint of 41 GiB about "
-            "41 s, so training may not have saved when the time limit ends it, and what it did since its last checkpoint is "
-            "lost; fix: leave signal_before_s unset, which takes 660"
+            "41 s, so training may not have saved when the time limit ends it, and what it did since its last "
+            "checkpoint is lost; fix: leave signal_before_s unset, which takes 660"
         ],
     )
