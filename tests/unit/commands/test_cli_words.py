@@ -76,8 +76,8 @@ def exit_of(code, context=None) -> SystemExit:
          "permissions and `ulimit -a`"),
         (OSError("odd"), 1, "the system refused: odd; look at free space, permissions and `ulimit -a`"),
         (ModuleNotFoundError("no", name="plotly.offline"), 1, f"this command needs the package plotly, which "
-         f"{sys.prefix} does not have; install it there, or type the command where megatron_daro was installed with its "
-         "own requirements (pip install megatron_daro)"),
+         f"{sys.prefix} does not have; install it there, or type the command where megatron_daro was installed with "
+         "its own requirements (pip install megatron_daro)"),
     ],
 )  # fmt: skip
 def test_an_end_has_a_code_and_a_last_line(ending, capsys, error, code, last):
