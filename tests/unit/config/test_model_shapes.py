@@ -202,6 +202,9 @@ def test_what_would_be_another_model_is_refused_in_words(change, words):
     "change",
     [
         {"attention_dropout": 0.0, "hidden_act": "silu", "activation": "swiglu", "pruned_heads": {}, "use_cache": True},
+        {"partial_rotary_factor": 1, "attention_bias": False, "mlp_bias": False, "router_jitter_noise": 0.0},
+        {"is_causal": True, "use_mrope": False, "rope_interleaved": False, "add_cross_attention": False},
+        {"is_encoder_decoder": False, "activation": "silu"},
         {"use_sliding_window": True, "max_window_layers": 4},
         {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": None},
         {"use_sliding_window": True, "max_window_layers": 3, "layer_types": ["full_attention"] * 4},

@@ -49,7 +49,7 @@ def test_only_requirements_of_this_platform_count(monkeypatch):
 @pytest.fixture
 def tried(monkeypatch):
     """Trials of packages, in place of processes; the first item is how they end."""
-    calls = [SimpleNamespace(returncode=0, stdout="x\n 1.2 \n", stderr="")]
+    calls = [SimpleNamespace(returncode=0, stdout="x\n1.2 \n", stderr="")]
 
     def run(command, **options):
         calls.append((command, options))
