@@ -209,5 +209,5 @@ def test_the_forward_pass_of_both_is_compared_where_one_is_hugging_faces(monkeyp
     made = SimpleNamespace(format=target, source_format=source, source="s", cast="bf16")
     said = convert._forward_check(made, "w")
     assert calls == ([(*compared, "bf16")] if compared else [])
-    assert said == ("said" if compared else "forward pass not compared: both are Megatron checkpoints, and every tensor "
-                    "is the same")  # fmt: skip
+    both = "forward pass not compared: both are Megatron checkpoints, and every tensor is the same"
+    assert said == ("said" if compared else both)

@@ -198,12 +198,13 @@ def test_a_problem_names_what_it_rests_on_and_its_fix_mends_it(run_files, case):
     overrides, field, rests_on, mend = (part.strip() for part in case.split("|"))
     also = tuple(name for word in rests_on.split() for name in WORDS.get(word, word).split())
     found = findings(run_files, overrides)
-    (problem,) = [one for one in found if (one.field, one.also) == (field, also)] or [found]
+    told = [one for one in found if (one.field, one.also) == (field, also)]
+    assert len(told) == 1, found
     if not mend:
-        first = next(words for words in problem.fix.split(" or ") if "=" in words)
+        first = next(words for words in told[0].fix.split(" or ") if "=" in words)
         mend = " ".join(re.findall(r"[\w.]+=(?:\[[^]]*\]|[^\s,;]+)", first.replace(", ", ",")))
     mended = findings(run_files, f"{overrides} {mend}")
-    assert not [one for one in mended if (one.field, one.also) == (field, also)], problem
+    assert not [one for one in mended if (one.field, one.also) == (field, also)], told
 
 
 # What stands at the edge of a problem and is none.
