@@ -153,14 +153,17 @@ def test_nothing_to_write_says_how_many_groups_there_were(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_failure_leaves_no_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_file_is_whole_before_it_has_its_name_and_a_failure_leaves_none(tmp_path, monkeypatch, name):
     def fail(path):
-        assert path.name == "out.jsonl.tmp" and path.read_text().count("\n") == 1
+        assert path.name == f"{name}.tmp"
+        assert len(written(path) if name == "out.jsonl" else pq.read_table(path)) == 1
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.durable, "sync", fail)
+    files = [recorded(tmp_path / "a.parquet", row(0, 0, 4), row(0, 1, 9))]
     with pytest.raises(OSError, match="No space"):
-        pairs(tmp_path, row(0, 0, 4), row(0, 1, 9))
+        shorten(files, tmp_path / name, RULES)
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
