@@ -152,6 +152,42 @@ def test_the_rest_of_a_file_without_a_required_value_is_judged_too(run_files, cp
     assert lines == [{"data.train": "data.train.0"}.get(field, field), "trainer.updates_per_batch:"]
 
 
+def test_a_list_with_wrong_items_is_not_also_called_too_short():
+    lines = refused(TREE, "data.train=[3, 4]", "trainer.steps=0", "data.eval=[{name: a, path: 3, rows: 0}]")
+    assert [line.partition(" (")[0] for line in lines] == [
+        *("data.train.0", "data.train.1", "data.eval.0.path", "data.eval.0.rows", "trainer.steps"),
+    ]
+
+
+def test_options_that_went_to_the_lab_say_nothing_at_their_defaults():
+    fade = {"rate": 0.02, "max_power": 3.0, "min_scale": 0.3, "target_entropy": None}
+    daro = {"kernels": None, "length_edges": [], "learning_rate": 0.5}
+    tree = {**TREE, "algorithm": {"fade": fade, "daro": daro, "dapo": {"denominator": "prompt"}}}
+    algorithm = resolve_tree(tree, (), source="x").algorithm
+    assert algorithm.daro.learning_rate == 0.5 and algorithm.dapo.denominator == "prompt"
+    assert "which is no option any more" in refused({**TREE, "algorithm": {"fade": {**fade, "rate": 0.1}}})[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"stop": "a"}, ("a",)),
+        ({"stop": ["a", "b"]}, ("a", "b")),
+        ({"stop_token_ids": 3}, (3,)),
+        ({"stop_token_ids": []}, ()),
+    ],
+)
+def test_a_list_of_one_may_be_its_item(given, found):
+    (name,) = given
+    assert getattr(resolve_tree({**TREE, "rollout": given}, (), source="x").rollout, name) == found
+
+
+def test_lists_of_a_fixed_length_are_no_lists_of_one():
+    assert "got 0.5; allowed: a list of 2" in refused(TREE, "algorithm.daro.clamp=0.5")[0]
+    eval_set = resolve_tree({**TREE, "data": {"train": "a", "eval": {"name": "b", "path": "c"}}}, (), source="x").data
+    assert eval_set.eval[0].name == "b" and len(eval_set.train) == 1
+
+
 def test_values_without_a_file_make_the_same_configuration(tmp_path):
     config = resolve_tree(TREE, ["trainer.steps=3", "rollout.stop=[x]"], source="some/eval.yaml")
     (tmp_path / "eval.yaml").write_text(dump(TREE))
