@@ -64,6 +64,16 @@ def test_a_tool_that_fails_shows_no_gpus(tools, tmp_path, name, cuda):
     assert hardware.detect().kind == "cpu"
 
 
+def test_tools_are_given_twenty_seconds(monkeypatch):
+    asked = []
+    done = type("Done", (), {"stdout": "0, GPU-a, 9.0\n"})
+    monkeypatch.setattr(hardware.subprocess, "run", lambda command, **options: asked.append((command, options)) or done)
+    assert hardware._gpu_rows() == [["0", "GPU-a", "9.0"]] and hardware._amd_gpus() == 0
+    assert [command[0] for command, _ in asked] == ["nvidia-smi", "rocm-smi"]
+    options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
+    assert [given for _, given in asked] == [options, options]
+
+
 def test_memory_is_the_smallest_limit_that_can_be_read(monkeypatch):
     read = {"/sys/fs/cgroup/memory.max": "max", "/sys/fs/cgroup/memory/memory.limit_in_bytes": "4096"}
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: read[str(path)])

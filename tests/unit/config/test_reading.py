@@ -154,7 +154,7 @@ def test_the_rest_of_a_file_without_a_required_value_is_judged_too(run_files, cp
 
 def test_a_list_with_wrong_items_is_not_also_called_too_short():
     lines = refused(TREE, "data.train=[3, 4]", "trainer.steps=0", "data.eval=[{name: a, path: 3, rows: 0}]")
-    assert [line.partition(" (")[0] for line in lines] == [
+    assert [line.split(" (")[0].split(": ")[0] for line in lines] == [
         *("data.train.0", "data.train.1", "data.eval.0.path", "data.eval.0.rows", "trainer.steps"),
     ]
 
