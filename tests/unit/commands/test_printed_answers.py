@@ -384,3 +384,26 @@ def test_the_signal_leaves_time_for_two_steps_and_a_checkpoint(recipe, monkeypat
             "checkpoint is lost; fix: leave signal_before_s unset, which takes 660"
         ],
     )
+
+
+NUMBER_IN_COLOUR = "\x1b[1;36m"
+
+
+def test_numbers_have_no_colour_of_their_own_on_a_terminal(actors, model, rehearsed, recipe, monkeypatch, capsys):
+    from megatron_daro.workshop import doctor
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(report, "view", lambda record: "12 nodes")
+    monkeypatch.setattr(doctor, "diagnose", lambda *_: [doctor.Finding("ok", "part 3", "found 4", "fix 5")])
+    commands = [["check-layout", str(model), "--world", "2"], ["rehearse", "r.yaml", "--nodes", "1"], ["doctor"]]
+    for command in [*commands, ["plan", str(recipe), "--gpus", "4", "--best", "1"]]:
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert out and NUMBER_IN_COLOUR not in out, command
+
+
+def test_a_plan_has_the_width_of_its_tables(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", str(recipe), "--gpus", "4", "--best", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 120 < max(map(len, lines)) <= 210 and "shards" not in " ".join(lines).lower()
