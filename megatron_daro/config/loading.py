@@ -408,6 +408,8 @@ def _annotation_at(loc: tuple[int | str, ...]) -> tuple[Any, list[Any]]:
         elif is_section(annotation):
             field = annotation.model_fields[part]
             annotation, metadata = field.annotation, field.metadata
+        elif get_origin(annotation) is dict:
+            annotation, metadata = get_args(annotation)[1], []
     return annotation, metadata
 
 
@@ -423,6 +425,7 @@ def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> s
     if plain is str or names:
         return "put the text in quotes"
     example = _defaults().get(path)
+    example = list(example) if isinstance(example, tuple) else example
     return f"write an allowed value, such as {path}={show(example)}" if example else "write an allowed value"
 
 
@@ -447,7 +450,8 @@ def _unknown_key(path: str, value: object, place: str) -> Problem:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return {path: field.default for path, field in walk(Config) if not field.is_required()}
+    fields = ((path, field) for path, field in walk(Config) if not field.is_required())
+    return {path: field.default for path, field in fields if not isinstance(field.default, Section)}
 
 
 def _fill_in(config: Config, path: Path) -> Config:

@@ -213,3 +213,97 @@ def test_a_problem_of_several_fields_names_them_all(options, field, rests_on):
     found = list(division_problems(ActorSection(**options), read_model_shape(EXPERTS)))
     also = [set(problem.also) for problem in found if problem.field == field]
     assert any(rests_on <= names for names in also), [(str(p), p.also) for p in found]
+
+
+RANKS = ("actor.tensor_parallel", "actor.context_parallel", "actor.data_parallel", "actor.expert_tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "field", "also"),
+    [
+        (DENSE, {"tensor_parallel": 8}, "actor.tensor_parallel", ("model.path",)),
+        (DENSE, {"tensor_parallel": 6}, "actor.tensor_parallel", ("model.path",)),
+        (DENSE, {"pipeline_parallel": 4}, "actor.pipeline_parallel", ("model.path",)),
+        (
+            *(DENSE, {"pipeline_parallel": 4, "megatron": {FIRST: 1, LAST: None}}, "actor.pipeline_parallel"),
+            ("model.path", f"actor.megatron.{FIRST}"),
+        ),
+        (DENSE, {"virtual_pipeline_parallel": 2}, "actor.virtual_pipeline_parallel", ("actor.pipeline_parallel",)),
+        (
+            *(DENSE, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, "actor.virtual_pipeline_parallel"),
+            ("actor.pipeline_parallel", "model.path"),
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3, "megatron": BOTH_ENDS},
+            "actor.virtual_pipeline_parallel",
+            ("actor.pipeline_parallel", "model.path", *(f"actor.megatron.{name}" for name in BOTH_ENDS)),
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "megatron": {FIRST: 2, LAST: 4}},
+            "actor.virtual_pipeline_parallel",
+            ("actor.pipeline_parallel",),
+        ),
+        (DENSE, {"expert_parallel": 2}, "actor.expert_parallel", ("model.path",)),
+        (DENSE, {"expert_tensor_parallel": 1}, "actor.expert_tensor_parallel", ("model.path",)),
+        (EXPERTS, {"expert_parallel": 3, "data_parallel": 3}, "actor.expert_parallel", ("model.path",)),
+        (EXPERTS, {"expert_parallel": 4}, "actor.expert_parallel", RANKS),
+        (
+            EXPERTS,
+            {"tensor_parallel": 4, "data_parallel": 3, "expert_parallel": 2, "expert_tensor_parallel": 3},
+            "actor.expert_parallel",
+            RANKS,
+        ),
+        (EXPERTS, {"expert_tensor_parallel": 5, "data_parallel": 5}, "actor.expert_tensor_parallel", ("model.path",)),
+        (
+            *(EXPERTS, {"tensor_parallel": 2, "sequence_parallel": False}, "actor.sequence_parallel"),
+            ("actor.tensor_parallel",),
+        ),
+    ],
+)
+def test_a_division_that_fails_is_told_alone_with_what_it_rests_on(model, options, field, also):
+    (problem,) = division_problems(ActorSection(**options), read_model_shape(model))
+    assert (problem.field, problem.also) == (field, also)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "options", "found"),
+    [
+        (6, 4, {FIRST: 1, LAST: 1}, [1, 2, 2, 1]),
+        (6, 2, {LAST: 6}, [0, 6]),
+        (6, 2, {FIRST: 2, LAST: 4}, [2, 4]),
+        (6, 2, {FIRST: 2, LAST: 3}, None),
+        (6, 3, {FIRST: 7}, None),
+        (6, 3, {FIRST: 0}, None),
+        (6, 3, {FIRST: True}, None),
+        (6, 1, {FIRST: 6}, None),
+        (6, 4, BOTH_ENDS, [1, 2, 2, 1]),
+        (7, 4, {"account_for_embedding_in_pipeline_split": True}, [1, 2, 2, 2]),
+        (7, 4, {"account_for_loss_in_pipeline_split": True}, [2, 2, 2, 1]),
+        (1, 1, BOTH_ENDS, [1]),
+        (1, 3, BOTH_ENDS, [0, 1, 0]),
+        (6, 3, {FIRST: 2, **BOTH_ENDS}, None),
+        (7, 3, {}, None),
+        (6, 3, {}, [2, 2, 2]),
+    ],
+)
+def test_stages_have_so_many_layers(layers, stages, options, found):
+    assert stage_layers(layers, stages, options) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((8, 2, 2, {}), [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+        ((6, 2, 2, BOTH_ENDS), [[range(1), range(3, 5)], [range(1, 3), range(5, 6)]]),
+        ((6, 2, 3, BOTH_ENDS), None),
+        ((7, 2, 1, {}), None),
+        ((6, 2, 2, {LAST: 2}), [[range(2), range(3, 5)], [range(2, 3), range(5, 6)]]),
+        ((6, 2, 2, {FIRST: 2, LAST: 4}), None),
+        ((6, 2, 1, {FIRST: 2, LAST: 4}), [[range(2)], [range(2, 6)]]),
+        ((6, 3, 1, {FIRST: 2, LAST: 2}), [[range(2)], [range(2, 4)], [range(4, 6)]]),
+    ],
+)
+def test_parts_of_stages_have_these_layers(arguments, found):
+    assert part_layers(*arguments) == found
