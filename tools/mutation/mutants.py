@@ -199,10 +199,10 @@ class Mutant:
 
     def apply(self, source: str) -> str | None:
         """The changed text; None where it is no Python, or the same program."""
-        changed = mutate_code(source, _operator(self.operator), self.occurrence)
         try:
+            changed = mutate_code(source, _operator(self.operator), self.occurrence)
             same = changed is None or ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
-        except SyntaxError:
+        except (SyntaxError, AttributeError):  # cosmic-ray 8.7's ExceptionReplacer takes any last part for a name
             return None
         return None if same else changed
 
