@@ -43,11 +43,11 @@ def save_random_model(directory, *, seed=0, head=False, **changes):
 
 def policy_of(path, algorithm, **options):
     """A policy of this process; needs the fixture `world`."""
-    from policy_tasks import build_policy
+    from megatron_tasks import _trainee
 
     from megatron_daro.actor.parallel import Layout
 
-    return build_policy(path, Layout(), algorithm, **options)
+    return _trainee(path, Layout(), algorithm, **options)
 
 
 def with_passes(policy, batch, micro_batches):
