@@ -17,6 +17,13 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages")
 _program = [0, 0]
 
 
+class Tile(torch.Tensor):
+    """`tile += other` makes another tile, which may be larger."""
+
+    def __iadd__(self, other):
+        return self + other
+
+
 class Pointer:
     """Addresses within the memory of a tensor."""
 
@@ -33,9 +40,13 @@ class Pointer:
         )
 
 
+def full(shape, value, dtype):
+    return torch.full(shape, value, dtype=dtype).as_subclass(Tile)
+
+
 def load(pointer, mask, other):
     at, mask = torch.broadcast_tensors(pointer.at, mask)
-    found = torch.full(at.shape, other, dtype=pointer.tensor.dtype)
+    found = full(at.shape, other, dtype=pointer.tensor.dtype)
     found[mask] = pointer.flat()[at[mask]]
     return found
 
@@ -88,8 +99,8 @@ def modules():
         "constexpr": constexpr,
         "program_id": lambda axis: _program[axis],
         "arange": torch.arange,
-        "zeros": torch.zeros,
-        "full": torch.full,
+        "zeros": lambda shape, dtype: full(shape, 0, dtype),
+        "full": full,
         "float32": torch.float32,
         "int64": torch.int64,
         "load": load,
