@@ -15,13 +15,13 @@ import torch
 from single_rank import policy_of
 from small_models import random_batch
 
-from megatron_daro.actor import compat, device, host_memory, parallel
+from megatron_daro.actor import compat, device, host_memory, parallel, shards, step
 from megatron_daro.actor.parallel import Layout
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import CheckpointError, ConfigError
 from megatron_daro.types import KINDS_OF_MEMORY
 
 pytestmark = pytest.mark.usefixtures("world")
-DARO, GRPO = {"name": "daro"}, {"name": "grpo"}
+GRPO = {"name": "grpo"}
 
 
 def ranks(monkeypatch, module, **numbers):
@@ -269,3 +269,73 @@ def test_readers_get_the_same_memory_under_another_storage():
     assert shown.untyped_storage()._cdata != tensor.untyped_storage()._cdata
     assert device.shown(elsewhere) is elsewhere
     assert math.isfinite(float(shown.sum()))
+
+
+def test_on_a_gpu_memory_is_that_of_the_process_and_goes_back_to_the_driver(monkeypatch):
+    called = []
+    for name in ("ipc_collect", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 100))
+    memory = host_memory.HostMemory()
+    memory._where = torch.device("cuda", 0)
+    move = memory.offload(("weights",))
+    assert (move.moved, move.left, move.others) == (0, 7, 60) and called == [
+        "synchronize",
+        "ipc_collect",
+        "empty_cache",
+    ]
+    back = memory.onload(("weights",))
+    assert (back.moved, back.left, back.others, called[3:]) == (0, 7, 60, ["synchronize"])
+
+
+def test_pinned_memory_is_kept_for_the_next_time(monkeypatch):
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 64)
+    memory = host_memory.HostMemory()
+    assert memory._host_blocks("weights", 10) is not memory._host_blocks("weights", 10)
+    memory._where = torch.device("cuda", 0)
+    first = memory._host_blocks("weights", 10)
+    assert memory._host_blocks("weights", 100) is first and len(first) == 2
+    assert memory._host_blocks("optimizer", 10) is not first
+
+
+def test_passes_on_a_gpu_are_timed_by_its_events(monkeypatch):
+    recorded = []
+    made = SimpleNamespace(record=lambda: recorded.append(1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: made if enable_timing else None)
+    monkeypatch.setattr(device, "prepare", lambda: torch.device("cuda", 0))
+    own = step.OwnTime()
+    own._mark()
+    assert own._marks == [made] and recorded == [1]
+
+
+def test_a_box_of_a_stacked_tensor_is_one_of_the_whole():
+    tensor = SimpleNamespace(prepend_axis_num=1, global_offset=(5, 10, 20), global_shape=(8, 40, 50))
+    assert shards._global(tensor, (1, 2), (3, 4)) == ((5, 11, 22), (1, 3, 4), (8, 40, 50))
+
+
+@pytest.mark.parametrize(("replica", "main"), [((0, 0, 3), True), ((0, 1, 0), False), ((1, 0, 0), False)])
+def test_data_parallel_ranks_have_runs_of_their_own(replica, main):
+    assert shards._is_main(SimpleNamespace(replica_id=replica)) is main
+
+
+def test_a_part_that_is_no_run_of_a_parameter_is_named():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    fine = ShardedTensor.from_rank_offsets("a", torch.zeros(3, 4))
+    assert [at for at, _ in shards._places({"a": fine})[fine.data]] == [0]
+    across = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4).t())
+    with pytest.raises(
+        CheckpointError, match=r"^w: a part of it is no run of its elements; its optimizer state is not"
+    ):
+        shards._places({"w": across})
+
+
+def test_optimizers_that_are_chained_are_saved_by_number():
+    called = []
+    parts = [SimpleNamespace(state_dict=lambda n=n: {"optimizer": n}) for n in range(2)]
+    chained = SimpleNamespace(chained_optimizers=parts, _synchronize_steps=lambda: called.append(1))
+    kind = {"param_state_sharding_type": "fully_reshardable"}
+    assert shards.common_state(chained) == {0: {"optimizer": 0, **kind}, 1: {"optimizer": 1, **kind}} and called == [1]
+    assert shards.common_state(parts[1]) == {"optimizer": 1, **kind}

@@ -20,7 +20,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.usefixtures("world")
-DARO, GRPO = {"name": "daro"}, {"name": "grpo"}
+GRPO = {"name": "grpo"}
 
 
 def test_the_layout_is_that_of_the_section():
