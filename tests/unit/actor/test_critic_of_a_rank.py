@@ -15,8 +15,14 @@ from small_models import ROLLOUTS, random_batch
 
 from megatron_daro.actor import critic as critic_module
 from megatron_daro.actor import critic_metrics
+from megatron_daro.actor import policy as policy_module
 from megatron_daro.actor.advantages import with_advantages
+from megatron_daro.actor.compat import ValueModel
+from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import CheckpointError, ModelError
+from megatron_daro.routed_experts import StoredExperts
 from megatron_daro.types import KINDS_OF_MEMORY
 
 CLIP = 0.2
@@ -81,6 +87,35 @@ def test_its_values_loss_and_gradient_are_those_written_out(prepared):
     norm = math.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in gradients.values()))
     assert report.fit and report.grad_norm == report.metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert 0 < report.metrics["timing/critic_s"] < 60
+
+
+def test_experts_of_the_policys_tokens_are_none_of_its_own(prepared):
+    policy, batch, micro_batches, values_R = prepared
+    experts_N = tuple(StoredExperts((), (int(n), 9, 9)) for n in batch.lengths_N)  # in no file: nobody may read them
+    batch = replace(batch, routed_experts_N=experts_N)
+    np.testing.assert_array_equal(policy.critic.values(batch, micro_batches), values_R)
+    assert policy.critic.gradients(batch, micro_batches).fit
+
+
+class StoppedError(Exception):
+    """Built far enough."""
+
+
+@pytest.mark.parametrize("module", [policy_module, critic_module], ids=["policy", "critic"])
+def test_layers_are_transformer_engines_where_it_can_be_used(model, monkeypatch, module):
+    policy, asked = policy_of(model, ppo()), []
+    monkeypatch.setattr(module, "build_model", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(module, "load_hf_weights", lambda *_: (_ for _ in ()).throw(StoppedError))
+    settings = PolicySettings(model, 4, 32, 1.0, 10)
+    with pytest.raises(StoppedError):
+        if module is policy_module:
+            monkeypatch.setattr(module, "uses_transformer_engine", lambda _: True)
+            monkeypatch.setattr(module, "_transformer_config", lambda *_: policy.chunks[0].config)
+            module.MegatronPolicy(settings, ActorSection(), AlgorithmSection())
+        else:
+            arguments = settings, ActorSection(), AlgorithmSection(name="ppo").critic, policy.chunks[0].config
+            module.Critic(*arguments, transformer_engine=True, options={})
+    assert asked == [{"transformer_engine": True, **({"kind": ValueModel} if module is critic_module else {})}]
 
 
 def test_a_step_without_trained_tokens_has_no_loss(prepared):

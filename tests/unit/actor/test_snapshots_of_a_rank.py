@@ -35,7 +35,9 @@ def step(policy, seed, number):
 
 def drawn():
     """The next number of each generator."""
-    return torch.rand(2).tolist(), random.random(), np.random.rand()
+    with snapshot.get_cuda_rng_tracker().fork():
+        of_megatron = torch.rand(1).item()
+    return torch.rand(2).tolist(), random.random(), np.random.rand(), of_megatron
 
 
 @pytest.mark.parametrize(
@@ -280,3 +282,12 @@ def test_small_parts_are_copies(model):
     before = str(parts["common"])
     step(policy, 1, 2)
     assert str(parts["common"]) == before and parts["objects"].keys() == objects.keys()
+
+
+def test_the_generators_of_the_gpu_and_of_the_host_go_back_apart(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of the GPU")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    states, number = snapshot._random_states(), torch.rand(1)
+    snapshot._set_random_states(states)
+    assert given == ["of the GPU"] and torch.equal(torch.rand(1), number)

@@ -230,6 +230,18 @@ def test_a_disk_that_refuses_a_checkpoint_is_named(tmp_path, model, monkeypatch)
         policy.finish_save()
 
 
+def test_a_save_and_the_end_of_a_rank_wait_for_the_save_before(tmp_path, model, monkeypatch):
+    policy, waited, wait = policy_of(model, GRPO), [], checkpoint.PendingSave.wait
+    monkeypatch.setattr(checkpoint.PendingSave, "wait", lambda self: (waited.append(self), wait(self)))
+    policy.start_save(tmp_path / "one")
+    (first,) = policy._pending_saves
+    policy.start_save(tmp_path / "two")
+    assert waited == [first] and first not in policy._pending_saves
+    policy.end_background_work()
+    assert waited == [first, *policy._pending_saves]
+    policy.finish_save()
+
+
 def test_an_update_waits_for_what_a_save_reads(tmp_path, model, monkeypatch):
     policy, seen, go = policy_of(model, GRPO), [], threading.Event()
     write = checkpoint.ShardFile.write

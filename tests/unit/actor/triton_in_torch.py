@@ -74,6 +74,7 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
+            assert all(grid), "a GPU starts no grid of 0 programs"
             for name in LAUNCH_OPTIONS:
                 del options[name]
             arguments = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in arguments]
