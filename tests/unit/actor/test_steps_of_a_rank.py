@@ -181,6 +181,17 @@ def test_options_of_groups_are_put_back_without_parameters_and_age():
     assert loaded.param_groups == [{"params": [5], "lr": 0.1, "step": 7}, {"params": [], "lr": 0.2, "eps": 1e-8}]
 
 
+def test_the_reference_is_what_the_run_started_from(model):
+    options = {"optimizer": {"learning_rate": 1e-2}}
+    policy, batch = policy_of(model, {"name": "grpo", "kl": {"coefficient": 0.1}}, **options), random_batch()
+    before = policy.logprobs(batch, ROWS)
+    policy.train_step(replace(batch, ref_logprobs_R=before), ROWS, step=1)
+    moved = policy.logprobs(batch, ROWS)
+    assert np.abs(moved - before).max() > 1e-3
+    assert np.array_equal(policy.reference_logprobs(batch, ROWS), before)
+    assert np.array_equal(policy.logprobs(batch, ROWS), moved)
+
+
 def test_another_temperature_for_one_pass(model):
     policy, batch = policy_of(model, GRPO), random_batch()
     assert [chunk.training for chunk in policy.chunks] == [True]
