@@ -263,6 +263,11 @@ def test_recorder_sees_the_plain_way():
         ({"weight": torch.randn(VP, D).bfloat16()}, DataError, ["bfloat16", "cast"]),
         ({"vocab_size": VP + 1}, DataError, ["vocab_size", "54", "1 to 53"]),
         ({"vocab_start": 1}, DataError, ["vocab_start", "group"]),
+        ({"vocab_start": -1}, DataError, ["vocab_start: got -1 with 53 rows on this rank, allowed 0 to 0"]),
+        ({"vocab_size": 0}, DataError, ["vocab_size: got 0, allowed 1 to 53"]),
+        ({"labels": torch.zeros(T, 1, dtype=torch.long)}, DataError, ["one label per hidden"]),
+        ({"weight": torch.randn(VP, D, 1)}, DataError, ["flatten batch and sequence"]),
+        ({"temperature": float("inf")}, ConfigError, ["temperature", "inf"]),
         ({"temperature": 0.0}, ConfigError, ["temperature", "0.0"]),
         ({"temperature": float("nan")}, ConfigError, ["temperature", "nan"]),
         ({"chunk_tokens": 0}, ConfigError, ["chunk_tokens", "0"]),
@@ -276,6 +281,23 @@ def test_wrong_input_is_refused(change, error, words):
         vocab_parallel_logprobs(hidden, options.pop("weight"), options.pop("labels"), **options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_first_and_the_last_token_of_the_vocabulary_are_labels():
+    hidden, weight, labels = make_case(torch.float64)
+    labels[:2] = torch.tensor([0, V - 1])
+    got = vocab_parallel_logprobs(hidden, weight, labels, vocab_size=V)[0]
+    torch.testing.assert_close(got, plain(hidden, weight, labels)[0], rtol=0, atol=1e-12)
+    whole = vocab_parallel_logprobs(hidden, weight, labels, vocab_size=VP, temperature=1e-3)[0]
+    torch.testing.assert_close(whole, plain(hidden, weight, labels, vocab_size=VP, temperature=1e-3)[0])
+
+
+def test_hidden_states_of_integers_and_of_three_dimensions_are_refused():
+    labels = torch.zeros(2, dtype=torch.long)
+    with pytest.raises(DataError, match=r"got hidden torch\.int64 and weight torch\.int64; allowed one floating-point"):
+        vocab_parallel_logprobs(torch.ones(2, 3).long(), torch.ones(4, 3).long(), labels)
+    with pytest.raises(DataError, match=r"hidden \(2, 3, 1\), .*; allowed \[T, D\], \[Vp, D\], \[T\]; flatten"):
+        vocab_parallel_logprobs(torch.ones(2, 3, 1), torch.ones(4, 3), labels)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,327 @@
+"""A critic on one rank: what it says, its loss and gradient, its metrics, and its turns with the policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from policy_tasks import collect_gradients, everything, uneven_split
+from safetensors.torch import load_file, save_file
+from single_rank import policy_of, save_random_model, with_passes
+from small_models import ROLLOUTS, random_batch
+
+from megatron_daro.actor import critic as critic_module
+from megatron_daro.actor import critic_metrics
+from megatron_daro.actor import policy as policy_module
+from megatron_daro.actor.advantages import with_advantages
+from megatron_daro.actor.compat import ValueModel
+from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.errors import CheckpointError, ModelError
+from megatron_daro.routed_experts import StoredExperts
+from megatron_daro.types import KINDS_OF_MEMORY
+
+CLIP = 0.2
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def ppo(path=None, **critic):
+    return {"name": "ppo", "critic": {**({"path": str(path)} if path else {}), **critic}}
+
+
+@pytest.fixture(scope="module")
+def prepared(world, model, critic_model):
+    """A policy with a critic, a batch with values that its critic is some way from, and targets; micro-batches."""
+    policy = policy_of(model, ppo(critic_model, value_clip=CLIP), optimizer={"distributed": False})
+    batch = random_batch()
+    micro_batches = uneven_split(len(batch), 3)
+    values_R = policy.values(batch, micro_batches)
+    noise_R = np.random.default_rng(4).normal(size=len(values_R)).astype(np.float32) * 0.4
+    batch = with_advantages(
+        policy.train_state.algorithm, replace(batch, values_R=values_R + noise_R), policy._objective
+    )
+    return policy, batch, micro_batches, values_R
+
+
+def head_inputs(policy, batch):
+    """Hidden states before each response token, sample by sample through the critic's own layers."""
+    last, found = policy.critic.chunks[-1], []
+
+    def keep(packed, hidden_T1D, positions_P):
+        found.append(hidden_T1D[positions_P, 0].clone())
+        return torch.zeros(len(positions_P))
+
+    rows = [[i] for i in range(len(batch))]
+    critic_module.response_column(policy.critic.state.chunks, batch, rows, keep, vocab_size=50)
+    return torch.cat(found), last.output_layer.weight.detach()
+
+
+def test_its_values_loss_and_gradient_are_those_written_out(prepared):
+    policy, batch, micro_batches, values_R = prepared
+    hidden_RD, head_1D = head_inputs(policy, batch)
+    now_R = (hidden_RD @ head_1D.T)[:, 0].double().numpy()
+    np.testing.assert_allclose(values_R, now_R, rtol=1e-4, atol=1e-5)
+    trained, old_R, target_R = batch.loss_mask_R > 0, batch.values_R, batch.value_targets_R
+    errors, clipped, slopes = [], [], np.zeros(len(now_R))
+    for r in np.flatnonzero(trained):
+        near = old_R[r] + min(max(now_R[r] - old_R[r], -CLIP), CLIP)
+        free, stopped = (now_R[r] - target_R[r]) ** 2, (near - target_R[r]) ** 2
+        errors.append(0.5 * max(free, stopped)), clipped.append(stopped > free)
+        inside = abs(now_R[r] - old_R[r]) < CLIP
+        slopes[r] = (now_R[r] - target_R[r]) if free >= stopped or inside else 0.0
+    for _ in range(2):  # the second time from 0 again
+        report = policy.critic.gradients(batch, micro_batches)
+        gradients = collect_gradients(policy.critic)
+    assert report.metrics["critic/loss"] == pytest.approx(np.mean(errors), rel=1e-4)
+    assert report.metrics["critic/clip_fraction"] == pytest.approx(
+        np.mean(clipped), abs=0.02
+    )  # fp32 rounds at the edge
+    assert 0.1 < np.mean(clipped) < 0.9
+    want_D = (torch.from_numpy(slopes).float() @ hidden_RD / trained.sum()).numpy()
+    np.testing.assert_allclose(gradients["score.weight"][0], want_D, rtol=1e-3, atol=1e-4 * np.abs(want_D).max())
+    norm = math.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in gradients.values()))
+    assert report.fit and report.grad_norm == report.metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert 0 < report.metrics["timing/critic_s"] < 60
+
+
+def test_experts_of_the_policys_tokens_are_none_of_its_own(prepared):
+    policy, batch, micro_batches, values_R = prepared
+    experts_N = tuple(StoredExperts((), (int(n), 9, 9)) for n in batch.lengths_N)  # in no file: nobody may read them
+    batch = replace(batch, routed_experts_N=experts_N)
+    np.testing.assert_array_equal(policy.critic.values(batch, micro_batches), values_R)
+    assert policy.critic.gradients(batch, micro_batches).fit
+
+
+class StoppedError(Exception):
+    """Built far enough."""
+
+
+@pytest.mark.parametrize("module", [policy_module, critic_module], ids=["policy", "critic"])
+def test_layers_are_transformer_engines_where_it_can_be_used(model, monkeypatch, module):
+    policy, asked = policy_of(model, ppo()), []
+    monkeypatch.setattr(module, "build_model", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(module, "load_hf_weights", lambda *_: (_ for _ in ()).throw(StoppedError))
+    settings = PolicySettings(model, 4, 32, 1.0, 10)
+    with pytest.raises(StoppedError):
+        if module is policy_module:
+            monkeypatch.setattr(module, "uses_transformer_engine", lambda _: True)
+            monkeypatch.setattr(module, "_transformer_config", lambda *_: policy.chunks[0].config)
+            module.MegatronPolicy(settings, ActorSection(), AlgorithmSection())
+        else:
+            arguments = settings, ActorSection(), AlgorithmSection(name="ppo").critic, policy.chunks[0].config
+            module.Critic(*arguments, transformer_engine=True, options={})
+    assert asked == [{"transformer_engine": True, **({"kind": ValueModel} if module is critic_module else {})}]
+
+
+def test_a_step_without_trained_tokens_has_no_loss(prepared):
+    policy, batch, micro_batches, _ = prepared
+    silent = replace(batch, loss_mask_R=np.zeros_like(batch.loss_mask_R))
+    report = policy.critic.gradients(silent, micro_batches)
+    assert report.metrics["critic/loss"] == 0.0 and "critic/value_mean" not in report.metrics
+
+
+def test_targets_that_are_no_numbers_are_not_fit_for_an_update(prepared):
+    policy, batch, micro_batches, _ = prepared
+    targets_R = batch.value_targets_R * np.nan
+    assert not policy.critic.gradients(replace(batch, value_targets_R=targets_R), micro_batches).fit
+
+
+def test_an_update_follows_the_gradients_at_the_critics_own_rate(model, critic_model):
+    section = ppo(critic_model, learning_rate=1e-3, warmup_steps=2, grad_clip=0.01)
+    policy = policy_of(model, section, optimizer={"learning_rate": 1e-2, "weight_decay": 0.0})
+    batch = random_batch()
+    micro_batches = uneven_split(len(batch), 2)
+    batch = with_passes(policy, batch, micro_batches)
+    its = policy.critic
+    batch = with_advantages(policy.train_state.algorithm, batch, policy._objective)
+    before = everything(policy)
+    report = its.gradients(batch, micro_batches)
+    assert its.apply(report) == {"critic/learning_rate": pytest.approx(5e-4)}
+    assert trained_on(policy, before) == {"critic"}
+
+
+def columns_batch():
+    """Values, targets and advantages of 24 answers, of some of which no token is trained."""
+    batch, rng = random_batch(), np.random.default_rng(7)
+    columns = rng.normal(size=(3, len(batch.loss_mask_R))).astype(np.float32)
+    names = ("values_R", "value_targets_R", "token_advantages_R")
+    return replace(batch, **dict(zip(names, columns, strict=True)))
+
+
+def written_out(batch):
+    """Token by token in plain Python."""
+    found, values, targets = {}, [], []
+    for i in range(len(batch)):
+        s = batch.select([i])
+        own = np.flatnonzero(s.loss_mask_R)
+        side, k = "right" if s.correct_N[0] else "wrong", int(s.bins_N[0])
+        for j, t in enumerate(own.tolist()):
+            value, target, advantage = (float(c[t]) for c in (s.values_R, s.value_targets_R, s.token_advantages_R))
+            values.append(value), targets.append(target)
+            numbers = {"value": value, "target": target, "advantage": advantage, "advantage_abs": abs(advantage)}
+            for name, number in numbers.items():
+                found.setdefault(f"critic/{name}/{k}", []).append(number)
+            found.setdefault(f"critic/value_{side}/{10 * j // len(own)}", []).append(value)
+    metrics = {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
+    metrics |= {"critic/value_mean": np.mean(values), "critic/target_mean": np.mean(targets)}
+    errors = np.array(targets) - np.array(values)
+    return metrics | {"critic/explained_variance": 1 - errors.var() / np.var(targets)}
+
+
+def test_metrics_are_means_over_tokens_of_a_pass_rate_and_of_a_tenth_of_an_answer():
+    batch = columns_batch()
+    found, wanted = critic_metrics.column_metrics(batch), written_out(batch)
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert {f"critic/value/{k}" for k in range(ROLLOUTS + 1)} <= found.keys()
+    right = batch.select(np.flatnonzero(batch.correct_N).tolist())
+    assert critic_metrics.column_metrics(right) == pytest.approx(written_out(right), rel=1e-6, abs=1e-9)
+
+
+def test_targets_that_are_all_alike_cannot_be_explained():
+    batch = columns_batch()
+    alike = replace(batch, value_targets_R=np.ones_like(batch.values_R))
+    assert "critic/explained_variance" not in critic_metrics.column_metrics(alike)
+    assert critic_metrics.column_metrics(replace(batch, loss_mask_R=np.zeros_like(batch.loss_mask_R))) == {}
+
+
+def test_it_starts_from_the_policys_checkpoint_and_says_0(model):
+    policy, batch = policy_of(model, ppo()), random_batch()
+    assert not policy.values(batch, [[0, 1, 2], list(range(3, len(batch)))]).any()
+    names = dict(policy.export_critic())
+    stored = load_file(model / "model.safetensors")
+    assert names.keys() - stored.keys() == {"score.weight"} and not names["score.weight"].any()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in names.items() if name in stored)
+
+
+@pytest.mark.parametrize(("bias", "refused"), [(0.0, False), (1.0, True)])
+def test_only_a_head_with_a_bias_of_0_is_taken(tmp_path, model, critic_model, bias, refused):
+    save_random_model(tmp_path, seed=1, head=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "score.bias": torch.full((1,), bias)}, tmp_path / "model.safetensors")
+    if not refused:
+        assert policy_of(model, ppo(tmp_path)).critic is not None
+        return
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path: .* has a head with a bias \(score\.bias\)"):
+        policy_of(model, ppo(tmp_path))
+
+
+def test_a_critic_of_a_tied_checkpoint_has_no_output_layer_to_tie(tmp_path, model):
+    save_random_model(tmp_path, seed=2, tie_word_embeddings=True)
+    policy = policy_of(model, ppo(tmp_path))
+    assert policy.critic.shape.tie is False and policy.critic.chunks[0].output_layer.weight.shape == (1, 32)
+
+
+def steps(policy, seeds, first=1):
+    """Metrics of optimizer steps, without times."""
+    found = []
+    for step, seed in enumerate(seeds, first):
+        batch = random_batch(seed=seed)
+        micro_batches = uneven_split(len(batch), 2)
+        result = policy.train_step(with_passes(policy, batch, micro_batches), micro_batches, step=step)
+        assert not result.skipped, result.reason
+        found.append(dict(result.metrics))
+    return found
+
+
+def without_times(metrics):
+    return [{n: v for n, v in one.items() if not n.startswith("timing/")} for one in metrics]
+
+
+def trained_on(policy, before):
+    """Which parts have changed, by the first word of their names."""
+    after = everything(policy)
+    return {name.split()[0] for name, value in after.items() if name in before and (value != before[name]).any()}
+
+
+def test_the_policy_rests_in_the_critics_first_steps(model):
+    policy = policy_of(model, ppo(pretrain_steps=1), optimizer={"learning_rate": 1e-3, "warmup_steps": 9})
+    first = everything(policy)
+    (alone,) = steps(policy, [0])
+    assert trained_on(policy, first) == {"critic"} and alone["optimizer/learning_rate"] == 0.0
+    (both,) = steps(policy, [0], first=2)
+    assert {"parameter", "critic"} <= trained_on(policy, first)
+    assert both["optimizer/learning_rate"] == pytest.approx(1e-3 / 9), "its warm-up begins with its own first step"
+    assert both["critic/loss"] < alone["critic/loss"]
+
+
+def test_the_policys_rate_decays_over_the_steps_in_which_it_is_trained(model):
+    """Of 10 steps the critic has 8 for itself: after two of its own the policy's rate is the lowest."""
+    optimizer = {"learning_rate": 1e-3, "schedule": "linear", "min_learning_rate_ratio": 0.5}
+    policy = policy_of(model, ppo(pretrain_steps=8), optimizer=optimizer)
+    rates = [m["optimizer/learning_rate"] for m in steps(policy, [0, 1], first=9)]
+    assert rates == pytest.approx([7.5e-4, 5e-4])
+    alone = policy_of(model, ppo(pretrain_steps=99), optimizer=optimizer)
+    assert alone.train_state.scheduler.lr_decay_steps == 1
+
+
+def test_models_that_take_turns_train_as_two_that_stay(tmp_path, model, critic_model):
+    options = {"learning_rate": 1e-3}
+    stay, turns = (policy_of(model, ppo(critic_model, **options, offload=offload)) for offload in (False, True))
+    memories = turns._memory._memories
+    assert turns._memory.whose == "critic" and memories["policy"].left_behind() == 0
+    wanted, found = steps(stay, [0, 1]), steps(turns, [0, 1])
+    assert without_times(found) == without_times(wanted)
+    assert all(m["timing/critic_turns_s"] > 0 for m in found) and "timing/critic_turns_s" not in wanted[0]
+    assert turns._memory.pop_seconds() == 0.0
+    assert memories["critic"].left_behind() > 0 == memories["policy"].left_behind()
+    turns.save(tmp_path)
+    assert memories["policy"].left_behind() == 0, "the critic is saved last"
+    again = policy_of(model, ppo(critic_model, **options, offload=True), to_be_restored=True)
+    again.load(tmp_path)
+    assert without_times(steps(again, [2], first=3)) == without_times(steps(stay, [2], first=3))
+
+
+def test_what_servers_were_given_comes_to_neither_of_two_that_take_turns(model):
+    policy = policy_of(model, ppo(offload=True))
+    steps(policy, [0])
+    policy.offload(("gradients", "optimizer"))
+    memories = policy._memory._memories
+    assert policy._memory.away == {"gradients", "optimizer"}
+    list(policy.export())  # the policy's turn
+    assert memories["policy"].away == {"gradients", "optimizer"} and memories["critic"].away == set(KINDS_OF_MEMORY)
+    with pytest.raises(RuntimeError, match=r"^gradients, optimizer: on the host while servers have the device"):
+        policy.train_step(random_batch(), [[0]], step=2)
+    policy.onload(KINDS_OF_MEMORY)
+    assert policy._memory.away == set() and memories["policy"].away == set()
+    steps(policy, [1], first=2)
+
+
+def test_a_snapshot_needs_both_models_on_the_device(model):
+    with pytest.raises(RuntimeError, match=r"^algorithm\.critic\.offload: a snapshot needs both models"):
+        _ = policy_of(model, ppo(offload=True)).snapshot_bytes
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_name(tmp_path, model):
+    policy_of(model, {"name": "grpo"}).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has no critic, which algorithm\.name=ppo trains; resume with the"):
+        policy_of(model, ppo()).load(tmp_path)
+
+
+def test_values_of_an_algorithm_without_a_critic_are_refused(model):
+    policy, batch = policy_of(model, {"name": "grpo"}), random_batch()
+    with pytest.raises(RuntimeError, match=r"^values were asked for, but the algorithm has no critic$"):
+        policy.values(batch, [[0]])
+    with pytest.raises(RuntimeError, match=r"^an export of the critic was asked for"):
+        policy.export_critic()
+    with pytest.raises(RuntimeError, match=r"^reference log-probs were asked for, but neither"):
+        policy.reference_logprobs(batch, [list(range(len(batch)))])
+
+
+def test_a_gradient_that_the_critic_cannot_use_stops_the_policy_too(model):
+    """The reason names it; nothing changes."""
+    policy = policy_of(model, ppo())
+    batch = random_batch()
+    micro_batches = [list(range(len(batch)))]
+    batch = with_passes(policy, batch, micro_batches)
+    parameter = policy.critic.chunks[0].output_layer.weight
+    with torch.no_grad():
+        parameter.fill_(float("inf"))
+    before = everything(policy)
+    result = policy.train_step(batch, micro_batches, step=1)
+    assert result.skipped and result.reason.startswith("the critic's loss or gradient norm was not finite (loss ")
+    assert trained_on(policy, before) == set()
