@@ -13,7 +13,7 @@ from test_packing import make_batch
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.errors import CheckpointError, LostSaveError, LostSenderError, SyncError, WorkerError
+from megatron_daro.errors import LostSaveError, LostSenderError, SyncError, WorkerError
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.slow_replicas import STEPS
@@ -587,14 +587,3 @@ def test_shards_are_sent_by_all_ranks_at_once_and_the_first_calls_the_servers(wo
     one.offer = lambda rank: Offer("a", rank, "key", {(0, 0): rank}, (4,))
     with pytest.raises(SyncError, match="the trainer's ranks offer 6"):
         run(export())
-
-
-def test_a_load_that_fails_is_no_checkpoint_of_the_run(world, tmp_path):
-    one = world()
-
-    async def load():
-        await one.policy.start()
-        await one.policy.load(tmp_path)
-
-    with pytest.raises((CheckpointError, OSError)):
-        run(load())
