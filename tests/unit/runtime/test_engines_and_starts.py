@@ -333,7 +333,16 @@ def start_all(one, generates=True):
     engine = SimpleNamespace(start=one.engine, release_memory=one.release, resume_memory=None)
     made = SimpleNamespace(engine=engine, scorer=one.part("verifiers")) if generates else None
     placement = SimpleNamespace(start=one.placement, shares_gpus=one.shares_gpus, deadlines=one.deadlines)
-    run(parts.start_all(placement, policy, made, SimpleNamespace(warn=warned.append)))
+
+    async def start():
+        try:
+            await parts.start_all(placement, policy, made, SimpleNamespace(warn=warned.append))
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            one.cancelled = tuple(one.cancelled)  # what ends later was ended by the event loop
+
+    run(start())
     return warned
 
 
