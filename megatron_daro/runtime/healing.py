@@ -578,7 +578,8 @@ async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, Exception
     try:
         async for name, handle in unhurried(handles.items()):
             sentinels[asyncio.ensure_future(_ended(handle.sentinel.remote()))] = name
-        done, _ = await asyncio.wait(sentinels, return_when=asyncio.FIRST_COMPLETED)
+        if not workers.dismissed:
+            done, _ = await asyncio.wait(sentinels, return_when=asyncio.FIRST_COMPLETED)
         if workers.dismissed:
             await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
         first = next(iter(done))

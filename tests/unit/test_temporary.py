@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_daro import temporary
 from megatron_daro.temporary import own_directory
 
 OWNER = """
@@ -114,6 +115,50 @@ def test_a_directory_in_which_a_child_of_the_dead_owner_works_stays(owner, tmp_p
         child.communicate(timeout=30)
     with own_directory("ray", str(tmp_path)):
         assert not directory.exists()
+
+
+def test_leftovers_go_whatever_stands_between_them(tmp_path):
+    """A name of nobody is skipped and does not end the search; the kernel lists names in no order."""
+    for number in range(12):
+        (tmp_path / f"daro_pymp_dead{number}" / "session").mkdir(parents=True)
+        (tmp_path / f"daro_pymp_dead{number}" / "owner.lock").touch()
+        (tmp_path / f"daro_ray_nobody{number}").mkdir()
+        (tmp_path / f"daro_ray_link{number}").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner.lock").touch()
+    with own_directory("ray", str(tmp_path)) as mine:
+        assert mine.parent == tmp_path and (mine / "owner.lock").is_file()
+    assert {path.name.rstrip("0123456789") for path in tmp_path.iterdir()} == {
+        *("daro_ray_nobody", "daro_ray_link", "elsewhere")
+    }
+
+
+def test_the_lock_of_another_user_proves_nothing(tmp_path, monkeypatch):
+    dead = tmp_path / "daro_ray_dead"
+    dead.mkdir()
+    (dead / "owner.lock").touch()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with own_directory("ray", str(tmp_path)):
+        assert dead.is_dir()
+
+
+def test_without_locks_a_directory_is_made_and_left_to_nobodys_judgement(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(temporary.fcntl, "flock", no_locks)
+    with own_directory("ray", str(tmp_path)) as mine:
+        assert [path.name for path in mine.iterdir()] == ["owner.lock.new"]
+    assert not mine.exists()
+
+
+@pytest.mark.parametrize("before", [None, "/somewhere/else"])
+def test_sockets_stay_where_they_are_if_no_directory_can_be_made(before, monkeypatch):
+    config = temporary.current_process()._config
+    monkeypatch.setitem(config, "tempdir", before)
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/no_place")
+    temporary.use_own_sockets()
+    assert config["tempdir"] == before
 
 
 @pytest.fixture

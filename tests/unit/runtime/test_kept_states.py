@@ -125,3 +125,44 @@ def test_late_and_missing_blocks_are_refused():
 def test_nobody_has_what_is_adopted():
     with pytest.raises(WorkerError, match=r"snapshot 7 \(its own\) is not whole in this process, which has \(\)"):
         KeptStates().adopt(7, [Source(Handle(KeptStates()), None, KINDS, rest=True)])
+
+
+def test_a_snapshot_is_put_together_of_what_this_process_and_others_have():
+    """That of a rank that is lost, in the process that keeps its copy; without sources it is the process's own."""
+    rank, keeper, replica = KeptStates(), KeptStates(), KeptStates()
+    take(rank, 3)
+    take(replica, 3)
+    take(keeper, 3)
+    rank.send(5, 3, None, Handle(keeper), ("optimizer",))
+    sources = [Source(Handle(replica), None, ("weights",), rest=False), Source(None, 5, ("optimizer",), rest=True)]
+    slot = keeper.of_rank(3, sources)
+    assert slot.layout == STORAGES and list(slot.layout) == list(KINDS)
+    assert (slot.serial, slot.rest) == (3, {"serial": 3})
+    for kind in KINDS:
+        np.testing.assert_array_equal(held(slot, kind), content(3, kind))
+    assert keeper.of_rank(3, ()) is keeper.whole(3) and slot is not keeper.whole(3)
+    with pytest.raises(WorkerError, match="snapshot 4"):
+        keeper.of_rank(4, ())
+
+
+def test_blocks_of_another_size_take_the_place_of_those_that_are_there():
+    rank, peer = KeptStates(), KeptStates()
+    take(rank, 1)
+    rank.send(0, 1, None, Handle(peer), KINDS)
+    first = peer._whole(0, 1).blocks["weights"]
+    peer.open_copy(0, 2, None)
+    peer.open_copy(0, 2, 1)
+    peer.take_block(0, 2, "weights", 0, np.arange(3, dtype=np.uint8))
+    peer.take_block(0, 2, "weights", 1, np.arange(4, dtype=np.uint8))
+    peer.seal_copy(0, 2, {"weights": (5, 2)}, {})
+    assert [block.tolist() for block in peer._whole(0, 2).blocks["weights"][:2]] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert peer.describe(0, 2).blocks == {"weights": 2} and len(first) == 2
+
+
+@pytest.mark.parametrize(("twice", "whole"), [(True, (1, 2)), (False, (2,))])
+def test_one_or_two_own_snapshots_are_kept(twice, whole):
+    states = KeptStates()
+    states.keep_own_twice(twice)
+    for serial in (1, 2):
+        take(states, serial, keep=serial - 1)
+    assert states.kept.own == whole

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_daro import recovery
-from megatron_daro.config import Config, check, loading, resolve
+from megatron_daro.config import Config, check, loading, resolve, to_yaml
 from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.preflight import ENDS, rehearse, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import ENDS, begin, rehearse, taken_back_if_it_fails
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import owned
 
@@ -196,6 +196,33 @@ def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(config
     with pytest.raises(CheckpointError, match=r"trainer\.seed"):
         rehearse(other, resume=True, replay=None)
     assert sorted(config.trainer.run_dir.rglob("*")) == before
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configured, monkeypatch, known):
+    config, changed = configured(), configured("trainer.keep_checkpoints=7")
+    run_dir, said = config.trainer.run_dir, []
+    for name in ("notice", "warn"):
+        monkeypatch.setattr(Progress, name, lambda self, text: said.append(text))
+    run_dir.mkdir(parents=True)
+    notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    start = begin(run_dir, config, resume=False, progress=notices)
+    assert (start.step, start.checkpoint, start.begins_again) == (0, None, False)
+    assert (run_dir / "config.yaml").read_text() == to_yaml(config)
+    start = begin(run_dir, config, resume=True, progress=notices)
+    assert start.begins_again and start.checkpoint is None
+    assert "has no checkpoint yet: starting from step 0" in said.pop()
+    checkpoints = recovery.Checkpoints(run_dir, keep=1, provenance=provenance(config) if known else None)
+
+    async def write(directory: Path) -> None:
+        (directory / "weights").write_text("x")
+
+    asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
+    start = begin(run_dir, changed, resume=True, progress=notices)
+    assert start.step == 3 and start.checkpoint.name == "step_000003" and not start.begins_again
+    assert (run_dir / "config.yaml").read_text() == to_yaml(changed)
+    text = "\n".join(said)
+    assert ("trainer.keep_checkpoints" in text) == known and ("does not say what its run was made of" in text) != known
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

@@ -9,7 +9,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.convert.daro_format import StoredShard, read_index
 from megatron_daro.runtime import replicas
+from megatron_daro.runtime.kept_states import Source
 from megatron_daro.runtime.replicas import Aside, ReplicaPlan, name_of, number_of
 from megatron_daro.runtime.workers import Place
 
@@ -77,5 +79,59 @@ def test_processes_are_back_when_they_answer_and_started_again_when_they_died(mo
         assert name_of(2) in aside.back()
         aside.close()
         assert not aside.workers and sorted(killed) == [0, 1, 2, 12]
+
+    asyncio.run(check())
+
+
+def test_who_waits_for_a_place_anew_is_not_asked_for_the_one_before(monkeypatch):
+    killed = []
+    monkeypatch.setattr(replicas.ray, "kill", lambda worker, no_restart: killed.append((worker, no_restart)))
+
+    async def check():
+        aside, (first, second) = Aside(None), (asyncio.get_running_loop().create_future() for _ in range(2))
+        aside.wait_for("actor rank 1", first)
+        aside.wait_for("actor rank 1", second)
+        assert first.cancelled() and not second.done()
+        aside.workers = {"actor rank 1": "worker"}
+        aside.close()
+        assert second.cancelled() and killed == [("worker", True)] and aside.workers == {}
+
+    asyncio.run(check())
+
+
+def test_the_state_that_moves_is_written_where_it_is_and_listed_for_each_model(tmp_path):
+    """Rank 1 is lost: rank 2 has its copy and takes the weights of rank 0."""
+    asked = {}
+
+    class Writer:
+        def __init__(self, number):
+            self.write_snapshot = SimpleNamespace(remote=self._write)
+            self.number = number
+
+        async def _write(self, serial, rank, sources, directory):
+            asked[rank] = self.number, serial, [(source.worker, source.owner) for source in sources]
+            for folder in (directory, directory / "critic"):
+                folder.mkdir(parents=True, exist_ok=True)
+            return {
+                name: [StoredShard(f"{name} {rank}", f"f{rank}", "0", (0,), (1,), (1,))] for name in (".", "critic")
+            }
+
+    async def check():
+        first, lost, holder = (Writer(number) for number in range(3))
+        (tmp_path / "moved" / "snapshot_3").mkdir(parents=True)
+        moved = replicas.MovedState(tmp_path / "moved")
+        sources = [Source(first, None, ("weights",), rest=False), Source(holder, 1, ("optimizer",), rest=True)]
+        await moved.write(7, {"a": first, "b": lost, "c": holder}, {1: sources})
+        assert asked == {0: (0, 7, []), 1: (2, 7, [(first, None), (None, 1)]), 2: (2, 7, [])}
+        assert moved.directory == tmp_path / "moved" / "snapshot_7"
+        assert not (tmp_path / "moved" / "snapshot_3").exists(), "of another run, or older"
+        for name in (".", "critic"):
+            assert [shard.key for shard in read_index(moved.directory / name)] == [
+                f"{name} {rank}" for rank in range(3)
+            ]
+        moved.clear()
+        moved.clear()
+        assert moved.directory is None and not (tmp_path / "moved").exists()
+        replicas.MovedState(None).clear()
 
     asyncio.run(check())

@@ -1,0 +1,318 @@
+"""Processes of ranks as objects: calls are answered at once, by processes that die, freeze or have no place as told.
+
+What a process keeps of snapshots is real (KeptStates); its policy is the list of steps that it has seen. Used with the
+real PolicyGroup and Healing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from ray.exceptions import RayActorError
+
+from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.convert.daro_format import INDEX_FILE, StoredShard
+from megatron_daro.errors import CheckpointError, WorkerError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime import healing, kept_states, policy_group, replicas, supervisor
+from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.kept_states import KeptStates
+from megatron_daro.runtime.workers import Place
+from megatron_daro.sync.plan import SendReport
+from megatron_daro.types import MemoryMove, StepResult
+
+ROOM = 32
+MODEL = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODEL |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+
+
+class Rank:
+    """A process that was started for a rank. dies_at: the call in which it dies. waits: it answers nothing, for it has
+    no place, or is frozen."""
+
+    def __init__(self, world, number, options):
+        self.world, self.number, self.options = world, number, options
+        self.alive, self.dies_at, self.waits = True, "", False
+        self.states, self.seen, self.log = KeptStates(), None, []
+        self._open, self._queue = [], []
+        self.keep_own_twice, self.adopt = self.states.keep_own_twice, self.states.adopt
+        for name in ("open_copy", "take_block", "seal_copy", "describe", "block"):
+            setattr(self, name, getattr(self.states, name))
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(type(self), "do_" + name).__get__(self)
+
+    def call(self, name, arguments, options):
+        answer = asyncio.get_running_loop().create_future()
+        self._open = [one for one in self._open if not one.done()] + [answer]
+        if self.waits and self.alive:
+            self._queue.append((answer, name, arguments, options))
+        else:
+            self._do(answer, name, arguments, options)
+        return answer
+
+    def _do(self, answer, name, arguments, options):
+        if name == self.dies_at:
+            self.die()
+        if answer.done():
+            return
+        if not self.alive:
+            answer.set_exception(RayActorError())
+            answer.exception()
+        elif name != "sentinel":
+            self.log.append(name)
+            try:
+                answer.set_result(getattr(self, name)(*arguments, **options))
+            except Exception as error:
+                answer.set_exception(error)
+                answer.exception()
+
+    def go(self):
+        """It has a place now, or works on."""
+        self.waits = False
+        for call in self._queue:
+            self._do(*call)
+        self._queue.clear()
+
+    def die(self):
+        self.alive = False
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(RayActorError())
+                answer.exception()
+
+    def do_gpu(self):
+        return f"{self.number}"
+
+    def do_rendezvous(self):
+        folder = self.world.folder / f"meeting_{len(self.world.meetings)}"
+        folder.mkdir()
+        self.world.meetings.append(folder)
+        return f"file://{folder}/ranks"
+
+    def do_setup(self, rank, address, settings, actor, algorithm, seed, timeout_s, **options):
+        self.rank, self.actor = rank, actor
+        self.arguments = (address, settings, actor, algorithm, seed, timeout_s), options
+        self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
+
+    def do_place(self):
+        size, replicas = self.actor.tensor_parallel, self.actor.data_parallel
+        return Place(
+            data_parallel=self.rank // size % replicas,
+            stage=self.rank // size // replicas,
+            exports=self.rank // size % replicas == 0,
+            sends=self.rank % (size * replicas) == 0,
+            answers=self.rank % size == 0,
+            device=self.world.device,
+            host=self.world.hosts[self.rank],
+            remarks=("slow attention", f"rank {self.rank}") if self.rank < 2 else ("slow attention",),
+            weights_key=(self.rank % size, self.rank // size // replicas),
+        )
+
+    def do_train(self, batch, micro_batches, step, **columns):
+        self.given = batch, micro_batches, {name: column.result() for name, column in columns.items()}
+        torn = not all(handle.process.alive for handle in self.world.policy.workers.values())
+        for kind in KINDS[:1] if torn else KINDS:
+            self.seen[kind].append(step)
+        if torn:
+            raise WorkerError("connection closed by peer")
+        own_s = 9.0 if self.rank in self.world.slow else 1.0
+        metrics = {"loss": step / 4} if self.do_place().answers else {}
+        return StepResult(step, metrics, skipped=self.rank in self.world.skips, own_s=own_s)
+
+    def do_run_pass(self, name, batch, micro_batches):
+        return batch.rollout_logprobs_R * {"old_logprobs": 2, "ref_logprobs": 3}[name] if self._answers() else None
+
+    def do_score(self, batch, micro_batches, temperature):
+        return batch.rollout_logprobs_R / temperature if self._answers() else None
+
+    def _answers(self):
+        return self.do_place().answers
+
+    def do_move(self, kinds, away):
+        self.moved = kinds, away
+        return MemoryMove(self.rank, 10 - self.rank, self.rank / 4, 3 * self.rank)
+
+    def do_start_save(self, directory):
+        assert not list(directory.glob("torn*"))
+        (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
+
+    def do_finish_save(self):
+        if not all(handle.process.alive for handle in self.world.policy.workers.values()):
+            raise WorkerError("connection closed by peer")
+
+    def do_load(self, directory):
+        self.seen = {kind: json.loads((directory / f"rank_{self.rank}").read_text()) for kind in KINDS}
+
+    def do_snapshot_bytes(self):
+        return dict.fromkeys(KINDS, ROOM), self.world.memory
+
+    def do_start_snapshot(self, serial, keep):
+        slot = self.states.own.open(keep)
+        for kind in KINDS:
+            values = np.zeros(ROOM, np.uint8)
+            values[: len(self.seen[kind])] = self.seen[kind]
+            slot.blocks[kind] = [torch.from_numpy(values)]
+        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_place().weights_key}
+        self.pending = slot
+
+    def do_finish_snapshot(self, serial, keep, peer, kinds):
+        if self.world.snapshots_wait:
+            raise RuntimeError("the snapshot failed")
+        self.pending.serial = serial
+        if peer is not None:
+            self.states.send(self.rank, serial, keep, peer, kinds)
+
+    def do_kept(self):
+        return self.states.kept
+
+    def do_abort(self):
+        pass
+
+    def do_leave(self):
+        self.seen = None
+
+    def do_load_code(self):
+        pass
+
+    def do_restore(self, serial):
+        self._take(self.states.whole(serial))
+
+    def _take(self, slot):
+        assert slot.rest == {"key": self.do_place().weights_key}
+        for kind in KINDS:
+            (block,) = slot.blocks[kind]
+            self.seen[kind] = [0, *(int(step) for step in block if step)]
+
+    def do_write_snapshot(self, serial, rank, sources, directory):
+        slot = self.states.of_rank(serial, sources)
+        if self.world.disk_is_full:
+            raise CheckpointError("the disk is full")
+        directory.mkdir(parents=True, exist_ok=True)
+        steps = {kind: [0, *(int(step) for step in slot.blocks[kind][0] if step)] for kind in KINDS}
+        (directory / f"rank_{rank}").write_text(json.dumps(steps))
+        return {".": [StoredShard(f"part {rank}", f"rank_{rank}", "0", (0,), (1,), (1,))]}
+
+    def do_load_moved(self, directory):
+        files = sorted(directory.glob("rank_*"))
+        index = json.loads((directory / INDEX_FILE).read_text())
+        assert [row[1] for row in index["shards"]] == [file.name for file in files]
+        self.seen, *others = [json.loads(file.read_text()) for file in files]
+        assert all(other == self.seen for other in others)
+        self.world.moved_from.append([file.name for file in files])
+
+    def do_export(self, plan, group=(), *, critic=False):
+        self.world.exported.append((self.rank, group, critic))
+        return None if plan is None else self.world.report(self.rank, plan)
+
+    def do_join_relays(self, members):
+        self.world.joined.append((self.rank, members))
+
+    def do_relay(self, plan, members):
+        self.world.relayed.append((self.rank, members, [target.name for target in plan.targets]))
+        return self.world.report(self.rank, plan)
+
+    def do_offer_shards(self, plan):
+        return self.world.offer(self.rank)
+
+    def do_send_shards(self, plan, offers):
+        self.world.offered.append((self.rank, len(offers)))
+        return SendReport(num_bytes=1, send_s=float(self.rank), apart=True)
+
+
+class Handle:
+    def __init__(self, process):
+        self.process = process
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return SimpleNamespace(remote=lambda *arguments, **options: self.process.call(name, arguments, options))
+
+
+class World:
+    """A PolicyGroup of such processes, tensor_parallel=2 and data_parallel=2 if not said otherwise."""
+
+    def __init__(self, monkeypatch, folder, *, limits=None, actor=None, algorithm=None, deadlines=None, **options):
+        self.folder, self.started, self.meetings, self.killed, self.warnings = folder, [], [], [], []
+        self.exported, self.joined, self.relayed, self.offered, self.moved_from = [], [], [], [], []
+        self.slow, self.skips, self.puts = (), (), 0
+        self.device, self.memory, self.snapshots_wait, self.disk_is_full = "cpu", 10**6, False, False
+        self.no_place, self.next_deaths = set(), []  # of the processes that are started next
+        self.actor = actor or ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
+        self.hosts = ["a"] * self.actor.world_size
+        fake = SimpleNamespace(
+            kill=self._kill,
+            put=self._put,
+            get=lambda answer, timeout: answer.result(),
+            is_initialized=lambda: False,
+        )
+        for module in (healing, kept_states, policy_group, replicas, supervisor):
+            monkeypatch.setattr(module, "ray", fake)
+        monkeypatch.setattr(
+            policy_group,
+            "actor_class",
+            lambda _: SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start(given))),
+        )
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        self.settings = PolicySettings(folder, 1, 32, 1.0, total_steps=10)
+        self.placement = Placement.of_actor(self.actor)
+        self.placement.deadlines = deadlines or Deadlines()
+        self.placement._group, groups = "placement group", self.actor.world_size // self.actor.tensor_parallel
+        self.placement._bundle_of_group = {group: group for group in range(groups)}
+        self.algorithm = algorithm or AlgorithmSection(name="grpo")
+        options = {"seed": 5, "updates_per_batch": 1, **options}
+        self.policy = policy_group.PolicyGroup(
+            self.settings,
+            self.actor,
+            self.algorithm,
+            placement=self.placement,
+            healing=limits,
+            warn=self.warnings.append,
+            **options,
+        )
+
+    def _start(self, given):
+        def remote(rank, logs):
+            process = Rank(self, rank, {**given, "logs": logs})
+            process.waits = rank in self.no_place
+            process.dies_at = self.next_deaths.pop(0) if self.next_deaths else ""
+            self.started.append(process)
+            return Handle(process)
+
+        return remote
+
+    def _kill(self, handle, no_restart):
+        assert no_restart
+        self.killed.append(handle.process.number)
+        handle.process.die()
+
+    def _put(self, value):
+        self.puts += 1
+        return value
+
+    def process(self, rank):
+        """The one that is this rank now."""
+        return list(self.policy.workers.values())[rank].process
+
+    @property
+    def seen(self):
+        """The steps of each rank, where weights and optimizer have the same."""
+        processes = [handle.process for handle in self.policy.workers.values()]
+        assert all(process.seen["weights"] == process.seen["optimizer"] for process in processes)
+        return [process.seen["weights"] for process in processes]
+
+    def report(self, rank, plan):
+        return SendReport(num_bytes=rank + 1, num_buckets=1, send_s=float(rank))
+
+    def offer(self, rank):
+        return rank
