@@ -396,6 +396,7 @@ def test_an_expression_of_the_statement_is_found_in_its_first_20000_characters()
     assert restates("x+1", "what is $$x + {1}$$?") and restates("x+1", "if $y = x+1.$") and restates("x+1", "\\(x+1\\)")
     assert not restates("x", "$x$") and not restates("xy", "$xy$") and restates("xyz+", "$xyz+$")
     assert not restates("abc", "$abc$") and not restates("12/5", "$12/5$") and not restates("x+1", "x+1")
+    assert restates("x+1,", "$x+1$") and restates("x+1", "$y = x+1.; z$")
     assert restates("x+1", " " * 19_995 + "$x+1$") and not restates("x+1", " " * 19_996 + "$x+1$")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,6 +298,28 @@ def test_servers_that_run_already_are_those_of_their_addresses():
     servers = handles(urls=("http://h:1", "http://h:2"))
     assert list(servers) == ["server 0 (http://h:1)", "server 1 (http://h:2)"]
     assert all(isinstance(server, ExternalServer) for server in servers.values())
+
+
+@pytest.mark.parametrize(("vocabulary", "most"), [(31, 31), (None, 40)])
+def test_servers_must_have_the_model_and_the_lengths_of_the_run(tmp_path, monkeypatch, vocabulary, most):
+    probes = []
+    monkeypatch.setattr(engine_groups, "probe_text", lambda tokens, longest: probes.append((tokens, longest)) or [1, 2])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocabulary}))
+    config = configured(
+        engine={"kind": "sglang", "sglang": {"urls": ("http://h:1",)}},
+        model={"path": str(tmp_path)},
+        data={"train": ("t",), "max_prompt_tokens": 24},
+        rollout={"max_response_tokens": 16, "temperature": 0.75},
+    )
+    text = engine_groups.Text(encode=list, vocabulary=40)
+    placement = SimpleNamespace(**vars(PLACEMENT), shares_gpus=True)
+    group = engine_groups.SGLangGroup(
+        config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines()
+    )
+    expected = (tmp_path, "qwen2", 24, 40, list, vocabulary, True, False)
+    assert dataclasses.astuple(group._expected) == expected
+    assert probes == [(most, 16)] and group._probe_tokens == (1, 2) and group._temperature == 0.75
+    assert [server.name for server in group.fleet.servers] == ["server 0 (http://h:1)"]
 
 
 class Started:

@@ -14,6 +14,7 @@ from test_packing import make_batch
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import LostSaveError, LostSenderError, SyncError, WorkerError
+from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.slow_replicas import STEPS
@@ -328,6 +329,26 @@ def test_a_process_that_ends_as_it_starts_is_started_again_as_often_as_is_allowe
     with pytest.raises(WorkerError, match=r"rank 1 died, and 2 ranks were replaced within the last hour; allowed: 2"):
         run(train())
     assert len(one.started) == 6
+
+
+def test_a_process_that_found_no_place_in_time_is_asked_no_more(world):
+    one = world(dataclasses.replace(LIMITS, per_hour=1), deadlines=Deadlines(placement=0.01, workers_start=0.01))
+
+    async def train():
+        await one.policy.start()
+        one.no_place.add(1)
+        one.process(1).dies_at = "train"
+        training = asyncio.ensure_future(steps(one.policy, 1, 1))
+        while len(one.started) < 5 or not one.started[4]._queue:
+            await asyncio.sleep(0)
+        (asked, name, *_), *_ = one.started[4]._queue
+        await asyncio.wait([asked])
+        assert name == "kept" and asked.cancelled()
+        one.started[4].die()
+        with pytest.raises(WorkerError, match="rank 1 died, and 1 ranks were replaced within the last hour"):
+            await training
+
+    run(train())
 
 
 def test_fewer_replicas_go_on_and_all_train_again_when_there_is_a_place(world, fewer, tmp_path):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from megatron_daro.errors import LostReceiversError, LostSenderError, SyncError
+from megatron_daro.errors import DeadlineError, LostReceiversError, LostSenderError, SyncError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.sync import publish
 from megatron_daro.sync.check import ProbeAnswer
@@ -231,6 +231,26 @@ def test_the_metrics_of_turns_are_those_of_the_moves(monkeypatch):
     own = {"timing/to_engine_s": 3.0, "memory/moved_bytes": 3000.0 * MIB, "memory/left_bytes": 3.0, "sync/s": 100.0}
     assert first == {**own, "timing/to_policy_s": 0.0}
     assert asyncio.run(clock.turn()) == {**own, "timing/to_policy_s": 12.0, "memory/servers_left_bytes": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("hangs", "whose"), [("offload", "policy"), ("release_memory", "engine"), ("onload", "policy")]
+)
+def test_who_does_not_move_its_memory_in_time_is_named(monkeypatch, hangs, whose):
+    clock = Clock(monkeypatch)
+
+    async def for_ever(*kinds):
+        await asyncio.Event().wait()
+
+    setattr(clock, hangs, for_ever)
+    clock.colocation = Colocation(clock, clock, Deadlines(memory=0.01), clock.warnings.append)
+
+    async def turns():
+        await clock.colocation.publish(clock, 0)
+        await clock.turn()
+
+    with pytest.raises(DeadlineError, match=rf"deadline 'memory' \(of the {whose}\)"):
+        asyncio.run(turns())
 
 
 def test_the_policys_turn_begins_once(monkeypatch):
