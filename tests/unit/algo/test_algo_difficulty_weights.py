@@ -115,6 +115,11 @@ def test_forms_without_a_meaning_are_refused(options, said):
         daro(**options)
 
 
+def test_weights_of_groups_of_one_answer_are_refused():
+    with pytest.raises(AlgorithmError, match="rollouts_per_prompt: got 1, allowed is 2 or more"):
+        DifficultyWeights(1)
+
+
 @pytest.mark.parametrize(("magnitude", "missing"), [("advantage", "advantage_sums"), ("token", "abs_loss_sums")])
 def test_a_measure_without_its_sums_is_refused(magnitude, missing):
     with pytest.raises(AlgorithmError, match=f"{missing}: got None"):
