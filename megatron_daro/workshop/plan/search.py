@@ -100,7 +100,7 @@ class Choice:
     @property
     def expected(self) -> float:
         """The step where training and generation are each off by a factor of their own: of two that overlap the longer
-        one counts, so that sides of equal length are longer than either."""
+        one counts, so that sides of equal length are longer than either. Sides that overlap hand over no GPUs."""
         train, generation = self.trainers.times.total, self.servers.generation
         if self.staleness == 0 or self.error == 1.0 or min(train, generation) <= 0:
             return self.step
@@ -108,7 +108,7 @@ class Choice:
         apart = math.log(train / generation) / spread
         normal = NormalDist().cdf
         longer = train * normal(apart + spread / 2) + generation * normal(spread / 2 - apart)
-        return longer + self.sync + self.fixed + self.offload
+        return longer + self.sync + self.fixed
 
     @property
     def gpus(self) -> int:
