@@ -117,8 +117,12 @@ def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatc
     assert calls[0] == ("http://a", "/update_weights_from_tensor", body, 100.0)
 
 
+def fives(count):
+    return torch.full((count,), 5.0)
+
+
 def test_what_is_no_handle_is_pickled_as_torch_does(monkeypatch):
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (torch.full, ((2,), 5.0)))
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (fives, (2,)))
     ((name, tensor),) = pickle.loads(send.handles_of([("t", torch.zeros(2))]))
     assert name == "t" and tensor.tolist() == [5.0, 5.0]
 
