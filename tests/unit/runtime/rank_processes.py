@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from ray.exceptions import RayActorError
+from test_packing import make_batch
 
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.actor.parallel import PolicySettings
@@ -23,14 +24,29 @@ from megatron_daro.errors import CheckpointError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing, kept_states, policy_group, replicas, supervisor
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
 from megatron_daro.runtime.workers import Place
-from megatron_daro.sync.plan import SendReport
+from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import MemoryMove, StepResult
 
 ROOM = 32
 MODEL = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 MODEL |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+
+
+BATCH = make_batch([(2, 5), (1, 7), (3, 4), (2, 9)], seed=1, old=False)
+TARGETS = (Target("s0", "http://b:1"), Target("s1", "http://c:1"))
+PLAN = SendPlan(transport="tensor", targets=TARGETS, bucket_bytes=1 << 16, timeout_s=5.0)
+LIMITS = HealingLimits(1.0, per_hour=100, hung_s=60.0)
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 10))
+
+
+async def steps(policy, first, last):
+    return [await policy.train(await policy.prepare(BATCH), step) for step in range(first, last + 1)]
 
 
 class Rank:
