@@ -285,10 +285,11 @@ class Healing:
         """
         if self._failure:
             raise self._failure
+        started, died = time.perf_counter(), list[tuple[str, bool]]()
         while self._dead:
             self._under_way = True
             try:
-                await self._deadlines.within("heal", self._replace(), what=", ".join(sorted(self._dead)))
+                await self._deadlines.within("heal", self._replace(started, died), what=", ".join(sorted(self._dead)))
             except Exception as error:
                 may_heal = isinstance(error, WorkerError) and not isinstance(error, _FinalError)
                 if not may_heal or not await self.lost_ranks():
@@ -297,8 +298,10 @@ class Healing:
             finally:
                 self._under_way = False
 
-    async def _replace(self) -> None:
-        started, names = time.perf_counter(), list(self._ranks.workers)
+    async def _replace(self, started: float, died: list[tuple[str, bool]]) -> None:
+        """Replace the dead and go back to the snapshot. started: when this began. died: ranks so far, and whether they
+        found a place; those of rounds that failed, for another one died in them, included."""
+        names = list(self._ranks.workers)
         if self._pending is not None:
             await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank
             self._pending.exception()
@@ -312,6 +315,7 @@ class Healing:
             ray.kill(self._ranks.workers[names[rank]], no_restart=True)
             self._ranks.workers[names[rank]] = self._ranks.start_process(number_of(names[rank]))
         away = await self._answered_first(names, dead)
+        died += [(names[rank].removeprefix("actor "), rank not in away) for rank in dead]
         for _ in away:
             self._replaced.pop()  # nobody was
         if away:
@@ -319,12 +323,11 @@ class Healing:
             self._go_on_without([names[rank] for rank in away])
         repeated = await self._go_back(kept)
         self.epoch += 1
-        seconds, what = time.perf_counter() - started, ", ".join(names[rank].removeprefix("actor ") for rank in dead)
-        self._count(len(dead) - len(away), repeated, seconds)
-        if away:
-            how = f"died, and {len(away)} found no place; {self._replicas_now()} go on, after"
-        else:
-            how = "died and was replaced in"
+        seconds, what = time.perf_counter() - started, ", ".join(dict.fromkeys(name for name, _ in died))
+        replaced, how = sum(found for _, found in died), "died and was replaced in"
+        self._count(replaced, repeated, seconds)
+        if replaced < len(died):
+            how = f"died, and {len(died) - replaced} found no place; {self._replicas_now()} go on, after"
         self._warn(f"{what} {how} {seconds:.1f} s; steps repeated: {repeated}")
 
     def _count(self, replaced: int, repeated: int, seconds: float) -> None:

@@ -163,7 +163,7 @@ def take_any_failure_for_the_last(patch):
     async def once(self):
         if self._dead:
             self._under_way = True
-            await self._replace()
+            await self._replace(0.0, [])
 
     patch.setattr(Healing, "heal", once)
 
