@@ -5,13 +5,13 @@ from __future__ import annotations
 import megatron_tasks
 import numpy as np
 import pytest
-import torch
+from equal_checkpoints import assert_same_tensors
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.snapshot_files import FIELDS_FILE
-from megatron_daro.convert.daro_format import COMMON_FILE, DaroPieces, write_index
+from megatron_daro.convert.daro_format import write_index
 
 PPO = {"name": "ppo", "kl": {"coefficient": 0.1, "estimator": "k1", "place": "token_reward"}}
 
@@ -65,7 +65,7 @@ def test_files_of_snapshots_are_the_checkpoint(rank_pool, tmp_path, layout, smal
     assert folders == [".", "critic"][: len(folders)]
     for folder in folders:
         write_index(tmp_path / "moved" / folder, [shard for rank in ranks for shard in rank[folder]])
-        _assert_same_tensors(tmp_path / "moved" / folder, tmp_path / "saved" / folder)
+        assert_same_tensors(tmp_path / "moved" / folder, tmp_path / "saved" / folder)
     moved = rank_pool.run(megatron_tasks.load_moved, smaller, batch=batches[1], moved=tmp_path / "moved", **common)
     for folder, fields in zip(folders, ('{"begun": false}', "{}"), strict=False):
         (tmp_path / "saved" / folder / FIELDS_FILE).write_text(fields)
@@ -74,16 +74,3 @@ def test_files_of_snapshots_are_the_checkpoint(rank_pool, tmp_path, layout, smal
         assert (began, not_begun) == (True, False)
         for got, wanted in zip(after["bytes"], expected["bytes"], strict=True):
             np.testing.assert_array_equal(got, wanted)
-
-
-def _assert_same_tensors(moved, saved):
-    found, expected = DaroPieces(moved), DaroPieces(saved)
-    keys = expected.keys()
-    assert found.keys() == keys
-    for key in keys:
-        shape = expected.shape(key)
-        assert found.shape(key) == shape
-        got, wanted = (pieces.read(key, [0] * len(shape), list(shape)) for pieces in (found, expected))
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted), key
-    got, wanted = (torch.load(where / COMMON_FILE, weights_only=True) for where in (moved, saved))
-    assert str(got) == str(wanted)

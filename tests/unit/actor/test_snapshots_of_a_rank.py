@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from equal_checkpoints import assert_same_tensors
 from policy_tasks import everything, uneven_split
 from single_rank import policy_of, with_passes
 from small_models import random_batch
@@ -16,7 +17,7 @@ from small_models import random_batch
 from megatron_daro.actor import checkpoint, host_memory, shards, snapshot, snapshot_files
 from megatron_daro.actor.double_buffer import DoubleBuffer, Slot, num_bytes
 from megatron_daro.actor.host_memory import bytes_of
-from megatron_daro.convert.daro_format import COMMON_FILE, DaroPieces, write_index
+from megatron_daro.convert.daro_format import DaroPieces, write_index
 from megatron_daro.errors import CheckpointError, WorkerError
 
 PPO = {"name": "ppo", "critic": {"learning_rate": 1e-3}}
@@ -134,19 +135,6 @@ def test_before_an_update_the_snapshot_is_whole(model, monkeypatch):
         calls()
         assert seen == [5]
     assert copy is snapshot.PendingSnapshot._copy
-
-
-def assert_same_tensors(moved, saved):
-    found, expected = DaroPieces(moved), DaroPieces(saved)
-    keys = expected.keys()
-    assert found.keys() == keys
-    for key in keys:
-        shape = expected.shape(key)
-        assert found.shape(key) == shape
-        got, wanted = (pieces.read(key, [0] * len(shape), list(shape)) for pieces in (found, expected))
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted), key
-    got, wanted = (torch.load(where / COMMON_FILE, weights_only=True) for where in (moved, saved))
-    assert str(got) == str(wanted)
 
 
 def test_files_of_a_snapshot_are_the_checkpoint(model, tmp_path, monkeypatch):

@@ -119,13 +119,19 @@ def test_an_update_waits_for_answers_on_their_way_and_holds_new_ones_back(tmp_pa
     assert asyncio.run(asyncio.wait_for(scenario(), 10)) == (0, 4)
 
 
+async def asked_of(engine, *, calls):
+    """Ask, and go on when the engine has been called so often; it does not answer yet."""
+    engine._api.ready.clear()
+    asked = asyncio.create_task(rollouts_of(engine))
+    while engine._api.calls < calls:
+        await asyncio.sleep(0)
+    return asked
+
+
 def test_answers_that_nobody_waits_for_any_more_are_cancelled(tmp_path):
     async def scenario():
         engine = engine_of(tmp_path)
-        engine._api.ready.clear()
-        asked = asyncio.create_task(rollouts_of(engine))
-        while engine._api.calls < 2:
-            await asyncio.sleep(0)
+        asked = await asked_of(engine, calls=2)
         asked.cancel()
         await asyncio.wait({asked}, timeout=5)
         return asked.done() and asked.cancelled(), asyncio.all_tasks() - {asyncio.current_task()}
@@ -192,10 +198,7 @@ def test_start_and_close_are_those_of_the_class_and_files_go(tmp_path):
         engine = engine_of(tmp_path)
         await engine.start()
         engine.sync_dir.mkdir()
-        engine._api.ready.clear()
-        asked = asyncio.create_task(rollouts_of(engine))
-        while engine._api.calls < 2:
-            await asyncio.sleep(0)
+        asked = await asked_of(engine, calls=2)
         await engine.close()
         assert await asked == [] and not engine.sync_dir.exists()
         engine._api.broken["close"] = ValueError("twice")
@@ -211,17 +214,11 @@ def test_start_and_close_are_those_of_the_class_and_files_go(tmp_path):
 def test_only_the_groups_that_are_named_are_stopped(tmp_path):
     async def scenario():
         engine = engine_of(tmp_path)
-        engine._api.ready.clear()
-        asked = asyncio.create_task(rollouts_of(engine))
-        while engine._api.calls < 2:
-            await asyncio.sleep(0)
+        asked = await asked_of(engine, calls=2)
         await engine.abort({6})
         engine._api.ready.set()
         assert len(await asked) == 1 and not engine._groups
-        engine._api.ready.clear()
-        asked = asyncio.create_task(rollouts_of(engine))
-        while engine._api.calls < 4:
-            await asyncio.sleep(0)
+        asked = await asked_of(engine, calls=4)
         await engine.abort({6, 7})
         return await asked
 

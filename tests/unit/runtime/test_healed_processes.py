@@ -214,17 +214,22 @@ def test_fewer_replicas_go_on_and_all_train_again_when_there_is_a_place(world, f
     run(train())
 
 
+async def two_steps_without_a_place(one):
+    """Rank 2 dies, and has a place again when two steps were done without its replica."""
+    await one.policy.start()
+    one.no_place.add(2)
+    one.process(2).dies_at = "train"
+    await steps(one.policy, 1, 2)
+    one.no_place.clear()
+    one.started[-1].go()
+    await asyncio.sleep(0)
+
+
 def test_replicas_do_not_come_back_while_a_checkpoint_is_written_or_the_disk_refuses(world, fewer):
     one = world(fewer)
 
     async def train():
-        await one.policy.start()
-        one.no_place.add(2)
-        one.process(2).dies_at = "train"
-        await steps(one.policy, 1, 2)
-        one.no_place.clear()
-        one.started[-1].go()
-        await asyncio.sleep(0)
+        await two_steps_without_a_place(one)
         one.policy._saves = 1
         await steps(one.policy, 3, 3)
         assert len(one.policy.workers) == 2
@@ -246,13 +251,7 @@ def test_a_rank_that_is_lost_while_others_come_back_is_replaced(world, fewer):
     one = world(fewer)
 
     async def train():
-        await one.policy.start()
-        one.no_place.add(2)
-        one.process(2).dies_at = "train"
-        await steps(one.policy, 1, 2)
-        one.no_place.clear()
-        one.started[-1].go()
-        await asyncio.sleep(0)
+        await two_steps_without_a_place(one)
         one.process(1).dies_at = "setup"
         await steps(one.policy, 3, 4)
         await one.policy._healing.settle()

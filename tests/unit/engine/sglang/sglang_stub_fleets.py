@@ -136,3 +136,8 @@ class StubHandle:
 def first(stub, count, answer):
     """The stub's /generate answers so `count` times, afterwards as always."""
     stub.answers["/generate"] = times(count, answer, stub.generate)
+
+
+def serving(tmp_path, *stubs, **options):
+    """A `rig` whose servers have the weights of an update."""
+    return rig(tmp_path, *stubs, **{"updated": Weights(), **options})

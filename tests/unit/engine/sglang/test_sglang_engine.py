@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 from sglang_pool import collect, engine_of, group
-from sglang_stub_fleets import Weights, first, rig, run
+from sglang_stub_fleets import Weights, first, run, serving
 from stub_server import (
     StubServer,
     answered,
@@ -30,15 +30,7 @@ from megatron_daro.sync.publish import WeightSync
 UPDATE = "/update_weight_version"
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(engine_module, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(engine_module, "_LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(fleet_module, "_FAILING_S", 0.0)
-
-
-def serving(tmp_path, *stubs, **options):
-    return rig(tmp_path, *stubs, **{"updated": Weights(), **options})
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 def altered(stub, change):

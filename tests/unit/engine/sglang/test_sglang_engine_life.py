@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sglang_pool import collect, engine_of, group
-from sglang_stub_fleets import StubHandle, Weights, first, rig, run
+from sglang_stub_fleets import StubHandle, Weights, first, rig, run, serving
 from stub_server import StubServer, answering
 
 from megatron_daro.engine.sglang import engine as engine_module
@@ -18,16 +18,7 @@ from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.rollout.environment import TURN
 from megatron_daro.types import Rollout
 
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(engine_module, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(engine_module, "_LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(fleet_module, "_FAILING_S", 0.0)
-
-
-def serving(tmp_path, *stubs, **options):
-    return rig(tmp_path, *stubs, **{"updated": Weights(), **options})
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
 def rollout(index, tokens, finish_reason="abort"):
