@@ -30,7 +30,7 @@ from soak_faults import KINDS, Injector, schedule
 from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
-from megatron_daro.runtime import engine_groups, launch, parts
+from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
@@ -102,7 +102,7 @@ class Soak:
 
     def hook(self) -> None:
         """Replaces the two functions of the composition root that make the servers' handles and the generation."""
-        make_handles, make_generation = engine_groups._handles, parts.generation
+        make_handles, make_generation = sglang_group._handles, parts.generation
 
         def handles(*arguments: Any, reads_text: bool) -> dict[str, ProxiedServer]:
             inner = make_handles(*arguments, reads_text=reads_text)
@@ -114,7 +114,7 @@ class Soak:
             self._attach(made.engine, made.sampler)
             return made
 
-        engine_groups._handles = handles  # type: ignore[assignment]
+        sglang_group._handles = handles  # type: ignore[assignment]
         parts.generation = generation  # type: ignore[assignment]
 
     def _attach(self, engine: Any, sampler: Any) -> None:

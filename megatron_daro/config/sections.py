@@ -220,6 +220,8 @@ class EmbeddedSection(Section):
     """Rows generated together."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads per replica. Unset: torch's default."""
+    max_restarts: int = Field(default=20, ge=0)
+    """Restarts of each replica whose process died."""
 
 
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256

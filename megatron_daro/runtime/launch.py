@@ -190,7 +190,7 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
         except BaseException:
             await controller.shutdown()
             raise
-        groups = [generation.engine.workers] if generation else []
+        groups = []
         endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
         if policy.heals:
             endings.append(policy.ended())

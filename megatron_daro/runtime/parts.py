@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_daro.actor.parallel import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
@@ -41,13 +41,13 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.engine_groups import EngineGroup, SGLangGroup, Text, routed_experts
+from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
 from megatron_daro.runtime.step_pools import StepPools
-from megatron_daro.runtime.supervisor import WorkerGroup
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
 
@@ -59,17 +59,11 @@ _BESIDE_OF_SERVER = 32
 """Answers of an evaluation that each server has at once while a batch is generated."""
 
 
-class RunEngine(ReceivingEngine, Protocol):
-    """A rollout engine and the worker processes that it owns."""
-
-    workers: WorkerGroup
-
-
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What makes batches. evaluator: None where there is no evaluation set."""
 
-    engine: RunEngine
+    engine: ReceivingEngine
     scorer: Verdicts
     rollouter: Rollouter
     sampler: Sampler
@@ -168,7 +162,7 @@ def generation_with(
     config: Config,
     inputs: Inputs,
     algorithm: Algorithm,
-    engine: RunEngine,
+    engine: ReceivingEngine,
     scorer: Verdicts,
     progress: Progress,
     phases: Phases,
@@ -220,7 +214,7 @@ def generation_with(
 def rollouter_of(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    engine: RunEngine,
+    engine: ReceivingEngine,
     scorer: Verdicts,
     notices: Notices,
     limits: Deadlines,
@@ -348,7 +342,7 @@ def _of_ranks(section: AlgorithmSection) -> AlgorithmSection:
 
 def rollout_engine(
     config: Config, tokenizer: PreTrainedTokenizerBase, placement: Placement, notices: Notices
-) -> RunEngine:
+) -> ReceivingEngine:
     """Return the engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
     if config.engine.kind == "sglang":
         text = Text(
@@ -372,16 +366,16 @@ def rollout_engine(
         trust_remote_code=config.model.trust_remote_code,
         dtype=config.actor.dtype,
         placement=placement,
+        warn=notices.warn,
         logs=log_folder(config),
     )
 
 
 class OwnGroup(OwnEngine):
-    """An engine of the user's own. Its group is empty: it owns its processes itself."""
+    """An engine of the user's own."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Start nothing. Raises ConfigError: the class does not fit, or its constructor raised."""
-        self.workers = WorkerGroup()
         super().__init__(
             config.engine.kind,
             {"model_path": config.model.path.absolute(), **config.engine.own_arguments},
@@ -435,13 +429,13 @@ async def _start_at_once(placement: Placement, policy: PolicyGroup, made: Genera
     await _all(starts)
 
 
-async def start_engine(placement: Placement, engine: RunEngine, scorer: Verdicts) -> None:
+async def start_engine(placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:
     """`start_all` of what has no policy. Raises as it does."""
     await placement.start()
     await _all(_engine_starts(placement.deadlines, engine, scorer))
 
 
-def _engine_starts(limits: Deadlines, engine: RunEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+def _engine_starts(limits: Deadlines, engine: ReceivingEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
     return [
         limits.within("engine_start", engine.start(), what="the rollout engine"),
         limits.within("verifier_start", scorer.start(), what="the verifiers"),

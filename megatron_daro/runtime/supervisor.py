@@ -1,7 +1,7 @@
 """What becomes of calls to Ray workers: all awaited, the first failure as an error of this package, a death as its end.
 
 Between the groups of workers and their callers. A group is a set of worker processes that belong together, Ray actor
-handles by name, ended together; policy_group.py and engine_groups.py own one each. Every worker has one call that never
+handles by name, ended together; policy_group.py owns one. Every worker has one call that never
 returns; when it fails the worker is gone, unless its group was dismissed, and the run ends within seconds, wherever the
 loop happens to wait. The message names the worker and Ray's cause.
 """

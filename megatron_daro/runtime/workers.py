@@ -1,6 +1,6 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Policy_group.py and engine_groups.py call them; all work is done by actor/, engine/ and sync/.
+Policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
 Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
 actors that a run outlives are in node_workers.py.
 """

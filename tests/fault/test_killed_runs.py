@@ -81,6 +81,7 @@ def test_resume_after_all_kills_is_bit_for_bit_the_unbroken_run(tiny, reference,
 def test_killed_worker_ends_the_job_with_the_cause_on_the_last_line(tiny, tmp_path, title, who, how):
     run_dir = tmp_path / "run"
     overrides = [f"trainer.run_dir={run_dir}", "trainer.steps=100000", "algorithm.name=grpo"]
+    overrides.append("engine.embedded.max_restarts=0")
     with started(["train", tiny.config, *overrides], tmp_path / "log") as run:
         run.wait_until(lambda: last_step(run_dir) >= 2, "second step")
         victim = run.named(title)[-1]

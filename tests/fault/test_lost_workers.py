@@ -32,8 +32,8 @@ from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
-from megatron_daro.runtime.engine_groups import AnswerWorkers
 from megatron_daro.runtime.node_workers import Verdicts, shares
+from megatron_daro.runtime.sglang_group import AnswerWorkers
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.runtime.supervisor import WorkerDiedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams

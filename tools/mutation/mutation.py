@@ -136,7 +136,7 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "rollout/": ("tests/unit/test_controller.py",),
     "runtime/": ("tests/unit/test_run_directory.py", "tests/unit/test_interrupts.py", "tests/e2e/test_train_runs.py"),
     "runtime/policy_group.py": (f"{_PARALLEL}policy_group.py",),
-    "runtime/engine_groups.py": ("tests/sglang/test_sglang_train_runs.py",),
+    "runtime/sglang_group.py": ("tests/sglang/test_sglang_train_runs.py",),
     "workshop/curate/pass_rates.py": ("tests/unit/curate/test_sampled.py",),
     "sync/": ("tests/unit/engine/sglang/test_sglang_update.py", "tests/unit/test_controller.py"),
     "worker_pool/": ("tests/unit/reward", "tests/unit/rollout/test_stepping.py", f"{_FAULT}reward_pool_faults.py"),

@@ -35,6 +35,7 @@ from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, restart_audit
 from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.inputs import answer_stops, held_out_sets
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.run_directory import owned
@@ -338,8 +339,9 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
     try:
         await parts.start_engine(placement, engine, scorer)
         window = None
-        if isinstance(engine, SGLangEngine):
+        if isinstance(engine, SGLangEngine | EngineGroup):
             engine.serve_as_loaded()
+        if isinstance(engine, SGLangEngine):
             window = UNDER_WAY * len(engine.fleet.servers)
         spare_event_loop()
         for _ in range(_TRIES):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.runtime import healing
-from megatron_daro.runtime.engine_groups import RayServer
+from megatron_daro.runtime.sglang_group import RayServer
 from megatron_daro.runtime.supervisor import gather, unhurried
 
 

@@ -11,15 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
 from megatron_daro.config import Config
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions
-from megatron_daro.errors import ConfigError, EngineError, SyncError, WorkerError
+from megatron_daro.errors import ConfigError, EngineError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime import engine_groups, launch, parts
-from megatron_daro.runtime.engine_groups import EngineGroup, RayServer, _handles
-from megatron_daro.sync.plan import SendFailure, SendReport
+from megatron_daro.runtime import launch, parts, sglang_group
+from megatron_daro.runtime.sglang_group import RayServer, _handles
 
 
 def run(work):
@@ -43,142 +42,11 @@ class Actor:
         def remote(*arguments):
             self.calls.append((method, *arguments))
             said = self.says.get(method)
-            if method == "generate":
-                return self._stream(*arguments)
             answer = asyncio.get_running_loop().create_future()
             answer.set_exception(said) if isinstance(said, BaseException) else answer.set_result(said)
             return answer
 
         return SimpleNamespace(remote=remote)
-
-    async def _stream(self, requests):
-        for request in requests:
-            answer = asyncio.get_running_loop().create_future()
-            if "generate" in self.says:
-                raise self.says["generate"]
-            answer.set_result((self.name, request.group_id))
-            yield answer
-        if self.says.get("endless"):
-            await asyncio.Future()
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    """Three replicas, and what they were made of."""
-    made = []
-
-    def remote(options):
-        return lambda *arguments: made.append((options, arguments)) or Actor(f"engine {arguments[0]}")
-
-    monkeypatch.setattr(
-        engine_groups, "actor_class", lambda _: SimpleNamespace(options=lambda **o: SimpleNamespace(remote=remote(o)))
-    )
-    config = configured(engine={"replicas": 3, "seed": 7, "embedded": {"batch_size": 5, "threads": 2}})
-    group = EngineGroup(
-        config.engine,
-        model_path=Path("model"),
-        trust_remote_code=True,
-        dtype="bf16",
-        placement=SimpleNamespace(server=lambda number: {"place": number}),
-        logs=Path("logs"),
-    )
-    return group, made
-
-
-def requests(*numbers):
-    return [SimpleNamespace(group_id=number) for number in numbers]
-
-
-def test_replicas_are_started_once_with_their_numbers_and_loaded(engines):
-    group, made = engines
-
-    async def start():
-        await group.start()
-        await group.start()
-
-    run(start())
-    options = {"seed": 7, "batch_size": 5, "threads": 2, "dtype": "bf16"}
-    assert made == [({"place": n}, (n, Path("model"), True, options, Path("logs"))) for n in range(3)]
-    assert list(group.workers) == ["engine 0", "engine 1", "engine 2"]
-    assert all(worker.calls == [("start",)] for worker in group.workers.values())
-
-
-def test_requests_are_dealt_out_in_turn_and_all_answers_come(engines):
-    group, _ = engines
-
-    async def generate(*numbers):
-        await group.start()
-        return [item async for item in group.generate(requests(*numbers))]
-
-    assert sorted(run(generate(0, 1, 2, 3))) == [("engine 0", 0), ("engine 0", 3), ("engine 1", 1), ("engine 2", 2)]
-    assert run(generate(5)) == [("engine 0", 5)] and run(generate()) == []
-    assert all(call[0] != "abort" for worker in group.workers.values() for call in worker.calls)
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_who_stops_reading_or_meets_an_error_has_the_rest_aborted_everywhere(engines, fails):
-    group, _ = engines
-
-    async def generate():
-        await group.start()
-        worker = group.workers["engine 1"]
-        worker.says = {"generate": RayActorError()} if fails else {"endless": True}
-        answers = group.generate(requests(0, 1, 2))
-        try:
-            async for _ in answers:
-                if not fails:
-                    break
-        finally:
-            await answers.aclose()
-
-    if fails:
-        with pytest.raises(WorkerError, match="engine 1 died"):
-            run(generate())
-    else:
-        run(generate())
-    assert all(worker.calls[-1] == ("abort", [0, 1, 2]) for worker in group.workers.values())
-    run(group.abort())
-    assert all(worker.calls[-1] == ("abort", None) for worker in group.workers.values())
-
-
-def test_while_an_update_is_made_nothing_generates_and_after_a_failure_nothing_ever_does(engines):
-    group, _ = engines
-    assert group.update(4, only="engine 0") is None
-
-    async def update(**says):
-        await group.start()
-        group.workers["engine 2"].says = says
-        one = group.update(4)
-        plan = await one.prepare()
-        with pytest.raises(EngineError, match="mixed weights after a failed update"):
-            [item async for item in group.generate(requests(0))]
-        await one.install(SendReport())
-        assert await one.probe() == {} and await one.accept() == {}
-        return plan
-
-    plan = run(update())
-    assert (plan.transport, plan.bucket_bytes, plan.timeout_s) == ("actor", 64 * 2**20, 300.0)
-    assert [(target.name, target.actor) for target in plan.targets] == list(group.workers.items())
-    assert group.workers["engine 0"].calls[1:] == [("open_update",), ("commit_update", 4)]
-
-    async def generates():
-        return [item async for item in group.generate(requests(0))]
-
-    assert run(generates()) == [("engine 0", 0)]
-    refused = RayTaskError("commit_update", "traceback", EngineError("a tensor is missing"))
-    with pytest.raises(SyncError, match=r"^weights of version 4 did not reach every engine: a tensor is missing$"):
-        run(update(commit_update=refused))
-    with pytest.raises(EngineError, match="do not generate; resume the run"):
-        run(generates())
-
-
-def test_every_replica_that_failed_is_named_with_what_it_said(engines):
-    update = engines[0].update(2)
-    failures = {name: SendFailure("refused", text) for name, text in (("engine 0", "full"), ("engine 1", "gone"))}
-    with pytest.raises(SyncError, match=r"version 2 did not reach every engine: engine 0: full; engine 1: gone$"):
-        run(update.blame(SendReport(failures=failures)))
-    with pytest.raises(SyncError, match=r"engine 1: odd$"):
-        update.reject("engine 1", "odd")
 
 
 OPTIONS = LaunchOptions(
@@ -200,10 +68,10 @@ def server(monkeypatch):
         return make
 
     monkeypatch.setattr(
-        engine_groups, "actor_class", lambda _: SimpleNamespace(options=lambda **o: SimpleNamespace(remote=remote(o)))
+        sglang_group, "actor_class", lambda _: SimpleNamespace(options=lambda **o: SimpleNamespace(remote=remote(o)))
     )
-    monkeypatch.setattr(engine_groups.ray, "kill", lambda worker, no_restart: killed.append((worker, no_restart)))
-    split = [engine_groups.replace(OPTIONS, part=part, parts=2) for part in range(2)]
+    monkeypatch.setattr(sglang_group.ray, "kill", lambda worker, no_restart: killed.append((worker, no_restart)))
+    split = [sglang_group.replace(OPTIONS, part=part, parts=2) for part in range(2)]
     one = RayServer(split, lambda part: {"place": part}, lambda: "3,4")
     one.actors, one.killed, one.says = actors, killed, says
     return one
@@ -303,7 +171,7 @@ def test_servers_that_run_already_are_those_of_their_addresses():
 @pytest.mark.parametrize(("vocabulary", "most"), [(31, 31), (None, 40)])
 def test_servers_must_have_the_model_and_the_lengths_of_the_run(tmp_path, monkeypatch, vocabulary, most):
     probes = []
-    monkeypatch.setattr(engine_groups, "probe_text", lambda tokens, longest: probes.append((tokens, longest)) or [1, 2])
+    monkeypatch.setattr(sglang_group, "probe_text", lambda tokens, longest: probes.append((tokens, longest)) or [1, 2])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocabulary}))
     config = configured(
         engine={"kind": "sglang", "sglang": {"urls": ("http://h:1",)}},
@@ -311,9 +179,9 @@ def test_servers_must_have_the_model_and_the_lengths_of_the_run(tmp_path, monkey
         data={"train": ("t",), "max_prompt_tokens": 24},
         rollout={"max_response_tokens": 16, "temperature": 0.75},
     )
-    text = engine_groups.Text(encode=list, vocabulary=40)
+    text = sglang_group.Text(encode=list, vocabulary=40)
     placement = SimpleNamespace(**vars(PLACEMENT), shares_gpus=True)
-    group = engine_groups.SGLangGroup(
+    group = sglang_group.SGLangGroup(
         config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines()
     )
     expected = (tmp_path, "qwen2", 24, 40, list, vocabulary, True, False)

@@ -15,9 +15,9 @@ from megatron_daro.config.sections import RewardSection
 from megatron_daro.engine.sglang.generation import LostWorkerError, Question
 from megatron_daro.errors import DeadlineError, RewardError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime import engine_groups, node_workers
-from megatron_daro.runtime.engine_groups import AnswerWorkers
+from megatron_daro.runtime import node_workers, sglang_group
 from megatron_daro.runtime.node_workers import MAX_RESTARTS, NodeWorkers, Verdicts, alive_nodes, shares
+from megatron_daro.runtime.sglang_group import AnswerWorkers
 from megatron_daro.runtime.supervisor import WorkerDiedError
 
 OWN, A, B, GONE = (digit * 56 for digit in "cabd")
@@ -79,7 +79,7 @@ class Cluster:
 @pytest.fixture
 def ray(monkeypatch):
     cluster = Cluster()
-    for module in (node_workers, engine_groups):
+    for module in (node_workers, sglang_group):
         monkeypatch.setattr(module, "ray", cluster)
     monkeypatch.setattr(node_workers, "_PAUSE_S", 0.0)
     return cluster
@@ -321,7 +321,7 @@ def test_who_listens_is_told_again_and_again_also_by_the_one_that_was_started_ag
 
 def test_answer_workers_are_dealt_out_in_turn_and_a_lost_one_loses_no_group(ray, monkeypatch):
     monkeypatch.setattr(
-        engine_groups,
+        sglang_group,
         "actor_class",
         lambda _: SimpleNamespace(
             options=lambda **given: SimpleNamespace(remote=lambda number, *rest: ray.make((given, rest), number))

@@ -15,7 +15,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.servers import LaunchOptions
 from megatron_daro.errors import EngineError
-from megatron_daro.runtime.engine_groups import RayServer, _handles, _parts, _sharing
+from megatron_daro.runtime.sglang_group import RayServer, _handles, _parts, _sharing
 
 
 def options(**arguments):

@@ -1,0 +1,401 @@
+"""Replicas of the embedded engine as Ray actors, behind the Engine Protocol; one whose process ends is started again.
+
+Requests are dealt out to the replicas in turn (a function of their order alone, so a repeated run repeats its
+batches); the policy's ranks hand buckets of weights to every replica.
+
+A replica that was started again gets the weights as they are now, and is asked for all of its requests once more, those
+that it had answered too: rows that are decoded together decide each other's last bits. What was handed on is not handed
+on twice. So the run goes on as if nobody had died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from megatron_daro.config.base import filled
+from megatron_daro.config.sections import EngineSection
+from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
+from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, translated
+from megatron_daro.runtime.workers import EngineWorker
+from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.plan import SendPlan, SendReport, Target
+from megatron_daro.types import GroupRequest, Rollout
+
+_BUCKET_BYTES = 64 * 2**20
+# For one bucket, which is copied and nothing more.
+_RECEIVE_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One engine. state: away while its process is started, joining until it has the weights of the policy."""
+
+    number: int
+    worker: ActorHandle | None = None
+    state: Literal["away", "joining", "serving"] = "away"
+    restarts: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.number}"
+
+
+class EngineGroup:
+    """The embedded engines of a run."""
+
+    def __init__(
+        self,
+        section: EngineSection,
+        *,
+        model_path: Path,
+        trust_remote_code: bool,
+        dtype: str,
+        placement: Placement,
+        warn: Callable[[str], None],
+        logs: Path | None = None,
+    ) -> None:
+        """Start nothing; `start` does. Args: placement: where each goes, started before. warn: told of each that is
+        started again. logs: folder for the logs of the engines."""
+        self._placement, self._logs, self._warn = placement, logs, warn
+        self._path, self._trust, self._max_restarts = model_path, trust_remote_code, section.embedded.max_restarts
+        self._options = {
+            "seed": filled(section.seed),
+            "batch_size": section.embedded.batch_size,
+            "threads": section.embedded.threads,
+            "dtype": dtype,
+        }
+        self._replicas = [_Replica(number) for number in range(section.replicas)]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._fatal: Exception | None = None
+        self._when_back: Callable[[str], Awaitable[None]] | None = None
+        self._fenced = self._closed = False
+
+    async def start(self) -> None:
+        """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
+        if self._tasks:
+            return
+        await gather({replica.name: self._begin(replica).start.remote() for replica in self._replicas})
+        for replica in self._replicas:
+            replica.state = "joining"
+            self._go_on(self._watch(replica))
+
+    def serve_as_loaded(self) -> None:
+        """Use replicas with the weights that they load, also those that come back: no policy gives them others."""
+
+        async def serve(name: str) -> None:
+            for replica in self._replicas:
+                if replica.name == name and replica.state == "joining":
+                    self.set_serving([replica])
+
+        self.when_back(serve)
+        self.set_serving([replica for replica in self._replicas if replica.state == "joining"])
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Return the rollouts of each request as soon as they are complete; closing the iterator aborts the rest."""
+        self._check()
+        if self._fenced:
+            raise EngineError(
+                "the engines hold mixed weights after a failed update and do not generate; resume the run"
+            )
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        pumps = [
+            asyncio.create_task(self._pump(replica, share, queue))
+            for replica in self._replicas
+            if (share := requests[replica.number :: len(self._replicas)])
+        ]
+        finished = False
+        try:
+            running = len(pumps)
+            while running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+            finished = True
+        finally:
+            for task in pumps:
+                task.cancel()
+            if not finished:
+                await self.abort([request.group_id for request in requests])
+
+    async def _pump(self, replica: _Replica, requests: Sequence[GroupRequest], queue: asyncio.Queue[Any]) -> None:
+        """One replica's rollouts into the queue, then None, or the error."""
+        given: set[tuple[int, int, int]] = set()
+        try:
+            while (worker := await self._serving(replica)) is not None:
+                try:
+                    async for reference in worker.generate.remote(requests):
+                        rollouts = await reference
+                        first = rollouts[0].group_id, rollouts[0].attempt, rollouts[0].index
+                        if first not in given:
+                            queue.put_nowait(rollouts)
+                        given.add(first)
+                    queue.put_nowait(None)
+                    return
+                except RayError as error:
+                    self.lose(replica, worker, translated(replica.name, error))
+        except DaroError as error:
+            queue.put_nowait(error)
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Stop these groups (None: all) on every replica."""
+        ids = None if group_ids is None else list(group_ids)
+        errors = await self.on_each(self.present(), lambda worker: worker.abort.remote(ids))
+        for error in errors.values():
+            if not isinstance(error, WorkerDiedError):
+                raise error
+
+    def update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
+        """Return an update of all replicas together, or of the one that came back under this name (None: it does not
+        wait any more). Raises EngineError: one died too often."""
+        self._check()
+        if only is None:
+            return _GroupUpdate(self, version)
+        replica = next(one for one in self._replicas if one.name == only)
+        return _GroupUpdate(self, version, replica) if replica.state == "joining" else None
+
+    def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
+        """Has `call` called with the name of each replica that was started again and needs weights."""
+        self._when_back = call
+
+    def fence(self, fenced: bool) -> None:
+        """While fenced no replica generates: their weights may differ."""
+        self._fenced = fenced
+
+    @property
+    def restarts(self) -> int:
+        """Replicas started again, since the start."""
+        return sum(replica.restarts for replica in self._replicas)
+
+    def present(self) -> dict[_Replica, ActorHandle]:
+        """Return the replicas whose process runs and has loaded the model."""
+        return {one: one.worker for one in self._replicas if one.state != "away" and one.worker is not None}
+
+    async def any_present(self) -> dict[_Replica, ActorHandle]:
+        """Wait for the first replica, and return `present`. Raises EngineError: one died too often."""
+        while not (there := self.present()):
+            self._check()
+            await self._changed.wait()
+        return there
+
+    async def on_each(
+        self, workers: Mapping[_Replica, ActorHandle], call: Callable[[ActorHandle], Awaitable[None]]
+    ) -> dict[_Replica, DaroError]:
+        """Call each of these workers; one whose process is gone is started again. Returns their errors."""
+
+        async def one(replica: _Replica, worker: ActorHandle) -> DaroError | None:
+            try:
+                await call(worker)
+            except RayError as error:
+                failure = translated(replica.name, error)
+                with contextlib.suppress(DaroError):
+                    self.lose(replica, worker, failure)
+                return failure
+            return None
+
+        errors = await asyncio.gather(*(one(*pair) for pair in workers.items()))
+        return {replica: error for replica, error in zip(workers, errors, strict=True) if error}
+
+    def set_serving(self, replicas: Collection[_Replica]) -> None:
+        """Let these generate: their weights are those of the policy."""
+        for replica in replicas:
+            replica.state = "serving"
+        self._tell()
+
+    def lose(self, replica: _Replica, worker: ActorHandle, failure: DaroError) -> None:
+        """End what is left of a process that is gone; `_watch` sees to the next. Raises `failure` where it is not."""
+        if not isinstance(failure, WorkerDiedError):
+            raise failure
+        if replica.worker is worker:
+            replica.state = "away"
+        ray.kill(worker, no_restart=True)  # Ray may only have lost the connection
+
+    def end(self, error: Exception) -> None:
+        """Let nothing wait for a replica any more: the run cannot go on."""
+        self._fatal = self._fatal or error
+        self._tell()
+
+    async def ended(self) -> Exception:
+        """Wait until a replica does not come back, and return why; for the run's supervisor."""
+        while self._fatal is None:
+            await self._changed.wait()
+        return self._fatal
+
+    async def close(self) -> None:
+        """End the processes. May be called twice."""
+        self._closed = True
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        for replica in self._replicas:
+            worker, replica.worker, replica.state = replica.worker, None, "away"
+            if worker is not None:
+                ray.kill(worker, no_restart=True)
+        self._tell()
+
+    def _begin(self, replica: _Replica) -> ActorHandle:
+        """Start a process; it loads nothing yet."""
+        made = actor_class(EngineWorker).options(**self._placement.server(replica.number))
+        replica.worker = made.remote(replica.number, self._path, self._trust, self._options, self._logs)
+        return replica.worker
+
+    async def _watch(self, replica: _Replica) -> None:
+        """Start a replica again whenever its process ends, as often as is allowed."""
+        while True:
+            failure = await self._death(replica)
+            if replica.restarts >= self._max_restarts:
+                again = f"; it was started again {replica.restarts} times (engine.embedded.max_restarts)"
+                raise WorkerDiedError(f"{failure}{again if replica.restarts else ''}")
+            replica.restarts += 1
+            self._warn(f"{str(failure).partition('. If it')[0]}. It is started again, and asked again")
+            with contextlib.suppress(WorkerDiedError):
+                await self._load(replica)
+                self._go_on(self._join(replica))
+
+    async def _death(self, replica: _Replica) -> DaroError:
+        """Wait until its process is gone; return why."""
+        worker = replica.worker
+        assert worker is not None, "it was started"
+        try:
+            await worker.sentinel.remote()
+            failure: DaroError = WorkerDiedError(f"{replica.name} died: its process has ended")
+        except RayError as error:
+            failure = translated(replica.name, error)
+        replica.state = "away"
+        ray.kill(worker, no_restart=True)
+        return failure
+
+    async def _load(self, replica: _Replica) -> None:
+        """Start its next process. Raises ModelError, DeadlineError; WorkerDiedError: it died again."""
+        started = gather({replica.name: self._begin(replica).start.remote()})
+        await self._placement.deadlines.within("engine_start", started, what=replica.name)
+        replica.state = "joining"
+        self._tell()
+
+    async def _join(self, replica: _Replica) -> None:
+        """Ask for weights. Before the first update, that one brings them."""
+        if self._when_back:
+            await self._when_back(replica.name)
+
+    async def _serving(self, replica: _Replica) -> ActorHandle:
+        """Wait until a replica has the weights. Raises EngineError: one died too often."""
+        while replica.state != "serving" or replica.worker is None:
+            self._check()
+            await self._changed.wait()
+        return replica.worker
+
+    def _go_on(self, work: Coroutine[None, None, None]) -> None:
+        """Do this beside everything else, until `close`; its failure is the end."""
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and isinstance(error := task.exception(), Exception):
+                self.end(error)
+
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(over)
+
+    def _tell(self) -> None:
+        """Wake up everybody who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _check(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if self._closed or not self._tasks:
+            raise EngineError("the embedded engines do not run: they were not started, or were closed")
+
+
+class _GroupUpdate:
+    """One update of all replicas, or of one that came back. Those that die take no part any more: each comes back by
+    itself."""
+
+    def __init__(self, group: EngineGroup, version: int, only: _Replica | None = None) -> None:
+        self._group, self._version, self._only = group, version, only
+        self._taking: dict[_Replica, ActorHandle] = {}
+        self._installed = False
+
+    async def prepare(self) -> SendPlan | None:
+        """Open the update everywhere. None: the one that it is for is gone. Raises SyncError."""
+        if self._only is None:
+            self._group.fence(True)
+        self._taking = {}
+        while not self._taking:
+            there = self._group.present() if self._only else await self._group.any_present()
+            self._taking = {one: worker for one, worker in there.items() if self._only in (None, one)}
+            if not self._taking:
+                return None
+            await self._each(lambda worker: worker.open_update.remote())
+        return SendPlan(
+            transport="actor",
+            targets=tuple(Target(one.name, actor=worker) for one, worker in self._taking.items()),
+            bucket_bytes=_BUCKET_BYTES,
+            timeout_s=_RECEIVE_S,
+        )
+
+    async def blame(self, report: SendReport) -> None:
+        """Give up those that did not answer. Raises SyncError, with what each said: one refused what it got."""
+        refused = {name: failure for name, failure in report.failures.items() if failure.kind == "refused"}
+        if refused:
+            raise self._error("; ".join(f"{name}: {failure}" for name, failure in refused.items()))
+        for one, worker in list(self._taking.items()):
+            if one.name in report.failures:
+                self._group.lose(one, worker, WorkerDiedError(str(report.failures[one.name])))
+                del self._taking[one]
+
+    async def install(self, report: SendReport) -> None:
+        """Install the weights in every replica. Raises SyncError."""
+        await self._each(lambda worker: worker.commit_update.remote(self._version))
+        self._installed = True
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """Nothing: a replica knows every tensor that it must get, and has it or refuses."""
+        return {}
+
+    def reject(self, name: str, reason: str) -> None:
+        """Not called, since nothing is probed."""
+        raise self._error(f"{name}: {reason}")
+
+    async def accept(self) -> Mapping[str, float]:
+        """Return how often replicas were started again; those that are left generate. Raises LostReceiversError."""
+        there = self._group.present()
+        left = [one for one, worker in self._taking.items() if there.get(one) is worker]
+        if not self._installed or not left:
+            raise LostReceiversError(f"weights of version {self._version} reached no engine: all died meanwhile")
+        if self._only is None:
+            self._group.fence(False)
+        self._group.set_serving(left)
+        return {"recovery/engine_restarts": float(self._group.restarts)}
+
+    def abandon(self, error: SyncError) -> None:
+        """All stay fenced. One alone that lives and has not got its weights will never have them."""
+        worker = self._taking.get(self._only) if self._only else None
+        if self._only and worker and self._group.present().get(self._only) is worker:
+            self._group.end(error)
+
+    async def _each(self, call: Callable[[ActorHandle], Awaitable[None]]) -> None:
+        """Raise SyncError where one that lives fails."""
+        errors = await self._group.on_each(self._taking, call)
+        failed = {one: error for one, error in errors.items() if not isinstance(error, WorkerDiedError)}
+        if failed:
+            raise self._error("; ".join(f"{one.name}: {error}" for one, error in failed.items()))
+        self._taking = {one: worker for one, worker in self._taking.items() if one not in errors}
+
+    def _error(self, text: str) -> SyncError:
+        return SyncError(f"weights of version {self._version} did not reach every engine: {text}")
