@@ -2,11 +2,13 @@
 
     python benchmarks/sglang_soak.py --json                          # 200 steps, 35 faults; about 25 minutes on 2 cores
     python benchmarks/sglang_soak.py --steps 20 --each 1 --at-least 1
+    python benchmarks/sglang_soak.py --ranks 20 --json               # ranks of the trainer die as well
 
 Trains the tiny task of the tests with its real actor and two servers, weights by broadcast or, with --sync shards,
 from each rank to each server, into results of its own. A seeded schedule kills,
 stops and slows servers and breaks their answers (soak_faults.py); each fault hits while both servers serve, and the
-next one waits until they do again. Afterwards soak_books.py looks at the books and recomputes every log-prob.
+next one waits until they do again. With --ranks, processes of the trainer die at drawn moments, whatever the servers
+do (soak_deaths.py), and are replaced. Afterwards soak_books.py looks at the books and recomputes every log-prob.
 Exit code 1, and a list of problems, if a fault went unnoticed or something does not hold.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import tempfile
 import time
@@ -26,15 +29,23 @@ from typing import Any
 import sglang_servers
 import soak_books
 import tiny_task
+from soak_deaths import SIGNALS, Deaths
 from soak_faults import KINDS, Injector, schedule
 from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
+from megatron_daro.errors import LostSenderError
 from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
-RESULTS = {"distributed": "sglang_soak", "shards": "sglang_soak_shards"}
+RESULTS = {
+    ("distributed", False): "sglang_soak",
+    ("shards", False): "sglang_soak_shards",
+    ("distributed", True): "sglang_soak_ranks",
+    ("shards", True): "sglang_soak_shards_ranks",
+}
+"""(weights by, whether ranks die) -> name of the results."""
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),
     ("no token came", r"no token came out"),
@@ -49,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=5, help="faults of each kind; one that goes unnoticed is repeated")
     parser.add_argument("--at-least", type=int, default=5, help="of each kind that must have been noticed")
+    parser.add_argument("--ranks", type=int, default=0, help="deaths of the trainer's ranks beside these faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
@@ -80,7 +92,14 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         # Slowly, so that the task stays unsolved; fast enough that weights of two versions can be told apart.
         "actor": {"optimizer": {"learning_rate": 3.0e-4}},
         "algorithm": {"filter": "none", "correction": {"kind": "tis" if arguments.staleness else "none"}},
-        "trainer": {"steps": arguments.steps, "run_dir": str(directory / "run"), "save_every_steps": 50},
+        "trainer": {
+            "steps": arguments.steps,
+            "run_dir": str(directory / "run"),
+            "save_every_steps": 50,
+            "replace_lost_ranks": bool(arguments.ranks),
+            "max_replacements": 1000,
+            "hung_rank_s": 20,
+        },
         "observe": {"progress": False},
     }
     return task.write_config(directory / "soak.yaml", changes)
@@ -94,6 +113,8 @@ class Soak:
         self._handles: dict[str, ProxiedServer] = {}
         self.faults = schedule(arguments.steps, arguments.each, arguments.seed)
         self.injector: Injector | None = None
+        self.ranks: Deaths | None = None
+        self._policy: Any = None
         self.own_s: list[float] = []
         self._resumed: float | None = None
         self.sampler: Any = None
@@ -101,8 +122,13 @@ class Soak:
         self._step = 0
 
     def hook(self) -> None:
-        """Replaces the two functions of the composition root that make the servers' handles and the generation."""
-        make_handles, make_generation = sglang_group._handles, parts.generation
+        """Replaces the functions of the composition root that make the servers' handles, the ranks and the
+        generation."""
+        make_handles, make_generation, make_policy = sglang_group._handles, parts.generation, parts.policy_group
+
+        def policy_group(*arguments: Any, **options: Any) -> Any:
+            self._policy = make_policy(*arguments, **options)
+            return self._policy
 
         def handles(*arguments: Any, reads_text: bool) -> dict[str, ProxiedServer]:
             inner = make_handles(*arguments, reads_text=reads_text)
@@ -115,7 +141,7 @@ class Soak:
             return made
 
         sglang_group._handles = handles  # type: ignore[assignment]
-        parts.generation = generation  # type: ignore[assignment]
+        parts.generation, parts.policy_group = generation, policy_group  # type: ignore[assignment]
 
     def _attach(self, engine: Any, sampler: Any) -> None:
         self.engine, self.sampler = engine, sampler
@@ -126,6 +152,8 @@ class Soak:
                 own = {"seed": self._arguments.seed, "sync": self._arguments.sync}
                 self.injector = Injector(engine, self._handles, self.faults, log=say, **own)
             self._step += 1
+            if self._arguments.ranks:
+                await self._deaths_of_ranks()
             if self._resumed is not None:
                 self.own_s.append(time.monotonic() - self._resumed)
             await self.injector.gate(self._step, self._arguments.pace_s)
@@ -135,16 +163,31 @@ class Soak:
             return await sample(version)
 
         async def kept(self: WeightSync, version: int) -> Any:
-            plan = SendPlan(
-                transport="disk", targets=(), bucket_bytes=2**30, timeout_s=600.0,
-                directory=run_dir / "versions" / f"{version:06d}",
-            )  # fmt: skip
+            folder = run_dir / "versions" / f"{version:06d}"
+            plan = SendPlan(transport="disk", targets=(), bucket_bytes=2**30, timeout_s=600.0, directory=folder)
             async with self._policy.hold(version):
-                await self._policy.export(plan)
+                while True:
+                    try:
+                        await self._policy.export(plan)
+                        break
+                    except LostSenderError:  # a rank died, and was replaced
+                        shutil.rmtree(folder, ignore_errors=True)
             return await publish(self, version)
 
         sampler.sample = gated
         WeightSync.publish = kept  # type: ignore[method-assign]
+
+    async def _deaths_of_ranks(self) -> None:
+        """Those that are due."""
+        if self.ranks is None:
+            options = self._arguments
+            self.ranks = Deaths(
+                "ray::TrainWorker", options.ranks, steps=options.steps, seed=f"ranks {options.seed}", signals=SIGNALS,
+                replaced=lambda: int(self._policy._healing.counts["recovery/ranks_replaced"]), log=say,
+            )  # fmt: skip
+        await self.ranks.gate(self._step)
+        if self._step >= self._arguments.steps:
+            await self.ranks.finish()
 
 
 def say(text: str) -> None:
@@ -166,10 +209,14 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
             problems.append(f"{kind}: {row['noticed']} noticed of {row['injected']}; at least {arguments.at_least}")
         if row["healed"] < row["injected"]:
             problems.append(f"{kind}: servers came back after {row['healed']} of {row['injected']}")
+    if soak.ranks:
+        problems += soak.ranks.problems()
     metrics = soak.engine.metrics()
     return {
         "setup": {
-            **{key: getattr(arguments, key) for key in ("steps", "each", "seed", "staleness", "pause", "sync")},
+            **{
+                key: getattr(arguments, key) for key in ("steps", "each", "ranks", "seed", "staleness", "pause", "sync")
+            },
             **sglang_servers.versions(arguments.python),
         },
         "problems": problems,
@@ -181,7 +228,8 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
         "time": lost_seconds(soak.own_s),
         "books": books,
         "weights": weights,
-        "events": [vars(fault) for fault in soak.faults],
+        **({"ranks": soak.ranks.row()} if soak.ranks else {}),
+        "events": [vars(event) for event in (*soak.faults, *(soak.ranks.deaths if soak.ranks else ()))],
     }
 
 
@@ -244,7 +292,7 @@ def main() -> None:
     say(table(result))
     say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
     if arguments.json:
-        sglang_servers.write_results(RESULTS[arguments.sync], result)
+        sglang_servers.write_results(RESULTS[arguments.sync, bool(arguments.ranks)], result)
     if result["problems"]:
         raise SystemExit("the soak FAILED:\n  " + "\n  ".join(result["problems"]))
     say("the soak passed")

@@ -36,7 +36,7 @@ _TEMPLATE = """{steps} steps of the tests' tiny task: a Megatron actor with tens
 
 | what | result |
 |---|---|
-| servers given up, started again; requests made again | {fenced}, {restarts}; {retries} |
+{ranks}| servers given up, started again; requests made again | {fenced}, {restarts}; {retries} |
 | why they were given up | {fences} |
 | steps at which admitted = trained + filtered + dropped + outstanding did not hold | {unbalanced} |
 | groups admitted | {admitted} |
@@ -59,6 +59,7 @@ def tables(result: Mapping[str, Any]) -> str:
         how=_HOW[setup.get("sync", "distributed")],
         correction="TIS" if setup["staleness"] else "no correction",
         injected=sum(row["injected"] for row in result["faults"].values()),
+        ranks=_of_ranks(result["ranks"]) if "ranks" in result else "",
         rows="\n".join(_row(kind, row) for kind, row in result["faults"].items()),
         fenced=sum(result["fences"].values()),
         fences=", ".join(f"{reason} ({count})" for reason, count in sorted(result["fences"].items())),
@@ -75,6 +76,15 @@ def tables(result: Mapping[str, Any]) -> str:
         minutes=result["seconds"] / 60,
         step=time["median_step_s"],
         loop=time["lost_s"],
+    )
+
+
+def _of_ranks(row: Mapping[str, Any]) -> str:
+    signals = ", ".join(f"{count} by {name}" for name, count in row["signals"].items())
+    times = f"{row['replaced_s']['median']:.1f} ({row['replaced_s']['longest']:.1f}) s"
+    return (
+        f"| ranks of the trainer that died, whatever the servers did ({signals}); replaced; until then, median "
+        f"(longest) | {row['ended']}; {row['replaced']}; {times} |\n"
     )
 
 

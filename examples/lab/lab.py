@@ -294,6 +294,22 @@ def _code_fingerprint(kind: str) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
+def _controls(text: str, arms: Sequence[str], rates: Sequence[float]) -> tuple[str, ...]:
+    """ARM@RATE with commas between: any rate from half the lowest to twice the highest of the search."""
+    lowest, highest = min(rates) / 2, 2 * max(rates)
+    names = tuple(dict.fromkeys(name for name in text.split(",") if name))
+    for name in names:
+        arm, _, rate = name.partition("@")
+        try:
+            fits = arm in arms and lowest <= float(rate) <= highest
+        except ValueError:
+            fits = False
+        if not fits:
+            allowed = f"ARM@RATE with one of {', '.join(arms)} and a rate from {lowest:g} to {highest:g}"
+            raise ConfigError(f"--controls: got {name}, allowed are {allowed}")
+    return names
+
+
 def _names(text: str, allowed: Sequence[str], what: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in text.split(",") if name))
     unknown = [name for name in names if name not in allowed]
@@ -327,8 +343,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Plan]:
     worlds = _names(given.worlds or ",".join(QUICK_WORLDS if given.quick else DEFAULT), list(WORLDS), "worlds")
     controls = None
     if given.controls is not None:
-        rates = sorted({rate for world in worlds for rate in WORLDS[world].rates})
-        controls = _names(given.controls, [f"{arm}@{rate:g}" for arm in arms for rate in rates], "controls")
+        controls = _controls(given.controls, arms, [rate for world in worlds for rate in WORLDS[world].rates])
     seeds = given.seeds or (2 if given.quick else 5)
     if given.seeds < 0 or given.processes < 1:
         raise ConfigError(f"--seeds, --processes: got {given.seeds}, {given.processes}, allowed are 1 or more")

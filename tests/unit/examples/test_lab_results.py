@@ -317,6 +317,8 @@ def test_controls_asked_for_by_name_take_the_place_of_the_baselines():
     ("options", "words"),
     [
         (["--arms", "grpo,dapo", "--controls", "dapo@0.5"], "--controls: got dapo@0.5"),
+        (["--arms", "grpo,dapo", "--controls", "grpo@0.05,daro@0.05"], "--controls: got daro@0.05, allowed are ARM@"),
+        (["--arms", "grpo,dapo", "--controls", "dapo@fast"], "--controls: got dapo@fast"),
         (["--arms", "grpo,gpro"], "--arms: got gpro"),
         (["--worlds", "flat"], "--worlds: got flat"),
         (["--seeds", "-1"], "--seeds, --processes: got -1"),
