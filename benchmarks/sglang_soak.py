@@ -2,7 +2,7 @@
 
     python benchmarks/sglang_soak.py --json                          # 200 steps, 35 faults; about 25 minutes on 2 cores
     python benchmarks/sglang_soak.py --steps 20 --each 1 --at-least 1
-    python benchmarks/sglang_soak.py --ranks 20 --json               # ranks of the trainer die as well
+    python benchmarks/sglang_soak.py --ranks 20 --kinds kill_idle,kill_serving,kill_sync --each 7 --json    # and ranks
 
 Trains the tiny task of the tests with its real actor and two servers, weights by broadcast or, with --sync shards,
 from each rank to each server, into results of its own. A seeded schedule kills,
@@ -59,6 +59,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=5, help="faults of each kind; one that goes unnoticed is repeated")
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split(","), default=list(KINDS), help="of faults, with commas"
+    )
     parser.add_argument("--at-least", type=int, default=5, help="of each kind that must have been noticed")
     parser.add_argument("--ranks", type=int, default=0, help="deaths of the trainer's ranks beside these faults")
     parser.add_argument("--seed", type=int, default=0)
@@ -111,7 +114,7 @@ class Soak:
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self._arguments, self._run_dir = arguments, directory / "run"
         self._handles: dict[str, ProxiedServer] = {}
-        self.faults = schedule(arguments.steps, arguments.each, arguments.seed)
+        self.faults = schedule(arguments.steps, arguments.each, arguments.seed, arguments.kinds)
         self.injector: Injector | None = None
         self.ranks: Deaths | None = None
         self._policy: Any = None
@@ -203,7 +206,7 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
     problems += more
     if status != "finished":
         problems.append(f"the run ended as {status!r}")
-    faults = {kind: of_kind(soak, kind) for kind in KINDS}
+    faults = {kind: of_kind(soak, kind) for kind in arguments.kinds}
     for kind, row in faults.items():
         if row["noticed"] < arguments.at_least:
             problems.append(f"{kind}: {row['noticed']} noticed of {row['injected']}; at least {arguments.at_least}")

@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +52,10 @@ class Fault:
     evidence: list[str] = field(default_factory=list)
 
 
-def schedule(steps: int, each: int, seed: int) -> list[Fault]:
+def schedule(steps: int, each: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Fault]:
     """Faults of every kind in random order, spread over the steps; the first and last few steps are left alone."""
     rng = random.Random(seed)
-    kinds = [kind for kind in KINDS for _ in range(each)]
+    kinds = [kind for kind in kinds for _ in range(each)]
     rng.shuffle(kinds)
     first, last = 3, max(steps - 5, 4)
     return [Fault(kind, first + i * (last - first) // max(len(kinds) - 1, 1)) for i, kind in enumerate(kinds)]
