@@ -161,7 +161,7 @@ class Process:
         self._busy: set[str] = set()
         self._pending: dict[asyncio.Future, Process | None] = {}
         self._last_arrival: dict[Any, float] = {}
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, None] = {}  # in order, unlike a set: they are cancelled in it
         self._ready_at = max(self.loop.time(), cluster.gone_until[rank]) + cluster.delay(2.0)
 
     # What Ray does.
@@ -197,12 +197,12 @@ class Process:
             return self._answer(answer, result, None)
         self._busy.add(group)
         task = self.loop.create_task(result)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(lambda task: self._done(task, group, answer))
         return None
 
     def _done(self, task: asyncio.Task, group: str, answer: asyncio.Future) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if not self.alive or task.cancelled():
             return
@@ -367,8 +367,8 @@ class Process:
 
     def _background(self, work: Any) -> asyncio.Task:
         task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     async def start_save(self, directory: Any) -> None:

@@ -50,6 +50,14 @@ def test_five_hundred_schedules_without_a_place_for_the_next_process():
     assert ends["go on, after"] > 100 and ends["train again"] > 40 and ends["ended"] > 25, ends
 
 
+@pytest.mark.parametrize("draw", [draw, draw_scarce])
+def test_a_seed_gives_the_same_schedule_every_time(draw):
+    """Nothing may depend on where objects lie in memory, as the order of a set of tasks does."""
+    for seed in range(100):
+        first, again = (simulate(draw(seed)).cluster.random.getstate() for _ in range(2))
+        assert first == again, f"seed {seed} draws other numbers the second time"
+
+
 @pytest.mark.parametrize("writes", [(), (2,), (1,)], ids=["room", "full_when_it_grows", "full_when_it_shrinks"])
 def test_a_full_disk_ends_a_run_only_where_it_needs_the_files(monkeypatch, writes):
     """A rank is away for 8 s: its replica is left out and taken in again, with files that may find no room."""

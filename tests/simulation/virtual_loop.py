@@ -100,7 +100,7 @@ def run(loop: VirtualLoop, work: Any) -> Any:
     try:
         return loop.run_until_complete(work)
     finally:
-        left = asyncio.all_tasks(loop)
+        left = sorted(asyncio.all_tasks(loop), key=lambda task: int(task.get_name().removeprefix("Task-")))
         for task in left:
             task.cancel()
         if left:
