@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import ray
 from simulated_ranks import Cluster, Fault, unbroken
-from virtual_loop import VirtualLoop, run
+from virtual_loop import VirtualLoop, collecting_after_runs, run
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
@@ -106,7 +106,7 @@ def draw_scarce(seed: int) -> Schedule:
 @contextmanager
 def no_ray():
     """What the driver imports of Ray and of the model's files, for the time of many schedules."""
-    with pytest.MonkeyPatch.context() as patch:
+    with collecting_after_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "kill", lambda handle, no_restart: handle.process.die())
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
