@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from random import Random
 from typing import Any
+from weakref import ref
 
 
 class StuckError(AssertionError):
@@ -50,7 +52,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, random: Random, *, deadline_s: float, shuffled: bool = False) -> None:
         super().__init__()
         self.random, self._deadline_s, self._shuffled = random, deadline_s, shuffled
-        self._now = 0.0
+        self._now, self._numbers = 0.0, count()
         self.faults: list[str] = []
         self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
         self.set_exception_handler(lambda _, context: self.faults.append(repr(context)))
@@ -59,11 +61,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def create_task(self, coroutine: Any, *, name: Any = None, context: Any = None) -> asyncio.Task:
-        return asyncio.Task(coroutine, loop=self, name=name, context=context)
+        return asyncio.Task(coroutine, loop=self, name=name or next(self._numbers), context=context)
 
     def call_soon(self, callback: Any, *arguments: Any, context: Any = None) -> Any:
         """No handle: nobody cancels what runs at once."""
         self._ready.append([callback, arguments, context])
+
+    call_soon_threadsafe = call_soon
 
     def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> Any:
         timer = _Timer(self._now + delay)
@@ -80,15 +84,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """All callbacks until the loop is stopped, one after the other; asyncio's own would ask a selector
         (base_events.py, 3.11)."""
-        ready, timers, pop, shuffled = self._ready, self._scheduled, heapq.heappop, self._shuffled
+        ready, timers = self._ready, self._scheduled
         while not self._stopping:
             if not ready:
                 self._wait_for_timer()
             while timers and timers[0] <= self._now:
-                work = pop(timers).work
-                if work[0] is not None:
+                if (work := heapq.heappop(timers).work)[0] is not None:
                     ready.append(work)
-            if shuffled and len(ready) > 1:
+            if self._shuffled and len(ready) > 1:
                 ready.rotate(-self.random.randrange(len(ready)))
             callback, arguments, context = ready.popleft()
             try:
@@ -127,9 +130,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.call_later(self.random.random() * 0.02, done)
         return future
 
-    def _write_to_self(self) -> None:
-        """No thread but this one."""
-
     def _process_events(self, events: Any) -> None:
         """There are none."""
 
@@ -147,7 +147,7 @@ def run(loop: VirtualLoop, work: Any) -> Any:
     try:
         return loop.run_until_complete(work)
     finally:
-        left = sorted(asyncio.all_tasks(loop), key=lambda task: int(task.get_name().removeprefix("Task-")))
+        left = sorted(asyncio.all_tasks(loop), key=lambda task: int(task.get_name()))
         for task in left:
             task.cancel()
         if left:
@@ -160,10 +160,13 @@ def run(loop: VirtualLoop, work: Any) -> Any:
 @contextmanager
 def collecting_after_runs() -> Iterator[None]:
     """Have `run` alone collect garbage, of what was made from now on: imports made a million objects before."""
+    tasks = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
     gc.freeze()
     gc.disable()
+    tasks.add = lambda task: tasks.data.add(ref(task, tasks.data.discard))  # as its own, in one call
     try:
         yield
     finally:
+        del tasks.add
         gc.enable()
         gc.unfreeze()
