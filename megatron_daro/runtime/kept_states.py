@@ -104,7 +104,9 @@ class KeptStates:
 
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
         """Begin a copy of another rank's snapshot; one that was not sealed is forgotten."""
-        self._incoming[rank] = _Incoming(serial, self._copies.setdefault(rank, DoubleBuffer()).open(keep))
+        if rank not in self._copies:
+            self._copies[rank] = DoubleBuffer()
+        self._incoming[rank] = _Incoming(serial, self._copies[rank].open(keep))
 
     def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
         """Take a block of the copy that was begun. Raises WorkerError: it is of another."""
@@ -181,11 +183,11 @@ class KeptStates:
         return self._whole(None, serial)
 
     def _whole(self, owner: int | None, serial: int) -> Slot:
-        buffer = self.own if owner is None else self._copies.get(owner, DoubleBuffer())
-        slot = buffer.whole(serial)
+        buffer = self.own if owner is None else self._copies.get(owner)
+        slot = buffer.whole(serial) if buffer else None
         if slot is None:
-            whose = "its own" if owner is None else f"rank {owner}'s"
-            raise WorkerError(f"snapshot {serial} ({whose}) is not whole in this process, which has {buffer.serials}")
+            whose, has = "its own" if owner is None else f"rank {owner}'s", buffer.serials if buffer else ()
+            raise WorkerError(f"snapshot {serial} ({whose}) is not whole in this process, which has {has}")
         return slot
 
 
@@ -194,15 +196,15 @@ def _blocks(slot: Slot, kind: MemoryKind) -> Iterator[np.ndarray]:
     left = sum(slot.layout[kind])
     for block in slot.blocks.get(kind, ()):
         if left > 0:
-            yield block[: min(left, len(block))].numpy()
-        left -= len(block)
+            yield block.numpy()[:left]
+        left -= block.numel()
 
 
 def _fill(blocks: list[torch.Tensor], number: int, values: np.ndarray) -> None:
     """Copy a block into the list, in memory that is there where it fits."""
     if number == len(blocks):
         blocks.append(torch.empty(len(values), dtype=torch.uint8))
-    if len(blocks[number]) != len(values):
+    if blocks[number].numel() != len(values):
         blocks[number] = torch.empty(len(values), dtype=torch.uint8)
     blocks[number].numpy()[:] = values
 

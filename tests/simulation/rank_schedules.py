@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import ray
 from simulated_ranks import Cluster, Fault, unbroken
-from virtual_loop import VirtualLoop, run
+from virtual_loop import VirtualLoop, collecting_after_runs, run
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
@@ -106,7 +107,7 @@ def draw_scarce(seed: int) -> Schedule:
 @contextmanager
 def no_ray():
     """What the driver imports of Ray and of the model's files, for the time of many schedules."""
-    with pytest.MonkeyPatch.context() as patch:
+    with collecting_after_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "kill", lambda handle, no_restart: handle.process.die())
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
@@ -139,6 +140,9 @@ class Group(PolicyGroup):
         return [Shard((i,), batch, ((0,),)) for i in range(self._actor.data_parallel)]
 
 
+_PLAN = SendPlan(transport="distributed", targets=(), bucket_bytes=1, timeout_s=600.0)
+
+
 class Engine:
     """Takes weights, and asks for them in between, as servers that were started again do."""
 
@@ -153,7 +157,7 @@ class Engine:
         return self
 
     async def prepare(self) -> SendPlan:
-        return SendPlan(transport="distributed", targets=(), bucket_bytes=1, timeout_s=600.0)
+        return _PLAN
 
     async def install(self, report: Any) -> None:
         key, sent = self.outcome.cluster.sent
@@ -263,7 +267,7 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
         faults=list(schedule.faults),
     )
     outcome = Outcome(cluster, schedule.batches)
-    actor = ActorSection(data_parallel=schedule.data, tensor_parallel=schedule.tensor)
+    actor = _actor(schedule.data, schedule.tensor)
     names = ("old_logprobs",) if schedule.passes else ()
     algorithm = SimpleNamespace(passes=lambda columns: names, old_logprobs="recompute")
     placement = SimpleNamespace(deadlines=Deadlines(), take_gpus=lambda gpus: None, has_gpus=False)
@@ -289,6 +293,11 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
     if checked:
         _check(schedule, outcome)
     return outcome
+
+
+@cache
+def _actor(data: int, tensor: int) -> ActorSection:
+    return ActorSection(data_parallel=data, tensor_parallel=tensor)
 
 
 # Bytes that peers' copies take on the fullest host, by (ranks, hosts): one own snapshot of 16, two of a peer.

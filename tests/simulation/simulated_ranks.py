@@ -12,8 +12,8 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import reduce
-from types import SimpleNamespace
+from functools import cache, partial, reduce
+from types import CoroutineType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,11 +140,15 @@ class Handle:
         self.process, self.caller = process, caller
 
     def __getattr__(self, name: str) -> Any:
-        group = getattr(_CLASS, name).__ray_concurrency_group__
-        process, caller = self.process, self.caller
-        method = SimpleNamespace(remote=lambda *a, **o: process.submit(caller, group, name, a, o))
+        method = SimpleNamespace(remote=partial(self.process.submit, self.caller, _group_of(name), name))
         setattr(self, name, method)
         return method
+
+
+@cache
+def _group_of(name: str) -> str:
+    """The concurrency group of a method."""
+    return getattr(_CLASS, name).__ray_concurrency_group__
 
 
 class Process:
@@ -161,12 +165,12 @@ class Process:
         self._busy: set[str] = set()
         self._pending: dict[asyncio.Future, Process | None] = {}
         self._last_arrival: dict[Any, float] = {}
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[asyncio.Task, None] = {}  # in order, unlike a set: they are cancelled in it
         self._ready_at = max(self.loop.time(), cluster.gone_until[rank]) + cluster.delay(2.0)
 
     # What Ray does.
 
-    def submit(self, caller: Process | None, group: str, name: str, arguments: Any, options: Any) -> asyncio.Future:
+    def submit(self, caller: Process | None, group: str, name: str, *arguments: Any, **options: Any) -> asyncio.Future:
         """Call a method; the future is the caller's."""
         answer, key = self.loop.create_future(), (caller, group)
         if not self.alive:
@@ -175,17 +179,18 @@ class Process:
         self._pending[answer] = caller
         arrival = max(self.loop.time() + self.cluster.delay(), self._last_arrival.get(key, self._ready_at) + 1e-7)
         self._last_arrival[key] = arrival
-        self.loop.call_at(arrival, self._arrive, group, name, arguments, options, answer)
+        self.loop.call_at(arrival, self._arrive, group, (name, arguments, options, answer))
         return answer
 
-    def _arrive(self, group: str, name: str, arguments: Any, options: Any, answer: asyncio.Future) -> None:
-        self._queues[group].append((name, arguments, options, answer))
+    def _arrive(self, group: str, call: tuple) -> None:
+        self._queues[group].append(call)
         self._go_on(group)
 
     def _go_on(self, group: str) -> None:
-        if group in self._busy or not self._queues[group] or not self.alive or self.frozen:
+        queue = self._queues[group]
+        if not queue or group in self._busy or not self.alive or self.frozen:
             return None
-        name, arguments, options, answer = self._queues[group].popleft()
+        name, arguments, options, answer = queue.popleft()
         self.cluster.called(self)
         if not self.alive or self.frozen:
             return None
@@ -193,16 +198,16 @@ class Process:
             result = getattr(self, name)(*arguments, **options)
         except Exception as error:
             return self._answer(answer, None, error)
-        if not asyncio.iscoroutine(result):
+        if type(result) is not CoroutineType:
             return self._answer(answer, result, None)
         self._busy.add(group)
         task = self.loop.create_task(result)
-        self._tasks.add(task)
-        task.add_done_callback(lambda task: self._done(task, group, answer))
+        self._tasks[task] = None
+        task.add_done_callback(partial(self._done, group, answer))
         return None
 
-    def _done(self, task: asyncio.Task, group: str, answer: asyncio.Future) -> None:
-        self._tasks.discard(task)
+    def _done(self, group: str, answer: asyncio.Future, task: asyncio.Task) -> None:
+        self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if not self.alive or task.cancelled():
             return
@@ -237,8 +242,15 @@ class Process:
         self.frozen = True
 
     async def _spend(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        await self._unless_frozen()
+        """asyncio.sleep, in which frozen ones stay."""
+        over = self.loop.create_future()
+        timer = self.loop.call_later(seconds, _resolve, over, None, None)
+        try:
+            await over
+        finally:
+            timer.cancel()
+        if self.frozen:
+            await self.loop.create_future()
 
     async def _unless_frozen(self) -> None:
         if self.frozen:
@@ -362,13 +374,14 @@ class Process:
     async def _settled(self, *waits: asyncio.Future | None) -> None:
         for wait in waits:
             if wait is not None:
-                await asyncio.wait({wait})
-        await self._unless_frozen()
+                await _ended(wait)
+        if self.frozen:
+            await self.loop.create_future()
 
     def _background(self, work: Any) -> asyncio.Task:
         task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     async def start_save(self, directory: Any) -> None:
@@ -530,6 +543,22 @@ class Process:
         await self._spend(self.cluster.delay(0.3))
         self._go_on_from(history)
         await self._meet()
+
+
+async def _ended(future: asyncio.Future) -> None:
+    """asyncio.wait for one future, at less cost: the same callbacks run."""
+    over = future.get_loop().create_future()
+    note = partial(_set, over)
+    future.add_done_callback(note)
+    try:
+        await over
+    finally:
+        future.remove_done_callback(note)
+
+
+def _set(over: asyncio.Future, future: asyncio.Future) -> None:
+    if not over.done():
+        over.set_result(None)
 
 
 def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -> None:

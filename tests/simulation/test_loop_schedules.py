@@ -42,7 +42,7 @@ def test_what_the_simulation_found():
     run_all([6367])
 
 
-LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="three minutes: MEGATRON_DARO_LONG=1 runs it")
+LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="two minutes: MEGATRON_DARO_LONG=1 runs it")
 
 
 @pytest.mark.heavy
