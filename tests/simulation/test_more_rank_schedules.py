@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from rank_schedules import no_ray
 from test_rank_schedules import run_all
@@ -15,11 +13,8 @@ def patched():
         yield patch
 
 
-LONG = pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="three minutes: MEGATRON_DARO_LONG=1 runs it")
-
-
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[] if part < 13 else LONG) for part in range(10, 20)])
+@pytest.mark.parametrize("part", range(10, 20))
 def test_the_other_fifty_thousand_schedules(part):
     run_all(range(500 + 5_000 * part, 5_500 + 5_000 * part))
