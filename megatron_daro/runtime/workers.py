@@ -28,7 +28,7 @@ from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from megatron_daro.actor.double_buffer import Layout
-from megatron_daro.actor.parallel import Address, PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.convert.daro_format import StoredShard
@@ -45,6 +45,7 @@ from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 if TYPE_CHECKING:
+    from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.send import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
