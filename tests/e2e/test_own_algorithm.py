@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import run_cli, trained
+from cli_runs import trained
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -56,9 +56,9 @@ def test_they_make_the_gradient(tiny, run):
     assert read_metrics(run)[-STEPS]["loss/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-def test_an_option_it_does_not_take_is_refused_before_anything_starts(tiny, tmp_path):
+def test_an_option_it_does_not_take_is_refused_before_anything_starts(tiny, tmp_path, refused):
     options = [*OPTIONS, "algorithm.options.base_line=0.3", f"trainer.run_dir={tmp_path / 'run'}"]
-    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", {"PYTHONPATH": str(TESTS)})
+    finished = refused(["train", tiny.config, *options])
     assert finished.code == 2
     assert "options of algorithm toy_algorithm:Toy: missing a required argument: 'baseline'" in finished.last_line
     assert not (tmp_path / "run").exists()

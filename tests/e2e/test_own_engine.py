@@ -36,14 +36,19 @@ def test_weights_that_it_does_not_load_show_as_a_mismatch(tiny, tmp_path):
         (["engine.kind=toy_engine:WithoutLoad"], "toy_engine:WithoutLoad.load_weights does not fit ServerApi"),
         (["engine.kind=toy_engine:OtherAnswer"], "toy_engine:OtherAnswer.answer does not fit ServerApi"),
         (["engine.options.wrongg=x"], "toy_engine:Toy: got an unexpected keyword argument 'wrongg'"),
-        (["engine.options.wrong=constructor"], "toy_engine:Toy cannot be made (RuntimeError: no such accelerator)"),
     ],
 )
-def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, changes, words):
-    options = [*OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"]
-    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):
+    finished = refused(["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
     assert finished.code == 2
     assert words in finished.last_line
+
+
+def test_a_class_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
+    options = [*OPTIONS, "engine.options.wrong=constructor", f"trainer.run_dir={tmp_path / 'run'}"]
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+    assert finished.code == 2
+    assert "toy_engine:Toy cannot be made (RuntimeError: no such accelerator)" in finished.last_line
 
 
 @pytest.mark.parametrize(

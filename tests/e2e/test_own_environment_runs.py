@@ -112,16 +112,20 @@ def test_a_run_that_was_killed_between_turns_goes_on_with_the_same_conversations
     [
         (["environment.kind=no_such_module:X"], "environment.kind: got 'no_such_module:X', which cannot be imported"),
         (["environment.kind=toy_environment:OtherSignature"], "OtherSignature.rollout does not fit Environment"),
-        (["environment.options.wrong=constructor"], "toy_environment:SecondTry cannot be made (RuntimeError: no such"),
         (["environment.kind=single_turn", "environment.options.late=1"], "late with environment.kind single_turn"),
     ],
 )
-def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, changes, words):
-    finished = run_cli(
-        ["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"], tmp_path / "log", TESTS
-    )
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):
+    finished = refused(["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
     assert finished.code == 2
     assert words in finished.last_line
+
+
+def test_a_class_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
+    options = [*OPTIONS, "environment.options.wrong=constructor", f"trainer.run_dir={tmp_path / 'run'}"]
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+    assert finished.code == 2
+    assert "toy_environment:SecondTry cannot be made (RuntimeError: no such" in finished.last_line
 
 
 def test_something_else_than_a_verdict_is_refused_before_a_step(tiny, tmp_path):

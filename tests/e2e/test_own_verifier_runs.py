@@ -27,15 +27,20 @@ def test_it_trains_three_steps_on_its_own_rewards(tiny, tmp_path):
     [
         (["reward.verifier=no_such_module:X"], "reward.verifier: got 'no_such_module:X', which cannot be imported"),
         (["reward.verifier=toy_verifier:OtherSignature"], "OtherSignature.verify does not fit AnswerVerifier"),
-        (["reward.options.wrong=constructor"], "toy_verifier:LastDigit cannot be made (RuntimeError: no such table)"),
         (["reward.strict=false"], "strict with reward.verifier toy_verifier:LastDigit, which would not use them"),
     ],
 )
-def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, changes, words):
-    options = [*OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"]
-    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):
+    finished = refused(["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
     assert finished.code == 2
     assert words in finished.last_line
+
+
+def test_a_class_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
+    options = [*OPTIONS, "reward.options.wrong=constructor", f"trainer.run_dir={tmp_path / 'run'}"]
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+    assert finished.code == 2
+    assert "toy_verifier:LastDigit cannot be made (RuntimeError: no such table)" in finished.last_line
 
 
 def test_something_else_than_a_verdict_is_refused_before_a_step(tiny, tmp_path):
