@@ -1,5 +1,6 @@
 """An environment of one's own, through the command line: it trains, replays and resumes; refusals by name."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -80,10 +81,11 @@ def test_a_replay_trains_the_same_and_needs_no_environment(run, tiny, tmp_path):
 
 
 def test_a_run_that_was_cut_goes_on_with_the_same_conversations(run, tiny, tmp_path):
-    resumed = tmp_path / "run"
+    """As if it had ended after the checkpoint of step 2: what it wrote later is there, and is written again."""
+    resumed = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(checkpoint(resumed, 3))
+    (resumed / "rollouts" / "step_000003.parquet").unlink()
     options = [*OPTIONS, "trainer.eval_every_steps=3", f"trainer.run_dir={resumed}"]
-    trained(["train", tiny.config, *options, "trainer.steps=2"], tmp_path / "log", TESTS)
-    assert checkpoint(resumed, 2).is_dir()
     trained(["train", tiny.config, *options, "trainer.steps=3", "--resume"], tmp_path / "resumed", TESTS)
     assert metric_lines(resumed, [1, 2, 3])[2] == metric_lines(run, [1, 2, 3])[2]
     for one, other in zip(read_step(resumed, 3), read_step(run, 3), strict=True):
@@ -128,6 +130,7 @@ def test_a_class_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
     assert "toy_environment:SecondTry cannot be made (RuntimeError: no such" in finished.last_line
 
 
+@pytest.mark.heavy  # the check: tests/unit/rollout/test_conversations.py; how a run ends of it: test_own_parts.py
 def test_something_else_than_a_verdict_is_refused_before_a_step(tiny, tmp_path):
     options = [*OPTIONS, "environment.options.wrong=type", f"trainer.run_dir={tmp_path / 'run'}"]
     finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
