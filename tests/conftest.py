@@ -39,6 +39,8 @@ FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fau
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, so that two processes end at about the same time."""
 _SERVERS = "sglang"
+_LAST_WITH_SERVERS = Path("sglang") / "test_sglang_streamed_answers.py"
+"""It kills a server, which the next file would have to start again."""
 _FIRST = Path("slurm") / "test_slurm_signals.py"
 """Begins before all others: the minutes in which heavy tests begin must not be over before a job is signalled."""
 
@@ -71,12 +73,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("heavy"):
                 item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
-    rank = {name: number for number, name in enumerate(FOLDERS)}
-    items.sort(key=lambda item: -1 if item.path == HERE / _FIRST else rank.get(folder_of(item.path), len(rank)))
+    items.sort(key=_place)
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """Where a test runs: tests are sorted by this, and stay in their order where it is the same."""
+    folder = folder_of(item.path)
+    number = -1 if item.path == HERE / _FIRST else FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+    return number, item.path == HERE / _LAST_WITH_SERVERS
 
 
 @pytest.hookimpl(optionalhook=True)
