@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ _STARTED = time.monotonic()
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fault", "e2e", "slurm", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
-last, so that two processes end at about the same time."""
+last, those with most tests first, so that the processes end at about the same time."""
+_LAST = "parallel"
 _SERVERS = "sglang"
 _LAST_WITH_SERVERS = Path("sglang") / "test_sglang_streamed_answers.py"
 """It kills a server, which the next file would have to start again."""
@@ -73,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("heavy"):
                 item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
-    items.sort(key=_place)
+    tests = Counter(item.path for item in items if not item.get_closest_marker("skip"))
+    items.sort(key=lambda item: (*_place(item), -tests[item.path] if folder_of(item.path) == _LAST else 0))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
