@@ -6,12 +6,13 @@ them.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--heavy-minutes")
     if item.get_closest_marker("heavy") and time.monotonic() - _STARTED > 60 * minutes:
         pytest.skip(f"heavy: the {minutes:g} minutes in which such tests begin are over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leaves what is imported and collected to Python's garbage collector neither now nor later: none of it is garbage,
+    and every process of pytest has all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
