@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_daro.actor import parallel
-from megatron_daro.actor.parallel import Layout, PolicySettings
+from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.policy import MegatronPolicy
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.types import TrainBatch

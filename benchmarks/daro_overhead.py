@@ -90,8 +90,8 @@ def make_batch(groups: int, mean_tokens: int, seed: int) -> Any:
 
 def build_policies(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
     from megatron_daro.actor import parallel
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import SGLangSection

@@ -24,7 +24,7 @@ from convert import CONFIG, make_checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime.cluster import Placement, cluster

@@ -121,10 +121,12 @@ def train(
     if dry_run:
         _rehearse(config, resume=resume, replay=replay, owns_process=bool(context.obj))
         return
+    from megatron_daro import garbage
     from megatron_daro.runtime.interrupts import interruptible
 
     with interruptible():
-        import megatron_daro.runtime.launch as launch
+        with garbage.paused():
+            import megatron_daro.runtime.launch as launch
 
         outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":

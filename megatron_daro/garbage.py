@@ -1,13 +1,28 @@
-"""Python's garbage collector in a process whose event loop must not be held."""
+"""Python's garbage collector: out of the way of an event loop that must not be held, and of modules being loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PAUSE_S = 0.1
 _YOUNG_BETWEEN_FULL = 50_000
 """Collections of younger objects before one that looks at all: more than an hour."""
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing meanwhile. For loading modules or a model: hundreds of thousands of objects are made then, none
+    of them garbage, and looking for some takes a sixth of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def spare_event_loop() -> None:

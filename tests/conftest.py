@@ -6,12 +6,13 @@ them.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ _STARTED = time.monotonic()
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fault", "e2e", "slurm", "parallel", "gpu")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
-last, so that two processes end at about the same time."""
+last, those with most tests first, so that the processes end at about the same time."""
+_LAST = "parallel"
 _SERVERS = "sglang"
+_LAST_WITH_SERVERS = Path("sglang") / "test_sglang_streamed_answers.py"
+"""It kills a server, which the next file would have to start again."""
 _FIRST = Path("slurm") / "test_slurm_signals.py"
 """Begins before all others: the minutes in which heavy tests begin must not be over before a job is signalled."""
 
@@ -65,18 +69,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"heavy: the {minutes:g} minutes in which such tests begin are over")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leaves what is imported and collected to Python's garbage collector neither now nor later: none of it is garbage,
+    and every process of pytest has all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the tests by folder; skips heavy ones that nobody asked for, and what needs a GPU that is not here."""
     if not config.getoption("--heavy"):
         for item in items:
             if item.get_closest_marker("heavy"):
                 item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
-    rank = {name: number for number, name in enumerate(FOLDERS)}
-    items.sort(key=lambda item: -1 if item.path == HERE / _FIRST else rank.get(folder_of(item.path), len(rank)))
+    tests = Counter(item.path for item in items if not item.get_closest_marker("skip"))
+    items.sort(key=lambda item: (*_place(item), -tests[item.path] if folder_of(item.path) == _LAST else 0))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """Where a test runs: tests are sorted by this, and stay in their order where it is the same."""
+    folder = folder_of(item.path)
+    number = -1 if item.path == HERE / _FIRST else FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+    return number, item.path == HERE / _LAST_WITH_SERVERS
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,13 +1,13 @@
-"""Fixtures that tests/e2e and tests/fault share: the tiny task's files, and one unbroken run of it.
+"""Fixtures that tests/e2e and tests/fault share: the tiny task's files, one unbroken run of it, commands in process.
 
-Both folders' conftest.py import them. The work is done once, also where pytest runs in several processes: whoever
-needs it first does it while the others wait.
+Both folders' conftest.py import them. The work of the first two is done once, also where pytest runs in several
+processes: whoever needs it first does it while the others wait.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cli_runs
@@ -33,6 +33,31 @@ def reference(tmp_path_factory, tiny):
         cli_runs.trained(["train", tiny.config, *options], directory / "log")
 
     return _once(_shared(tmp_path_factory) / "reference", train) / "run"
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs `megatron-daro ARGUMENTS` in this process, for what ends before anything starts; Ray may not be started.
+
+    A process of its own costs seconds of imports: one command of each file has it, for exit code and traceback.
+    """
+    import ray
+
+    from megatron_daro.cli import main
+
+    started: list[object] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+
+    def run(arguments: Sequence[object]) -> cli_runs.Finished:
+        capsys.readouterr()
+        code = main([*map(str, arguments)])
+        said = capsys.readouterr()
+        assert not started
+        return cli_runs.Finished(code, said.out, said.err)
+
+    return run
 
 
 def _shared(factory: pytest.TempPathFactory) -> Path:

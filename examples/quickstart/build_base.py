@@ -161,8 +161,8 @@ def pretrain(rank: int, processes: int, address: str, start: Path, target: Path,
 
     torch.set_num_threads(1)
     from megatron_daro.actor import parallel
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config import AlgorithmSection
     from megatron_daro.config.actor import ActorSection, OptimizerSection
     from megatron_daro.convert.hf_files import write_hf_checkpoint

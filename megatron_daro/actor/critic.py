@@ -28,7 +28,7 @@ from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
 from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import (
     CriticReport,
     TrainedModel,

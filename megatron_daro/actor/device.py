@@ -151,6 +151,7 @@ def install() -> None:
     _redirect_tensor_methods()
     _redirect_sends()
     torch.compile = _uncompiled  # type: ignore[assignment]  # before the next, which imports Megatron-core
+    _keep_compiler_from_optimizers()
     _redirect_random_state()
     _redirect_experts()
 
@@ -158,6 +159,17 @@ def install() -> None:
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
     """In place of torch.compile, also with options alone: `@torch.compile(dynamic=True)`."""
     return function if function is not None else _uncompiled
+
+
+def _keep_compiler_from_optimizers() -> None:
+    """torch's optimizers load the compiler, only to tell it to leave them alone: they run as they are written.
+
+    Source: torch 2.13, torch/_compile.py, `_disable_dynamo`; torch/optim/optimizer.py, `_use_grad_for_differentiable`.
+    """
+    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        setattr(torch.optim.Optimizer, name, getattr(torch.optim.Optimizer, name).__wrapped__)
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW's step is Adam's
+        _replace(kind, step=torch.no_grad()(kind.step.__wrapped__))  # type: ignore[union-attr]
 
 
 def _on_cpu(device: object) -> object:

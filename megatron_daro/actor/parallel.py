@@ -1,4 +1,4 @@
-"""Process groups and seeds of one training process, and the settings that a rank takes from the rest of the run.
+"""Process groups and seeds of one training process.
 
 A worker initializes these first; everything else in actor/ asks Megatron's parallel state. Rejects a world that is
 not TP x PP x CP x DP, and expert-parallel sizes that do not fit into it.
@@ -12,7 +12,6 @@ import socket
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,26 +23,6 @@ from megatron_daro.actor import device
 from megatron_daro.config import hardware
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """Plain values for `MegatronPolicy`.
-
-    model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
-    of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
-    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
-    whether `device.expand_segments` may be called.
-    """
-
-    model_path: Path
-    rollouts_per_prompt: int
-    max_response_tokens: int
-    temperature: float
-    total_steps: int
-    weights: Path | None = None
-    expandable_segments: bool = False
-
 
 device.prepare()
 with warnings.catch_warnings():

@@ -40,7 +40,8 @@ from megatron_daro.actor.optimizer import (
     remarks,
     uses_transformer_engine,
 )
-from megatron_daro.actor.parallel import Layout, PolicySettings
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.objective import ObjectiveSettings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection

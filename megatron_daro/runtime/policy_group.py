@@ -24,7 +24,7 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape

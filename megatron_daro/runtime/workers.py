@@ -27,8 +27,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
+from megatron_daro import garbage
 from megatron_daro.actor.double_buffer import Layout
-from megatron_daro.actor.parallel import Address, PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.convert.daro_format import StoredShard
@@ -45,6 +46,7 @@ from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 if TYPE_CHECKING:
+    from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.send import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
@@ -160,8 +162,9 @@ class TrainWorker:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         if init_method.startswith("file:"):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        from megatron_daro.actor import parallel
-        from megatron_daro.actor.policy import MegatronPolicy, layout_of
+        with garbage.paused():
+            from megatron_daro.actor import parallel
+            from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
         self._remarks = parallel.prepare_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening()
@@ -457,8 +460,9 @@ class EngineWorker:
         log_folder: Path | None = None,
     ) -> None:
         logs.take_over(log_folder, f"engine {number}")
-        from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-        from megatron_daro.engine.embedded import EmbeddedEngine
+        with garbage.paused():
+            from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
+            from megatron_daro.engine.embedded import EmbeddedEngine
 
         tokenizer = load_tokenizer(path, trust_remote_code)
         self._engine = EmbeddedEngine(path, decode=response_decoder(tokenizer), **options)
@@ -469,7 +473,8 @@ class EngineWorker:
 
     async def start(self) -> None:
         """Load the model."""
-        await self._engine.start()
+        with garbage.paused():
+            await self._engine.start()
 
     @ray.method(num_returns="streaming")
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:

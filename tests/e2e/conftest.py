@@ -1,1 +1,1 @@
-from run_fixtures import reference, tiny  # noqa: F401
+from run_fixtures import reference, refused, tiny  # noqa: F401

@@ -27,7 +27,8 @@ def tools(tmp_path_factory):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.heavy] if kind == "code_tests:CodeTests" else [])
+        # What each of them does: tests/unit/examples/test_example_environments.py.
+        pytest.param(kind, marks=[] if kind == "python_tool:PythonTool" else [pytest.mark.heavy])
         for kind in tiny_tools.ENVIRONMENTS
     ],
 )

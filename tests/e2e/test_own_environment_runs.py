@@ -1,5 +1,6 @@
 """An environment of one's own, through the command line: it trains, replays and resumes; refusals by name."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -80,10 +81,11 @@ def test_a_replay_trains_the_same_and_needs_no_environment(run, tiny, tmp_path):
 
 
 def test_a_run_that_was_cut_goes_on_with_the_same_conversations(run, tiny, tmp_path):
-    resumed = tmp_path / "run"
+    """As if it had ended after the checkpoint of step 2: what it wrote later is there, and is written again."""
+    resumed = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(checkpoint(resumed, 3))
+    (resumed / "rollouts" / "step_000003.parquet").unlink()
     options = [*OPTIONS, "trainer.eval_every_steps=3", f"trainer.run_dir={resumed}"]
-    trained(["train", tiny.config, *options, "trainer.steps=2"], tmp_path / "log", TESTS)
-    assert checkpoint(resumed, 2).is_dir()
     trained(["train", tiny.config, *options, "trainer.steps=3", "--resume"], tmp_path / "resumed", TESTS)
     assert metric_lines(resumed, [1, 2, 3])[2] == metric_lines(run, [1, 2, 3])[2]
     for one, other in zip(read_step(resumed, 3), read_step(run, 3), strict=True):
@@ -112,18 +114,23 @@ def test_a_run_that_was_killed_between_turns_goes_on_with_the_same_conversations
     [
         (["environment.kind=no_such_module:X"], "environment.kind: got 'no_such_module:X', which cannot be imported"),
         (["environment.kind=toy_environment:OtherSignature"], "OtherSignature.rollout does not fit Environment"),
-        (["environment.options.wrong=constructor"], "toy_environment:SecondTry cannot be made (RuntimeError: no such"),
         (["environment.kind=single_turn", "environment.options.late=1"], "late with environment.kind single_turn"),
     ],
 )
-def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, changes, words):
-    finished = run_cli(
-        ["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"], tmp_path / "log", TESTS
-    )
+def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):
+    finished = refused(["train", tiny.config, *OPTIONS, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
     assert finished.code == 2
     assert words in finished.last_line
 
 
+def test_a_class_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
+    options = [*OPTIONS, "environment.options.wrong=constructor", f"trainer.run_dir={tmp_path / 'run'}"]
+    finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)
+    assert finished.code == 2
+    assert "toy_environment:SecondTry cannot be made (RuntimeError: no such" in finished.last_line
+
+
+@pytest.mark.heavy  # the check: tests/unit/rollout/test_conversations.py; how a run ends of it: test_own_parts.py
 def test_something_else_than_a_verdict_is_refused_before_a_step(tiny, tmp_path):
     options = [*OPTIONS, "environment.options.wrong=type", f"trainer.run_dir={tmp_path / 'run'}"]
     finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)

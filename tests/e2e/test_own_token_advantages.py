@@ -103,14 +103,14 @@ def test_several_updates_of_a_batch_after_a_step_that_is_resumed(tiny, tmp_path)
     assert lines[0] == lines[1]
 
 
+@pytest.mark.heavy  # what ranks refuse: tests/parallel/test_token_advantages.py
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["algorithm.options.fault=long"], "algorithm faulty, token_advantages: got torch.float64"),
-        pytest.param(
+        (
             ["algorithm.options.fault=nan", "reward.correct_reward=7"],
             "of the step's trained tokens have an advantage that is not finite",
-            marks=pytest.mark.heavy,
         ),
     ],
 )

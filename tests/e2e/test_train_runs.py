@@ -127,11 +127,12 @@ def test_replay_repeats_the_train_part_exactly(tiny, reference, tmp_path):
     assert weights and weights.items() <= digests(checkpoint(tmp_path / "run", 8)).items()
 
 
+@pytest.mark.heavy  # losses and gradients of layouts: tests/parallel/test_gradients_exact.py
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(["actor.tensor_parallel=1", "actor.pipeline_parallel=2"], id="pp2"),
-        pytest.param(["actor.tensor_parallel=1", "actor.data_parallel=2"], id="dp2", marks=pytest.mark.heavy),
+        pytest.param(["actor.tensor_parallel=1", "actor.data_parallel=2"], id="dp2"),
     ],
 )
 def test_other_layouts_have_the_same_losses_on_the_same_rollouts(tiny, reference, tmp_path, layout):
@@ -184,7 +185,7 @@ def test_answers_in_segments_and_their_replay(tiny, tmp_path):
 def test_one_step_of_staleness_overlaps_and_only_loopback_is_listened_on(tiny, tmp_path):
     run_dir = tmp_path / "run"
     options = [f"trainer.run_dir={run_dir}", "rollout.max_staleness=1", "trainer.save_every_steps=0"]
-    options.append("trainer.steps=4")
+    options += ["trainer.steps=4", "actor.tensor_parallel=1", "actor.pipeline_parallel=2"]
     with signalled(
         ["train", tiny.config, *options], tmp_path / "log",
         name="SIGSTOP", place="train", after_step=2, run_dir=run_dir,

@@ -14,8 +14,8 @@ from megatron_daro.actor.compat import quiet
 def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
     from dataclasses import replace
 
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 

@@ -20,8 +20,8 @@ from megatron_daro.types import TrainBatch
 def _trainee(
     path: Path, layout: Any, algorithm: Any, *, to_be_restored: bool = False, reference: Any = None, **options: Any
 ) -> Any:
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 

@@ -40,8 +40,8 @@ def gloo_groups(layout: Any) -> list[str]:
 def build_policy(
     path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
 ) -> Any:
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from multiprocessing import forkserver
 from typing import Any
 
 from megatron_daro.ports import reserve_port
@@ -28,9 +29,7 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        # Forked from a process that has imported Megatron once, and nothing else: it runs no threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = _context()
         self._pipes, self._processes, self._worlds = [], [], 0
         for rank in range(self._size):
             ours, theirs = context.Pipe()
@@ -63,6 +62,20 @@ class RankPool:
             process.terminate()
         for process in self._processes:
             process.join(10)
+
+
+def _context() -> Any:
+    """Processes are forked from one that has imported Megatron once, and nothing else: it runs no threads.
+
+    There is one such server in a process, and it imports when it starts: that of a conversion, tested before, has not
+    imported what ranks need, and each of them would. It is ended.
+    """
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None and server._preload_modules != PRELOAD:
+        server._stop()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _serve(rank: int, pipe: Any, coloured: bool) -> None:

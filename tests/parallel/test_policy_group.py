@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_models import ROLLOUTS, random_batch, save_model
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError

@@ -1,2 +1,2 @@
-from run_fixtures import tiny  # noqa: F401
+from run_fixtures import refused, tiny  # noqa: F401
 from sglang_fixtures import pool, pytest_runtest_makereport  # noqa: F401

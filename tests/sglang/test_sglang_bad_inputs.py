@@ -207,17 +207,16 @@ def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
     run(scenario())
 
 
-def train(tiny, tmp_path, **options):
-    """`megatron-daro train` with these options of SGLang servers."""
+def arguments_of(tiny, tmp_path, **options):
+    """Of `megatron-daro train` with these options of SGLang servers."""
     config = tiny.write_config(tmp_path / "bad.yaml", {"engine": {"kind": "sglang", "replicas": 1, "sglang": options}})
-    finished = run_cli(["train", config, f"trainer.run_dir={tmp_path / 'run'}"], tmp_path / "log")
-    assert "Traceback" not in finished.stderr and not (tmp_path / "run" / "checkpoints").exists()
-    return finished
+    return ["train", config, f"trainer.run_dir={tmp_path / 'run'}"]
 
 
-def test_train_with_an_interpreter_that_is_not_there(tiny, tmp_path):
+def test_train_with_an_interpreter_that_is_not_there(tiny, tmp_path, refused):
     missing = tmp_path / "env" / "bin" / "python"
-    finished = train(tiny, tmp_path, python=str(missing))
+    finished = refused(arguments_of(tiny, tmp_path, python=str(missing)))
+    assert not (tmp_path / "run" / "checkpoints").exists()
     assert finished.code == CONFIGURATION
     assert finished.last_line.strip().startswith("engine.sglang.python: got") and "does not exist" in finished.last_line
     assert str(missing) in finished.last_line and "correct the path" in finished.last_line
@@ -240,7 +239,8 @@ def web_server():
 @pytest.mark.slow
 def test_train_with_the_url_of_something_else(tiny, tmp_path):
     with web_server() as url:
-        finished = train(tiny, tmp_path, urls=[url])
+        finished = run_cli(arguments_of(tiny, tmp_path, urls=[url]), tmp_path / "log")
+    assert "Traceback" not in finished.stderr and not (tmp_path / "run" / "checkpoints").exists()
     assert finished.code == ERROR
     assert f"{URLS}: {url} is no SGLang server" in finished.last_line
     assert "allowed: SGLang 0.5.18 or newer" in finished.last_line

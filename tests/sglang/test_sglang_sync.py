@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sglang_pool import PooledServer, collect, engine_of, expected, group, save_policy, section, started
 
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime.cluster import Placement, cluster

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from megatron_daro.garbage import spare_event_loop
+from megatron_daro.garbage import paused, spare_event_loop
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,18 @@ async def gone(one):
     async with asyncio.timeout(20):
         while one() is not None:
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_while_modules_are_loaded_nothing_is_collected_and_then_it_is_as_before(before):
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(KeyError), paused():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
 
 
 def test_new_cycles_are_found_and_a_full_collection_does_not_come():

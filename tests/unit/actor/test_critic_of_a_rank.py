@@ -18,7 +18,7 @@ from megatron_daro.actor import critic_metrics
 from megatron_daro.actor import policy as policy_module
 from megatron_daro.actor.advantages import with_advantages
 from megatron_daro.actor.compat import ValueModel
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import CheckpointError, ModelError

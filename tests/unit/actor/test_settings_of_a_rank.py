@@ -13,7 +13,8 @@ from single_rank import CONFIG, policy_of, save_random_model
 from megatron_daro.actor import compat, model
 from megatron_daro.actor import policy as policy_module
 from megatron_daro.actor import weights as weights_module
-from megatron_daro.actor.parallel import Layout, PolicySettings
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape

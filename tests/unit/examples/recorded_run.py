@@ -87,8 +87,8 @@ def record(model: Path, run: Path) -> Path:
 
 def _train(config: Config, steps: list[list[Group]], run: Path) -> None:
     from megatron_daro.actor import parallel
-    from megatron_daro.actor.parallel import PolicySettings
     from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.data.batch import build_batch
 
     parallel.initialize(parallel.Layout(), seed=0, timeout_s=60)

@@ -45,16 +45,22 @@ def small_experts() -> dict[str, object]:
     return small("qwen3_moe", **experts)
 
 
-def measured(questions: list[tuple[str, dict[str, object]]]) -> list[object]:
-    """What real modules take: one process for all questions, since importing Megatron takes seconds."""
-    text = "\n".join(json.dumps(question) for question in questions)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", HELPER], input=text, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line)["found"] for line in done.stdout.splitlines() if line.startswith('{"found"')]
-    assert len(found) == len(questions)
-    return found
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What real modules take: one process for all tests, since importing Megatron takes seconds."""
+    log = tmp_path_factory.mktemp("modules") / "log"
+    command = [sys.executable, "-W", "ignore", HELPER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with log.open("w") as errors, subprocess.Popen(command, **pipes, stderr=errors) as process:
+
+        def found(question: tuple[str, dict[str, object]]) -> object:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            answer = next((line for line in process.stdout if line.startswith('{"found"')), None)
+            assert answer is not None, log.read_text()[-3000:]
+            return json.loads(answer)["found"]
+
+        yield lambda questions: [found(question) for question in questions]
 
 
 def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: bool = True, chunk: int = 1024):
@@ -100,7 +106,7 @@ def test_experts_that_a_recipe_cuts_are_counted_as_cut():
 
 
 @pytest.mark.shared
-def test_parameters_are_those_of_megatron_in_real_layouts():
+def test_parameters_are_those_of_megatron_in_real_layouts(measured):
     if not CONFIGS.is_dir():
         pytest.skip(f"needs the model configurations in {CONFIGS}")
     cases = [
@@ -117,7 +123,7 @@ def test_parameters_are_those_of_megatron_in_real_layouts():
     assert planned == found
 
 
-def test_a_critic_is_counted_as_it_is_and_comes_on_top():
+def test_a_critic_is_counted_as_it_is_and_comes_on_top(measured):
     """Untied, with one row in the output layer's place; its state is as large as the policy's rest."""
     cases = [
         (config, tensor, pipeline, stage)
@@ -171,7 +177,7 @@ def of(critic):
     return replace(workload(small()), critic=critic)
 
 
-def test_weights_gradients_and_optimizer_are_those_of_megatron():
+def test_weights_gradients_and_optimizer_are_those_of_megatron(measured):
     cases = [
         (small(), 1, 1, "bf16", True),
         (small(), 2, 2, "bf16", True),
@@ -213,7 +219,7 @@ MORE_ACTIVATIONS = [
 @pytest.mark.parametrize(
     "cases", [ACTIVATIONS, pytest.param(MORE_ACTIVATIONS, marks=pytest.mark.heavy)], ids=["few", "more"]
 )
-def test_activations_and_logits_are_within_15_percent_of_a_run(record_property, cases):
+def test_activations_and_logits_are_within_15_percent_of_a_run(measured, record_property, cases):
     keys = ("config", "tensor", "dtype", "recompute", "tokens", "modules")
     found = measured([("activations", {**dict(zip(keys, c, strict=False)), "chunk": 256}) for c in cases])
     ratios = []

@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config
 
 from megatron_daro.actor import parallel
-from megatron_daro.actor.parallel import Layout, PolicySettings
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.weights import exports_weights, sends_for_stage
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection

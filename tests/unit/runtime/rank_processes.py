@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from test_packing import make_batch
 
 from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.actor.parallel import PolicySettings
+from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.convert.daro_format import INDEX_FILE, StoredShard

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray._private.utils
 from ray._private import ray_constants
+from ray._private.node import Node
 
 from megatron_daro.config import Hardware
 from megatron_daro.config.actor import ActorSection
@@ -256,6 +257,26 @@ def test_ray_is_told_that_the_cluster_is_of_one_machine_only_while_it_starts(mon
         assert os.environ[name] == "0" and ray_constants.ENABLE_RAY_CLUSTER is False
         raise KeyError
     assert os.environ.get(name) == before and ray_constants.ENABLE_RAY_CLUSTER is True
+
+
+def test_ray_starts_no_process_that_a_run_does_not_use_and_others_of_this_process_may(monkeypatch, tmp_path):
+    helpers = ("start_monitor", "start_log_monitor", "start_api_server")
+    started: list[str] = []
+    for name in helpers:
+        monkeypatch.setattr(Node, name, lambda node, name=name, **options: started.append(name))
+
+    def starts_all(**options):
+        node = object.__new__(Node)
+        node.start_monitor()
+        node.start_log_monitor()
+        node.start_api_server(include_dashboard=False, raise_on_failure=False)
+
+    monkeypatch.setattr(cluster.ray, "init", starts_all)
+    monkeypatch.setattr(cluster, "_end_helpers_after_this_process", lambda directory: directory)
+    cluster._start_private(1, tmp_path)
+    assert started == []
+    starts_all()
+    assert tuple(started) == helpers
 
 
 @pytest.mark.parametrize(

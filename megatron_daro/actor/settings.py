@@ -1,0 +1,29 @@
+"""What a rank takes from the rest of the run, as plain values.
+
+Without Megatron-core, so that the driver and the engines, which make and hand on these values, load neither it nor a
+CUDA context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Plain values for `MegatronPolicy`.
+
+    model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
+    of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
+    learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
+    whether `device.expand_segments` may be called.
+    """
+
+    model_path: Path
+    rollouts_per_prompt: int
+    max_response_tokens: int
+    temperature: float
+    total_steps: int
+    weights: Path | None = None
+    expandable_segments: bool = False
