@@ -247,8 +247,42 @@ def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -
         f"Final held-out accuracy less `{rival}`'s, in points, on {of_seeds}; `*`: the 95 % interval excludes 0.\n\n"
         f"{aligned(*matrix(tables, rival))}\n\n"
         "The same, averaged over the tokens generated, up to where the first of the two ends.\n\n"
-        f"{aligned(*matrix(counted, rival, results.difference_over_tokens))}\n"
+        f"{aligned(*matrix(counted, rival, results.difference_over_tokens))}\n{faster(counted, rival)}"
     )
+
+
+FASTER = ("daro_shared_free", "daro_shared_half_life")
+"""Arms that are compared with the rival at rates above its own, where theirs are its own."""
+
+
+def faster(tables: Mapping[str, Mapping[str, Runs]], rival: str) -> str:
+    """Return the rival at the two next higher rates less itself, and `FASTER` less it, in the worlds in which all have
+    the rate that most have. Empty where the rival ran at no higher one."""
+    rates = {world: _rate(table[rival]) for world, table in tables.items() if rival in table}
+    own = max(rates.values(), key=list(rates.values()).count, default=0.0)
+    worlds = {
+        world: tables[world]
+        for world, rate in rates.items()
+        if rate == own and all(arm in tables[world] and _rate(tables[world][arm]) == own for arm in FASTER)
+    }
+    controls = {arm for table in worlds.values() for arm in table if arm.startswith(f"{rival}@")}
+    controls = {arm for arm in controls if all(arm in t and _rate(t[arm]) > own for t in worlds.values())}
+    pairs = [(c, other) for c in sorted(controls)[:2] for other in (rival, *FASTER)]
+    named = [(c, rival) if other == rival else (other, c) for c, other in pairs]
+    measures = {"over tokens": results.difference_over_tokens, "at the end": results.difference}
+    rows = [
+        [f"{one} less {other}", name, *(_cell(measure(table[one], table[other])) for table in worlds.values())]
+        for one, other in named
+        for name, measure in measures.items()
+    ]
+    if not rows:
+        return ""
+    title = f"`{rival}` at rates a little above its own {own:g}, and DARO less these, where all three took {own:g}."
+    return f"\n{title}\n\n{aligned(['', '', *worlds], rows)}\n"
+
+
+def _rate(runs: Runs) -> float:
+    return next(iter(runs.values())).job.learning_rate
 
 
 def _has_tokens(table: Mapping[str, Runs]) -> bool:

@@ -347,8 +347,8 @@ def test_the_page_of_the_docs_has_the_tables_of_the_results(folder, marks, made)
 
 
 def test_arms_are_compared_with_a_rival_by_final_accuracy_and_over_tokens():
-    def runs(arm, finals):
-        found = {seed: outcome(arm, seed, [0.2, 0.3, final]) for seed, final in enumerate(finals)}
+    def runs(arm, finals, rate=1e-3):
+        found = {seed: outcome(arm, seed, [0.2, 0.3, final], rate=rate) for seed, final in enumerate(finals)}
         for run in found.values():
             for record in run.records:
                 record["tokens"] = 10 * record["step"]
@@ -360,6 +360,19 @@ def test_arms_are_compared_with_a_rival_by_final_accuracy_and_over_tokens():
     assert "on 2 seeds" in final and "less `dapo`'s" in final
     assert "daro  +16.0\n" in final and "grpo  -10.0*\n" in final, "an interval of two seeds is wide"
     assert "daro  +4.0\n" in over and "grpo  -2.5*\n" in over
+    assert "at rates" not in text
+    table |= {arm: runs(arm, [0.6, 0.6]) for arm in findings.FASTER} | {
+        "dapo@0.01": runs("dapo@0.01", [0.4, 0.4], 0.01)
+    }
+    table |= {f"dapo@{rate}": runs(f"dapo@{rate}", [0.1, 0.2], rate) for rate in (0.0001, 0.02, 0.03)}
+    *_, faster = findings.against({"skewed": table, "easy": {**table, "dapo": runs("dapo", [0.5, 0.5], 0.5)}}).split(
+        "took "
+    )
+    words = [" ".join(line.split()) for line in faster.splitlines()]
+    assert faster.startswith("0.001.") and words[3] == "skewed", "in the other world the rate is another"
+    assert words[4:6] == ["dapo@0.01 less dapo over tokens -2.5*", "dapo@0.01 less dapo at the end -10.0*"]
+    assert "daro_shared_free less dapo@0.01 at the end +20.0*" in words and "0.0001" not in faster
+    assert "dapo@0.02 less dapo at the end -35.0" in words and "dapo@0.03" not in faster
 
 
 @pytest.mark.slow
