@@ -168,10 +168,9 @@ def change(old: np.ndarray, new: np.ndarray) -> Change:
 
 def _packed_gaps(gaps: np.ndarray) -> np.ndarray:
     """Return each gap as a byte after one of 255 for each whole 255, uint8."""
-    long = gaps // LONGEST_GAP
-    out = np.full(int(long.sum()) + len(gaps), LONGEST_GAP, np.uint8)
-    out[np.cumsum(long + 1) - 1] = gaps - LONGEST_GAP * long
-    return out
+    far = np.flatnonzero(gaps >= LONGEST_GAP)
+    times, gaps[far] = np.divmod(gaps[far], LONGEST_GAP)
+    return np.insert(gaps.astype(np.uint8), np.repeat(far, times), LONGEST_GAP)
 
 
 def _overlap(box: Box, other: Box) -> bool:

@@ -252,7 +252,7 @@ class _Receipt:
             raise ValueError(f"{piece[0]}: {len(data)} bytes at {len(places)} places do not fit {tuple(shape)}")
         if len(places):
             at = torch.from_numpy(places).to(box.device)
-            elements[at] = data.view(elements.dtype).to(box.device)
+            elements.index_copy_(0, at, data.view(elements.dtype).to(box.device))
             if not box.is_contiguous():
                 box.copy_(elements.view(_DTYPES[dtype]).view(shape))
         return elements.view(torch.uint8)
@@ -314,11 +314,11 @@ def places_of(kind: int, packed_places: np.ndarray) -> np.ndarray:
     if kind == SAME:
         return np.empty(0, np.int64)
     if kind == BITS:
-        return np.flatnonzero(np.unpackbits(packed_places))
+        return np.flatnonzero(np.unpackbits(packed_places).view(np.bool_))
     if kind != GAPS:
         raise ValueError(f"a change of the kind {kind}; allowed: 0 to {BITS}")
-    ends = np.flatnonzero(packed_places != LONGEST_GAP)
-    return np.cumsum(LONGEST_GAP * (np.diff(ends, prepend=-1) - 1) + packed_places[ends] + 1) - 1
+    ends = packed_places != LONGEST_GAP
+    return np.cumsum(packed_places.astype(np.int64) + ends)[ends] - 1
 
 
 def header_of(kind: int, of_values: int, of_places: int) -> bytes:
