@@ -154,15 +154,12 @@ def change(old: np.ndarray, new: np.ndarray) -> Change:
     if not len(at):
         return Change(SAME)
     kind = BITS if 8 * len(at) > len(new) else GAPS
-    # Places take a byte for each change, or more, or a bit for each element.
-    if len(at) * new.itemsize + min(len(at), -(-len(new) // 8)) >= new.nbytes:
+    places = np.packbits(differs) if kind == BITS else _packed_gaps(np.diff(at, prepend=-1) - 1)
+    if len(at) * new.itemsize + len(places) >= new.nbytes:
         np.copyto(old, new)
         return Change(WHOLE)
-    places = np.packbits(differs) if kind == BITS else _packed_gaps(np.diff(at, prepend=-1) - 1)
     values = new[at]
     old[at] = values
-    if values.nbytes + len(places) >= new.nbytes:
-        return Change(WHOLE)
     return Change(kind, values.view(np.uint8).data, places.data)
 
 
