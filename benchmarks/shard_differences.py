@@ -6,8 +6,9 @@ Two `ShardSender`s of the same bf16 weights serve a receiver each (bucket_receiv
 SGLang, in a process of its own), one always whole, the other with differences. Before each pair of syncs another random
 share of the elements changes its last bit, in all pieces alike. Medians are compared; the order in a pair alternates.
 
-Nothing here is a network. `wins_below_gbit_s` is reckoned: on a link that carries the weights no faster than this, it
-takes longer to send them whole than to find, send and put in place what changed here, by one pair on loopback.
+Nothing here is a network. `wins_below_gbit_s` is reckoned: the bytes that are saved over the seconds that differences
+take on loopback. On a slower link these bytes alone would take longer than all of that; on a faster one it depends on
+what a whole sync takes there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from megatron_daro.sync.shard_tcp import ShardSender
 
 SHARES = (0.003, 0.04, 0.4, 1.0)
 """Of the elements that change from one sync to the next."""
+Sync = tuple[float, float, int]
+"""Seconds, CPU seconds of both ends, bytes that were sent."""
 _PIECE, _MODEL, _LIMIT_S = 16 * MIB, 256 * MIB, 60.0
 
 
@@ -48,8 +51,8 @@ class Side(Receivers):
         """Have the receiver's parameters."""
         await self._asked("/hold", {"names": list(self._parts), "bytes": _PIECE})
 
-    def sync(self) -> tuple[float, int]:
-        """(seconds, bytes that were sent)."""
+    def sync(self) -> Sync:
+        """One for real."""
         self._count += 1
         box = (0,), (_PIECE // 2,)
         writes = [Write(0, 0, name, box, name, box[1], box) for name in self._parts]
@@ -61,12 +64,12 @@ class Side(Receivers):
             update=f"{self._name} {self._count}" if self._name else "",
         )
         offer = self._sender.offer(writes, (_MODEL // 2,))
-        started = time.perf_counter()
+        cpu, started = self._cpu_s(), time.perf_counter()
         report = self._sender.send(self._parts, plan, [offer])
         seconds = time.perf_counter() - started
         if report.failures:
             raise SystemExit(f"a receiver failed: {dict(report.failures)}")
-        return seconds, report.num_bytes
+        return seconds, self._cpu_s() - cpu, report.num_bytes
 
     def close(self) -> None:
         """End what listens."""
@@ -99,16 +102,19 @@ def measured(rounds: int) -> list[dict[str, float]]:
     return rows
 
 
-def _row(share: float, pairs: list[tuple[tuple[float, int], tuple[float, int]]]) -> dict[str, float]:
-    whole_s = statistics.median(whole[0] for whole, _ in pairs)
-    differences_s = statistics.median(differences[0] for _, differences in pairs)
+def _row(share: float, pairs: list[tuple[Sync, Sync]]) -> dict[str, float]:
+    (whole_s, whole_cpu_s, whole_bytes), (seconds, cpu_s, num_bytes) = (
+        tuple(map(statistics.median, zip(*side, strict=True))) for side in zip(*pairs, strict=True)
+    )
     return {
         "changed": share,
         "whole_s": whole_s,
-        "differences_s": differences_s,
-        "seconds_ratio": differences_s / whole_s,
-        "bytes_ratio": pairs[-1][1][1] / pairs[-1][0][1],
-        "wins_below_gbit_s": 8 * (_MODEL - pairs[-1][1][1]) / differences_s / 1e9,
+        "differences_s": seconds,
+        "seconds_ratio": seconds / whole_s,
+        "whole_cpu_s": whole_cpu_s,
+        "differences_cpu_s": cpu_s,
+        "bytes_ratio": num_bytes / whole_bytes,
+        "wins_below_gbit_s": max(0.0, 8 * (whole_bytes - num_bytes) / seconds / 1e9),
     }
 
 
