@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_daro.config import check_training, megatron_options, precision
+from megatron_daro.config import check_engine, check_training, megatron_options, precision
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.check_critic import critic
 from megatron_daro.config.check_distill import distill
@@ -404,16 +404,16 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
     (
         "engine",
         lambda c: itertools.chain(
-            check_training.engine(c.config, c.hardware),
+            check_engine.engine(c.config, c.hardware),
             colocation(c.config),
             communication(c.config),
             fewer_replicas(c.config),
-            check_training.routing_replay(c.config, c.shape),
+            check_engine.routing_replay(c.config, c.shape),
             server_precision(c.config, c.shape, c.hardware),
         ),
         _nothing,
         lambda c: c.config.engine.kind,
     ),
-    ("seeds", lambda c: check_training.server_seeds(c.config), _nothing, lambda c: str(c.config.trainer.seed)),
+    ("seeds", lambda c: check_engine.server_seeds(c.config), _nothing, lambda c: str(c.config.trainer.seed)),
     ("run", lambda c: check_training.run(c.config), _nothing, lambda c: f"{c.config.trainer.steps} steps"),
 )

@@ -26,9 +26,10 @@ SECONDS = 20.0
 class Module(torch.nn.Module):
     """A rank of a server: parameters by SGLang's names, which have dots."""
 
-    def __init__(self, shapes):
+    def __init__(self, shapes, dtype=torch.float32):
         super().__init__()
-        self.held = {name: torch.nn.Parameter(torch.full(shape, float("nan"))) for name, shape in shapes.items()}
+        nan = float("nan")
+        self.held = {n: torch.nn.Parameter(torch.full(shape, nan, dtype=dtype)) for n, shape in shapes.items()}
 
     def named_parameters(self):
         return iter(self.held.items())
@@ -37,12 +38,19 @@ class Module(torch.nn.Module):
 class Fleet:
     """Servers whose ranks are threads; `meddle(server, rank, request)` may change a request or take its place."""
 
-    def __init__(self, case, meddle=lambda server, rank, request: request):
-        self.case, self.meddle = case, meddle
+    def __init__(self, case, meddle=lambda server, rank, request: request, dtype=torch.float32):
+        self.case, self.meddle, self.dtype = case, meddle, dtype
         ranks = case.server_layout.tensor
-        self.modules = {(s, r): Module(server_shapes(case, r)) for s in range(case.servers) for r in range(ranks)}
+        self.modules = {}
+        for server in range(case.servers):
+            self.start(server)
         self.targets = tuple(Target(f"server {s}", f"http://{s}", 1, ranks) for s in range(case.servers))
         self.refusing = {}
+
+    def start(self, server):
+        """A new process, which has no weights."""
+        for rank in range(self.case.server_layout.tensor):
+            self.modules[server, rank] = Module(server_shapes(self.case, rank), self.dtype)
 
     @asynccontextmanager
     async def calls(self):
@@ -76,16 +84,27 @@ def synced(
     offered=lambda writes: writes,
     timeout_s=SECONDS,
     over="tcp",
+    weights=None,
+    senders=(),
+    update="",
+    targets=None,
 ):
-    """The reports of all ranks of the trainer. offered: changes what they offer."""
-    parameter = shards(case, checkpoint(case))
+    """The reports of all ranks of the trainer. offered: changes what they offer. weights, senders: other than new
+    ones. targets: the servers that take part, if not all."""
+    case = replace(case, servers=len(targets or fleet.targets))
+    parameter = shards(case, weights or checkpoint(case))
     world, plan = case.trainer_layout.world_size, case.plan(4)
-    senders = [ShardSender("127.0.0.1", fleet.calls) for _ in range(world)]
+    senders = senders or [ShardSender("127.0.0.1", fleet.calls) for _ in range(world)]
     wanted = tuple(n // 4 for n in plan.balance().received)
     writes = offered([list(plan.writes(rank)) for rank in range(world)])
     offers = [sender.offer(own, wanted) for sender, own in zip(senders, writes, strict=True)]
     send_plan = SendPlan(
-        transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s, shards_over=over
+        transport="shards",
+        targets=targets or fleet.targets,
+        bucket_bytes=2**20,
+        timeout_s=timeout_s,
+        shards_over=over,
+        update=update,
     )
     shard_tcp.check_offers(offers, case.servers)
     before_sending(senders)
@@ -116,11 +135,11 @@ def failures(reports):
     return joined.failures
 
 
-def has_everything(case, fleet, server):
-    expected = carried_out(case, checkpoint(case))
+def has_everything(case, fleet, server, weights=None):
+    expected = carried_out(case, weights or checkpoint(case))
     for rank in range(case.server_layout.tensor):
         for name, parameter in fleet.modules[server, rank].held.items():
-            if not torch.equal(parameter.nan_to_num(-1), expected[server, rank][name].nan_to_num(-1)):
+            if not torch.equal(parameter.float().nan_to_num(-1), expected[server, rank][name].nan_to_num(-1)):
                 return False
     return True
 
@@ -132,9 +151,9 @@ def case_of(name):
 CASE = replace(case_of("wider_server"), servers=3)
 
 
-def fails_alone(fleet, reports, kind, text, server=1):
+def fails_alone(fleet, reports, kind, text, server=1, weights=None):
     found = failures(reports)
     assert list(found) == [f"server {server}"]
     assert found[f"server {server}"].kind == kind
     assert text in found[f"server {server}"].text
-    assert all(has_everything(fleet.case, fleet, other) for other in {0, 1, 2} - {server})
+    assert all(has_everything(fleet.case, fleet, other, weights) for other in {0, 1, 2} - {server})
