@@ -110,6 +110,18 @@ class Group:
         await self.updated(0)
         return self.engines
 
+    async def with_one_that_waits_for_weights(self):
+        """`served`, but engine 0 died and came back."""
+        engines, asked = await self.served(), asyncio.Event()
+
+        async def wanted(name):
+            asked.set()
+
+        engines.when_back(wanted)
+        self.actors[0].die()
+        await asked.wait()
+        return engines
+
     async def updated(self, version, only=None):
         update = self.engines.update(version, only=only)
         await update.prepare()
@@ -250,14 +262,7 @@ def test_a_replica_that_dies_is_started_again_gets_the_weights_and_is_asked_for_
 
 def test_a_replica_that_came_back_generates_only_once_it_has_weights(group):
     async def generate():
-        engines, asked = await group.served(), asyncio.Event()
-
-        async def wanted(name):
-            asked.set()
-
-        engines.when_back(wanted)
-        group.actors[0].die()
-        await asked.wait()
+        engines = await group.with_one_that_waits_for_weights()
         waiting = asyncio.ensure_future(answers(engines, 0, 1))
         await settle()
         assert not waiting.done() and ("generate", [0]) not in group.newest(0).calls
@@ -465,14 +470,7 @@ def test_late_news_of_a_death_says_nothing_of_the_process_after_it(group):
 
 def test_one_that_came_back_and_dies_again_before_its_weights_is_not_waited_for(group):
     async def update():
-        engines, asked = await group.served(), asyncio.Event()
-
-        async def wanted(name):
-            asked.set()
-
-        engines.when_back(wanted)
-        group.actors[0].die()
-        await asked.wait()
+        engines = await group.with_one_that_waits_for_weights()
         one = engines.update(3, only="engine 0")
         group.newest(0).die()
         assert await one.prepare() is None
@@ -486,14 +484,7 @@ def test_one_that_came_back_and_dies_again_before_its_weights_is_not_waited_for(
 
 def test_one_that_came_back_and_refuses_its_weights_ends_the_run(group):
     async def update():
-        engines, asked = await group.served(), asyncio.Event()
-
-        async def wanted(name):
-            asked.set()
-
-        engines.when_back(wanted)
-        group.actors[0].die()
-        await asked.wait()
+        engines = await group.with_one_that_waits_for_weights()
         one = engines.update(3, only="engine 0")
         await one.prepare()
         error = SyncError("a tensor of another shape")
