@@ -136,7 +136,8 @@ class EngineGroup:
         """One replica's rollouts into the queue, then None, or the error."""
         given: set[tuple[int, int, int]] = set()
         try:
-            while (worker := await self._serving(replica)) is not None:
+            while True:
+                worker = await self._serving(replica)
                 try:
                     async for reference in worker.generate.remote(requests):
                         rollouts = await reference

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_daro.config.sections import RewardSection
@@ -33,7 +33,7 @@ from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, remote_class, translated
+from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Rollout, Verdict
 
 _TOGETHER_S = 0.05
@@ -227,7 +227,7 @@ class NodeWorkers:
             reason = f"deadline '{method}': no result within {timeout_s:g} s"
             self._lost(slot, handle, reason)
             raise WorkerDiedError(f"{slot.name}: {reason}") from None
-        except RayActorError as error:
+        except DEATHS as error:
             reason = str(translated(slot.name, error))
             self._lost(slot, handle, reason)
             raise WorkerDiedError(reason) from None

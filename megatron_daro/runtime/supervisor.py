@@ -16,13 +16,23 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.cluster import plain
 
 remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
 """`ray.remote` with options: its stubs know neither concurrency groups nor the limits of restarts."""
+DEATHS = RayActorError, NodeDiedError, OutOfMemoryError
+"""What a call to a process that is gone may raise; the last where Ray ended it (RAY_memory_usage_threshold)."""
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 _IN_ONE_GO = 32
@@ -134,9 +144,12 @@ def translated(name: str, error: BaseException) -> DaroError:
             return cause
         # Its traceback is in the worker's own log.
         return WorkerError(f"{name} failed: {type(cause).__name__}: {plain(str(cause))}")
-    if isinstance(error, RayActorError):
-        lost = "Ray lost the connection to its process; its node may be gone"
-        how = lost if isinstance(error, ActorUnavailableError) else _how(str(error))
+    if isinstance(error, DEATHS):
+        how = _how(str(error))
+        if isinstance(error, ActorUnavailableError | NodeDiedError):
+            how = "Ray lost the connection to its process; its node may be gone"
+        elif isinstance(error, OutOfMemoryError):
+            how = "Ray ended its process because its node ran low on memory"
         return WorkerDiedError(
             f"{name} died: {how}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
             "--resume goes on from the newest checkpoint"

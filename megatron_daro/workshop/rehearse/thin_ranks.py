@@ -23,10 +23,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, remote_class
+from megatron_daro.runtime.supervisor import DEATHS, WorkerGroup, actor_class, gather, remote_class
 from megatron_daro.runtime.workers import Place
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import StepResult, TrainBatch
@@ -172,7 +172,7 @@ class _Asked:
 def _is_dead(reference: ray.ObjectRef) -> bool:
     try:
         ray.get(reference, timeout=0)
-    except RayActorError:
+    except DEATHS:
         return True
     except RayError:
         return False

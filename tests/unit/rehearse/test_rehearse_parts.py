@@ -136,7 +136,7 @@ def test_ranks_that_never_answered_are_told_from_those_that_died(monkeypatch, de
 
 
 @pytest.mark.parametrize(
-    ("error", "dead"), [(None, False), (thin_ranks.RayActorError(), True), (thin_ranks.RayError(), False)]
+    ("error", "dead"), [(None, False), (thin_ranks.DEATHS[0](), True), (thin_ranks.RayError(), False)]
 )
 def test_only_the_death_of_a_process_is_one(monkeypatch, error, dead):
     def get(reference, timeout):

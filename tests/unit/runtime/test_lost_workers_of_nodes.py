@@ -9,7 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.engine.sglang.generation import LostWorkerError, Question
@@ -137,13 +137,14 @@ def test_each_node_has_its_worker_and_the_least_busy_one_is_called(ray, workers)
     run(scenario())
 
 
-def test_a_worker_that_is_lost_is_started_again_once_and_its_callers_are_told(ray, workers):
+@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("killed"), NodeDiedError("gone")])
+def test_a_worker_that_is_lost_is_started_again_once_and_its_callers_are_told(ray, workers, death):
     async def scenario():
         await workers.start([A])
         calls = [asyncio.ensure_future(failing(workers.call("work", i))) for i in range(2)]
         await turns()
         for which in range(2):
-            ray.made[0].answer("work", RayActorError(), which)
+            ray.made[0].answer("work", death, which)
         errors = [await call for call in calls]
         assert all(type(error) is WorkerDiedError and str(error).startswith("worker 0 died: ") for error in errors)
         waiting = asyncio.ensure_future(workers.call("work", 2))

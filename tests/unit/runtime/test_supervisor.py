@@ -6,7 +6,14 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from megatron_daro.errors import EngineError, WorkerError
 from megatron_daro.runtime import supervisor
@@ -165,6 +172,12 @@ def test_errors_of_ray_are_told_with_the_workers_name_and_its_own_errors_as_they
     assert type(lost) is WorkerDiedError and lost.died
     assert str(lost).startswith("engine 0 died: Ray lost the connection to its process; its node may be gone. If it")
     assert "lost the connection" not in str(translated("engine 0", RayActorError()))
+    no_memory = translated("engine 0", OutOfMemoryError("6 worker(s) were killed. " + "Top memory users " * 90))
+    assert type(no_memory) is WorkerDiedError
+    assert str(no_memory).startswith("engine 0 died: Ray ended its process because its node ran low on memory. If it")
+    assert len(str(no_memory)) < 300
+    no_node = translated("engine 0", NodeDiedError("the node was lost"))
+    assert type(no_node) is WorkerDiedError and "its node may be gone" in str(no_node)
     assert str(translated("engine 0", ValueError("x"))) == "engine 0: ValueError: x"
 
 
