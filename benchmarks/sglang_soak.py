@@ -39,13 +39,8 @@ from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
-RESULTS = {
-    ("distributed", False): "sglang_soak",
-    ("shards", False): "sglang_soak_shards",
-    ("distributed", True): "sglang_soak_ranks",
-    ("shards", True): "sglang_soak_shards_ranks",
-}
-"""(weights by, whether ranks die) -> name of the results."""
+WAYS = {"distributed": "", "shards": "_shards", "differences": "_differences"}
+"""How weights reach the servers -> in the name of the results. differences: from shards to shards, as differences."""
 _REASONS = (
     ("process ended", r"process ended|Ray actor"),
     ("no token came", r"no token came out"),
@@ -67,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
-    parser.add_argument("--sync", default="distributed", choices=("distributed", "shards"))
+    parser.add_argument("--sync", default="distributed", choices=list(WAYS))
     parser.add_argument("--pace-s", type=float, default=5.0, help="longest wait before a step while a server starts")
     parser.add_argument("--directory", type=Path, help="for model, run and logs; else a temporary one")
     parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_soak.json")
@@ -81,7 +76,8 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         "python": str(sglang_servers.require(arguments.python)),
         "arguments": {**sglang_servers.CPU_ARGUMENTS, "max_total_tokens": 4096, "max_running_requests": 32},
         "pause": arguments.pause,
-        "sync": arguments.sync,
+        "sync": "distributed" if arguments.sync == "distributed" else "shards",
+        "shard_differences": arguments.sync == "differences",
         "bucket_mib": 1,
         "start_timeout_s": 300.0,
         "request_timeout_s": 20.0,
@@ -295,7 +291,7 @@ def main() -> None:
     say(table(result))
     say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
     if arguments.json:
-        sglang_servers.write_results(RESULTS[arguments.sync, bool(arguments.ranks)], result)
+        sglang_servers.write_results(f"sglang_soak{WAYS[arguments.sync]}{'_ranks' * bool(arguments.ranks)}", result)
     if result["problems"]:
         raise SystemExit("the soak FAILED:\n  " + "\n  ".join(result["problems"]))
     say("the soak passed")

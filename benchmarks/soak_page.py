@@ -15,7 +15,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("sglang_soak*.json"))
-_HOW = {"distributed": "broadcast over gloo", "shards": "sent from shards to shards"}
+_HOW = {
+    "distributed": "broadcast over gloo",
+    "shards": "sent from shards to shards",
+    "differences": "sent from shards to shards, as differences",
+}
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
     "kill_serving": "SIGKILL within 5 ms of a request for rollouts",
