@@ -222,6 +222,8 @@ class EmbeddedSection(Section):
     """CPU threads per replica. Unset: torch's default."""
     max_restarts: int = Field(default=20, ge=0)
     """Restarts of each replica whose process died."""
+    hung_s: float = Field(default=120.0, ge=1, le=86_400)
+    """Seconds after which a replica whose process answers nothing, not even that it lives, is killed, and restarted."""
 
 
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256

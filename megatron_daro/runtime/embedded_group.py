@@ -25,7 +25,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, gather, translated
+from megatron_daro.runtime.supervisor import BEATS, Pulse, WorkerDiedError, actor_class, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -67,7 +67,8 @@ class EngineGroup:
         """Start nothing; `start` does. Args: placement: where each goes, started before. warn: told of each that is
         started again. logs: folder for the logs of the engines."""
         self._placement, self._logs, self._warn = placement, logs, warn
-        self._path, self._trust, self._max_restarts = model_path, trust_remote_code, section.embedded.max_restarts
+        self._path, self._trust = model_path, trust_remote_code
+        self._max_restarts, self._hung_s = section.embedded.max_restarts, section.embedded.hung_s
         self._options = {
             "seed": filled(section.seed),
             "batch_size": section.embedded.batch_size,
@@ -89,6 +90,7 @@ class EngineGroup:
         for replica in self._replicas:
             replica.state = "joining"
             self._go_on(self._watch(replica))
+        self._go_on(self._end_hung())
 
     def serve_as_loaded(self) -> None:
         """Use replicas with the weights that they load, also those that come back: no policy gives them others."""
@@ -266,6 +268,25 @@ class EngineGroup:
             with contextlib.suppress(WorkerDiedError):
                 await self._load(replica)
                 self._go_on(self._join(replica))
+
+    async def _end_hung(self) -> None:
+        """For ever: kill each process that answers nothing for so long. `_watch` notices its death."""
+        pulses: dict[_Replica, Pulse] = {}
+        try:
+            while True:
+                await asyncio.sleep(self._hung_s / BEATS)
+                for replica, worker in self.present().items():
+                    pulse = pulses.get(replica)
+                    if pulse is None or pulse.worker is not worker:
+                        pulse = pulses[replica] = Pulse(worker, lambda engine: engine.lives.remote())
+                    if pulse.missed():
+                        self._warn(
+                            f"{replica.name} has not answered for {self._hung_s:g} s: it is frozen, and is killed"
+                        )
+                        ray.kill(worker, no_restart=True)
+        finally:
+            for pulse in pulses.values():
+                pulse.cancel()
 
     async def _death(self, replica: _Replica) -> DaroError:
         """Wait until its process is gone; return why."""

@@ -35,7 +35,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.replicas import Aside, MovedState, ReplicaPlan, number_of
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
-from megatron_daro.runtime.supervisor import WorkerGroup, gather, translated, unhurried
+from megatron_daro.runtime.supervisor import BEATS, Pulse, WorkerGroup, gather, translated, unhurried
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import MemoryKind, TrainBatch
 
@@ -45,7 +45,6 @@ _ANSWER_S = 30.0
 """Until a living process says what it keeps, whatever else it does."""
 _LEAVE_S = 120.0
 """Until a rank whose collective calls were aborted has left its groups."""
-_BEATS = 4
 """Looks at a process within `HealingLimits.hung_s`. They are counted, so that a driver that was suspended itself does
 not take everybody for hung."""
 
@@ -158,16 +157,16 @@ class Healing:
     async def end_hung(self) -> None:
         """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is
         noticed then as any other is."""
-        pulses: dict[str, _Pulse] = {}
+        pulses: dict[str, Pulse] = {}
         try:
             while True:
-                await asyncio.sleep(self._limits.hung_s / _BEATS)
+                await asyncio.sleep(self._limits.hung_s / BEATS)
                 for name, worker in list(self._ranks.workers.items()):
                     if name in self._starting:
                         continue  # it has a deadline of its own
                     pulse = pulses.get(name)
                     if pulse is None or pulse.worker is not worker:
-                        pulse = pulses[name] = _Pulse(worker)
+                        pulse = pulses[name] = Pulse(worker, lambda rank: rank.kept.remote())
                     if pulse.missed() and not self._ranks.workers.dismissed:
                         self._warn(
                             f"{name} has not answered for {self._limits.hung_s:g} s: it is frozen, and is killed"
@@ -522,38 +521,6 @@ class Healing:
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
         return await gather({name: call(worker) for name, worker in self._ranks.workers.items()})
-
-
-class _Pulse:
-    """Whether a process answers. missed: looks that found no answer since it did."""
-
-    def __init__(self, worker: ActorHandle) -> None:
-        """Ask."""
-        self.worker, self._missed = worker, 0
-        self._call = asyncio.ensure_future(_beat(worker.kept.remote()))
-
-    def missed(self) -> bool:
-        """Look, and ask again where there is an answer. Whether one is missing for the last time."""
-        if not self._call.done():
-            self._missed += 1
-            return self._missed == _BEATS
-        self._missed = 0
-        if self._call.result():
-            self._call = asyncio.ensure_future(_beat(self.worker.kept.remote()))
-        return False
-
-    def cancel(self) -> None:
-        """Ask no more."""
-        self._call.cancel()
-
-
-async def _beat(call: Awaitable[Kept]) -> bool:
-    """Whether a process answers, however late. False: it is gone."""
-    try:
-        await call
-    except RayError:
-        return False
-    return True
 
 
 class _FinalError(WorkerError):

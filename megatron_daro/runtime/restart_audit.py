@@ -38,7 +38,7 @@ actor.sequence_parallel
 actor.expert_parallel actor.expert_tensor_parallel
 actor.recompute actor.micro_batch_tokens actor.logprob_chunk_tokens actor.logprob_chunk_vocab actor.logprob_kernel
 engine.kind engine.options engine.replicas engine.colocate engine.embedded.batch_size engine.embedded.threads
-engine.embedded.max_restarts
+engine.embedded.max_restarts engine.embedded.hung_s
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.shards_over engine.sglang.shard_differences engine.sglang.sync_dir

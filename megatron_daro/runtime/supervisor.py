@@ -172,6 +172,42 @@ class WorkerGroup(UserDict[str, Any]):
         self.data.clear()
 
 
+BEATS = 4
+"""Looks at a `Pulse` after which a process counts as frozen: the time of the one who looks is what counts."""
+
+
+class Pulse:
+    """Whether a process answers."""
+
+    def __init__(self, worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[object]]) -> None:
+        """Ask. Args: ask: a call that a living process answers, whatever else it does."""
+        self.worker, self._ask, self._missed = worker, ask, 0
+        self._call = asyncio.ensure_future(_beat(ask(worker)))
+
+    def missed(self) -> bool:
+        """Look, and ask again where there is an answer. Whether one is missing for the last time."""
+        if not self._call.done():
+            self._missed += 1
+            return self._missed == BEATS
+        self._missed = 0
+        if self._call.result():
+            self._call = asyncio.ensure_future(_beat(self._ask(self.worker)))
+        return False
+
+    def cancel(self) -> None:
+        """Ask no more."""
+        self._call.cancel()
+
+
+async def _beat(call: Awaitable[object]) -> bool:
+    """Whether a process answers, however late. False: it is gone."""
+    try:
+        await call
+    except RayError:
+        return False
+    return True
+
+
 T = TypeVar("T")
 
 

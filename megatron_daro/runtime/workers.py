@@ -471,6 +471,9 @@ class EngineWorker:
         """Blocks for as long as the process lives."""
         await asyncio.Event().wait()
 
+    async def lives(self) -> None:
+        """Answer, also while it generates."""
+
     async def start(self) -> None:
         """Load the model."""
         with garbage.paused():

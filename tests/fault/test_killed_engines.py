@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+import pytest
 from cli_runs import assert_same_run, last_step, started
 
 from megatron_daro.observe.metrics import read_metrics
@@ -34,3 +35,18 @@ def test_a_killed_engine_is_started_again_and_nothing_else_shows(tiny, reference
     assert all(f"engine 0 died: process {pid}: " in said for pid in killed)
     assert said.count("It is started again, and asked again") == 3
     assert read_metrics(run_dir)[-1]["recovery/engine_restarts"] == 3
+
+
+@pytest.mark.heavy
+def test_a_frozen_engine_is_killed_and_started_again(tiny, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    options = [f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "engine.embedded.hung_s=20"]
+    with started(["train", tiny.config, *options], tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 3, "step 3")
+        kill(run, signal.SIGSTOP)
+        finished = run.finish()
+        assert run.left_behind() == []
+    assert finished.code == 0, finished.stderr[-4000:]
+    assert_same_run(run_dir, reference, range(1, 9))
+    assert "engine 0 has not answered for 20 s: it is frozen, and is killed" in finished.stdout + finished.stderr
+    assert read_metrics(run_dir)[-1]["recovery/engine_restarts"] == 1

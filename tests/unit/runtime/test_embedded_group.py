@@ -34,6 +34,8 @@ class Actor:
         if method.startswith("__"):
             raise AttributeError(method)
         own = {"sentinel": self._sentinel, "generate": self._generate}
+        if method == "lives" and "frozen" in self.says:
+            return SimpleNamespace(remote=lambda: asyncio.shield(self.dead))
         return SimpleNamespace(remote=own.get(method) or self._plain(method))
 
     def _plain(self, method):
@@ -65,7 +67,7 @@ class Actor:
             yield answer
             await asyncio.sleep(0)
         if self.says.get("endless"):
-            await asyncio.Future()
+            yield asyncio.shield(self.dead)
 
 
 class Group:
@@ -453,6 +455,21 @@ def test_a_process_that_ray_only_lost_is_ended_before_the_next_begins(group):
         assert len(group.actors) == 4
 
     run(lost())
+
+
+def test_a_replica_that_is_frozen_is_killed_and_started_again(group):
+    group.says[1] = [{"frozen": True, "endless": True}]
+    group.engines._hung_s = 0.04
+
+    async def frozen():
+        engines = await group.served()
+        engines.when_back(lambda name: group.updated(0, only=name))
+        assert await answers(engines, 0, 1, 2) == [(0, 0), (1, 1), (2, 2)]
+
+    run(frozen())
+    killed = [actor for actor in group.actors if ("generate", [1]) in actor.calls]
+    assert len(killed) == 2 and killed[0].killed and len(group.actors) == 4
+    assert group.warnings[0] == "engine 1 has not answered for 0.04 s: it is frozen, and is killed"
 
 
 def test_late_news_of_a_death_says_nothing_of_the_process_after_it(group):
