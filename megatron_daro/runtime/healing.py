@@ -343,8 +343,8 @@ class Healing:
         if self._moved.directory is None:
             workers = dict(self._ranks.workers)
             serial, sources = self._newest(kept, list(workers.values()))
-            self._counts(serial)
             await self._moved.write(serial, workers, sources)
+            self._counts(serial)
             self._committed = None
 
     def _go_on_without(self, away: Collection[str]) -> None:
@@ -463,23 +463,23 @@ class Healing:
 
     async def _go_back(self, kept: Mapping[int, Kept]) -> int:
         """Bring all ranks to the newest state that counts, and repeat what came after it. Returns how many steps."""
-        await (
-            self._back_to_snapshot(kept)
-            if self._moved.directory is None
-            else self._back_to_files(self._moved.directory)
-        )
-        updates = list(self._updates)
+        serial = 0
+        if self._moved.directory is None:
+            serial = await self._back_to_snapshot(kept)
+        else:
+            await self._back_to_files(self._moved.directory)
+        updates = [update for update in self._updates if update[0] > serial]
         for _, batch, step in updates:
             await self._ranks.repeat(batch, step)
         await self.snapshot_now()
         self._moved.clear()
         return len(updates)
 
-    async def _back_to_snapshot(self, kept: Mapping[int, Kept]) -> None:
-        """Bring all ranks to the newest snapshot that all have."""
+    async def _back_to_snapshot(self, kept: Mapping[int, Kept]) -> int:
+        """Bring all ranks to the newest snapshot that all have; returns its number. Until the next one is whole, the
+        one that counted before does: of a newer one some peers may have no copy."""
         workers, names = list(self._ranks.workers.values()), list(self._ranks.workers)
         serial, sources = self._newest(kept, workers)
-        self._counts(serial)
         twice = self.keeps == "both"
         lost = [rank for rank in range(len(workers)) if rank not in kept]
         await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
@@ -489,6 +489,7 @@ class Healing:
         self._peers = peers_of([place.host for place in self._ranks.places])
         self._sent = kinds_sent(self._ranks.places, self.keeps)
         await self._all(lambda worker: worker.restore.remote(serial))
+        return serial
 
     async def _back_to_files(self, directory: Path) -> None:
         """Bring all ranks to the state that files have, and settle anew who keeps what."""

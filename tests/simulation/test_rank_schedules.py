@@ -94,6 +94,8 @@ FOUND = {
     86: "what noticed a death while the run was being closed ended the closing, and processes outlived it",
     187: "a rank that died while another one was started: the ranks met without it, and could not leave",
     587: "the same, of three ranks",
+    75787: "a rank that died before the others had copies again of what they went back to: the older one was forgotten",
+    85417: "the same, of four ranks",
 }
 
 
@@ -115,8 +117,14 @@ def commit_before_the_copies(patch):
     patch.setattr(Healing, "_commit", early)
 
 
-def forget_to_drop_updates(patch):
-    patch.setattr(Healing, "_counts", lambda self, serial: setattr(self, "_committed", serial))
+def repeat_what_the_snapshot_has(patch):
+    original = Healing._back_to_snapshot
+
+    async def forgetful(self, kept):
+        await original(self, kept)
+        return 0
+
+    patch.setattr(Healing, "_back_to_snapshot", forgetful)
 
 
 def repeat_no_step(patch):
@@ -212,7 +220,7 @@ def grow_from_what_is_older(patch):
 
 OF_DEATHS = [
     commit_before_the_copies,
-    forget_to_drop_updates,
+    repeat_what_the_snapshot_has,
     repeat_no_step,
     heal_again_after_the_end,
     leave_nobody,

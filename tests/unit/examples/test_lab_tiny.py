@@ -18,6 +18,7 @@ from worlds import WORLDS
 
 from megatron_daro.config import to_yaml
 from megatron_daro.errors import ConfigError, DaroError
+from megatron_daro.observe.metrics import comparable, read_metrics
 
 SETTINGS = chains.ChainSettings()
 
@@ -169,6 +170,5 @@ def test_a_run_in_one_process_has_the_numbers_of_the_command(tmp_path):
 
 
 def metrics_of(run_dir):
-    """Lines of metrics without times."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing/", "throughput/"))} for row in rows]
+    """Lines of metrics without times, and without what a process that dies would leave there."""
+    return [comparable(row) for row in read_metrics(run_dir)]
