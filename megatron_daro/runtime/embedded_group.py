@@ -25,7 +25,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.supervisor import BEATS, Pulse, WorkerDiedError, actor_class, gather, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, end_frozen, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -271,22 +271,11 @@ class EngineGroup:
 
     async def _end_hung(self) -> None:
         """For ever: kill each process that answers nothing for so long. `_watch` notices its death."""
-        pulses: dict[_Replica, Pulse] = {}
-        try:
-            while True:
-                await asyncio.sleep(self._hung_s / BEATS)
-                for replica, worker in self.present().items():
-                    pulse = pulses.get(replica)
-                    if pulse is None or pulse.worker is not worker:
-                        pulse = pulses[replica] = Pulse(worker, lambda engine: engine.lives.remote())
-                    if pulse.missed():
-                        self._warn(
-                            f"{replica.name} has not answered for {self._hung_s:g} s: it is frozen, and is killed"
-                        )
-                        ray.kill(worker, no_restart=True)
-        finally:
-            for pulse in pulses.values():
-                pulse.cancel()
+
+        def looked_at() -> Mapping[str, ActorHandle]:
+            return {replica.name: worker for replica, worker in self.present().items()}
+
+        await end_frozen(looked_at, lambda engine: engine.lives.remote(), hung_s=self._hung_s, warn=self._warn)
 
     async def _death(self, replica: _Replica) -> DaroError:
         """Wait until its process is gone; return why."""

@@ -35,7 +35,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.replicas import Aside, MovedState, ReplicaPlan, number_of
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
-from megatron_daro.runtime.supervisor import BEATS, Pulse, WorkerGroup, gather, translated, unhurried
+from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather, translated, unhurried
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import MemoryKind, TrainBatch
 
@@ -157,24 +157,13 @@ class Healing:
     async def end_hung(self) -> None:
         """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is
         noticed then as any other is."""
-        pulses: dict[str, Pulse] = {}
-        try:
-            while True:
-                await asyncio.sleep(self._limits.hung_s / BEATS)
-                for name, worker in list(self._ranks.workers.items()):
-                    if name in self._starting:
-                        continue  # it has a deadline of its own
-                    pulse = pulses.get(name)
-                    if pulse is None or pulse.worker is not worker:
-                        pulse = pulses[name] = Pulse(worker, lambda rank: rank.kept.remote())
-                    if pulse.missed() and not self._ranks.workers.dismissed:
-                        self._warn(
-                            f"{name} has not answered for {self._limits.hung_s:g} s: it is frozen, and is killed"
-                        )
-                        ray.kill(worker, no_restart=True)
-        finally:
-            for pulse in pulses.values():
-                pulse.cancel()
+
+        def looked_at() -> Mapping[str, ActorHandle]:
+            ranks = self._ranks.workers
+            return {} if ranks.dismissed else {n: w for n, w in ranks.items() if n not in self._starting}
+
+        # Those that are being started have a deadline of their own.
+        await end_frozen(looked_at, lambda rank: rank.kept.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.

@@ -172,15 +172,44 @@ class WorkerGroup(UserDict[str, Any]):
         self.data.clear()
 
 
-BEATS = 4
-"""Looks at a `Pulse` after which a process counts as frozen: the time of the one who looks is what counts."""
+_BEATS = 4
+"""Looks at a `_Pulse` after which a process counts as frozen: the time of the one who looks is what counts."""
 
 
-class Pulse:
+async def end_frozen(
+    workers: Callable[[], Mapping[str, ActorHandle]],
+    ask: Callable[[ActorHandle], Awaitable[object]],
+    *,
+    hung_s: float,
+    warn: Callable[[str], None],
+) -> None:
+    """For ever: kill each process that answers nothing for so long. Its death is noticed then as any other is.
+
+    Args:
+        workers: returns those to look at, by name. ask: a call that a living process answers, whatever else it does.
+        hung_s: seconds. warn: told of each.
+    """
+    pulses: dict[str, _Pulse] = {}
+    try:
+        while True:
+            await asyncio.sleep(hung_s / _BEATS)
+            for name, worker in workers().items():
+                pulse = pulses.get(name)
+                if pulse is None or pulse.worker is not worker:
+                    pulse = pulses[name] = _Pulse(worker, ask)
+                if pulse.missed():
+                    warn(f"{name} has not answered for {hung_s:g} s: it is frozen, and is killed")
+                    ray.kill(worker, no_restart=True)
+    finally:
+        for pulse in pulses.values():
+            pulse.cancel()
+
+
+class _Pulse:
     """Whether a process answers."""
 
     def __init__(self, worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[object]]) -> None:
-        """Ask. Args: ask: a call that a living process answers, whatever else it does."""
+        """Ask. Args: ask: as `end_frozen` has it."""
         self.worker, self._ask, self._missed = worker, ask, 0
         self._call = asyncio.ensure_future(_beat(ask(worker)))
 
@@ -188,7 +217,7 @@ class Pulse:
         """Look, and ask again where there is an answer. Whether one is missing for the last time."""
         if not self._call.done():
             self._missed += 1
-            return self._missed == BEATS
+            return self._missed == _BEATS
         self._missed = 0
         if self._call.result():
             self._call = asyncio.ensure_future(_beat(self._ask(self.worker)))
