@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import sglang_servers
 import soak_books
 import tiny_task
 import torch
+from sglang_soak import begun, say
 from soak_deaths import SIGNALS, Deaths
 
 from megatron_daro.config import resolve
@@ -127,11 +126,6 @@ class Run:
         return soak_books.check_books(self.directory, self._arguments.steps, self._sampler.ledger.outstanding)
 
 
-def say(text: str) -> None:
-    """A line on standard output, at once."""
-    print(text, flush=True)
-
-
 def differences(one: Path, other: Path, steps: int) -> tuple[dict[str, int], list[str]]:
     """Return how much of two runs was compared, and what differs."""
     mine, theirs = ([comparable(line) for line in read_metrics(run)] for run in (one, other))
@@ -157,10 +151,7 @@ def digest(path: Path) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="soak_"))
-    directory.mkdir(parents=True, exist_ok=True)
-    say(f"in {directory}")
+    directory = begun(arguments.directory)
     task = tiny_task.build(directory)
     peace, war = Run(arguments, task, "peace"), Run(arguments, task, "deaths")
     problems: list[str] = []

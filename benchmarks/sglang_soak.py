@@ -189,6 +189,16 @@ class Soak:
             await self.ranks.finish()
 
 
+def begun(directory: Path | None) -> Path:
+    """Prepare this process for a soak. Returns the directory for its files: a temporary one where none is given."""
+    # Ray gives its workers, and so the servers, low priority: anything else on the machine would starve them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    directory = directory or Path(tempfile.mkdtemp(prefix="soak_"))
+    directory.mkdir(parents=True, exist_ok=True)
+    say(f"in {directory}")
+    return directory
+
+
 def say(text: str) -> None:
     """A line on standard output, at once."""
     print(text, flush=True)
@@ -276,11 +286,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
-    # Ray gives its workers, and so the servers, low priority: anything else on the machine would starve them.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="soak_"))
-    directory.mkdir(parents=True, exist_ok=True)
-    say(f"in {directory}")
+    directory = begun(arguments.directory)
     config = resolve(configuration(arguments, directory))
     soak = Soak(arguments, directory)
     soak.hook()
