@@ -67,8 +67,10 @@ class Scene:
         return any((self.place / "run" / "checkpoints").glob("step_*.tmp"))
 
     def has_head(self) -> bool:
-        """Whether the first node waits for the others."""
-        return (self.job.folder_of_attempt() / "head.json").exists()
+        """Whether the first node of this attempt waits for the others: the attempt before may have come as far while it
+        was ended, and its file is there still when the next one is pending, where a signal finds nobody."""
+        folder = self.job.folder_of_attempt()
+        return folder.name == f"attempt_{requeues(self.job) + 1:03d}" and (folder / "head.json").exists()
 
     def steps_since(self, before: int) -> bool:
         return self.job.steps() > before
