@@ -264,7 +264,7 @@ class EngineGroup:
                 again = f"; it was started again {replica.restarts} times (engine.embedded.max_restarts)"
                 raise WorkerDiedError(f"{failure}{again if replica.restarts else ''}")
             replica.restarts += 1
-            self._warn(f"{str(failure).partition('. If it')[0]}. It is started again, and asked again")
+            self._warn(f"{failure}. It is started again, and asked again")
             with contextlib.suppress(WorkerDiedError):
                 await self._load(replica)
                 self._go_on(self._join(replica))

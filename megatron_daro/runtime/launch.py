@@ -35,7 +35,7 @@ from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
-from megatron_daro.runtime.supervisor import HasEnding, supervised
+from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
 from megatron_daro.types import PlainValue
 
 T = TypeVar("T")
@@ -105,6 +105,12 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         return run.in_cluster(lambda: _train(config, algorithm, inputs, observers, start), engines=replay is None)
 
 
+_AFTER_A_DEATH = (
+    "If it was not killed on purpose, look for `oom-kill` in the kernel log; --resume goes on from the newest "
+    "checkpoint"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What every run has around its work."""
@@ -118,8 +124,10 @@ class _Run:
         with cluster(demand_of(self.config, engines=engines).processes):
             try:
                 return asyncio.run(work())
-            except WorkerError:
+            except WorkerError as error:
                 self.progress.notice(f"what each process wrote is in {parts.log_folder(self.config)}")
+                if isinstance(error, WorkerDiedError):
+                    raise WorkerDiedError(f"{error}. {_AFTER_A_DEATH}") from error
                 raise
             finally:
                 self.interrupts.ending()

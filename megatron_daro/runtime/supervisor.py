@@ -150,10 +150,7 @@ def translated(name: str, error: BaseException) -> DaroError:
             how = "Ray lost the connection to its process; its node may be gone"
         elif isinstance(error, OutOfMemoryError):
             how = "Ray ended its process because its node ran low on memory"
-        return WorkerDiedError(
-            f"{name} died: {how}. If it was not killed on purpose, look for `oom-kill` in the kernel log; "
-            "--resume goes on from the newest checkpoint"
-        )
+        return WorkerDiedError(f"{name} died: {how}")
     return WorkerError(f"{name}: {type(error).__name__}: {error}")
 
 

@@ -297,7 +297,7 @@ def test_a_replica_that_dies_too_often_ends_the_run_and_whoever_waits_for_it(mon
     async def generate():
         engines = await group.served()
         engines.when_back(lambda name: group.updated(0, only=name))
-        with pytest.raises(WorkerError, match=r"engine 0 died: .*--resume") as raised:
+        with pytest.raises(WorkerError, match=r"^engine 0 died: ") as raised:
             await answers(engines, 0, 1)
         assert (again in str(raised.value)) == bool(allowed)
         assert await engines.ended() is raised.value

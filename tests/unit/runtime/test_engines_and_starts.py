@@ -19,6 +19,7 @@ from megatron_daro.errors import ConfigError, EngineError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.runtime.sglang_group import RayServer, _handles
+from megatron_daro.runtime.supervisor import WorkerDiedError
 
 
 def run(work):
@@ -357,7 +358,9 @@ def test_a_run_that_has_all_its_steps_does_at_most_its_export(monkeypatch, tmp_p
     assert noticed == [f"{tmp_path} has all of its 8 steps; raise trainer.steps to go on. {says}"]
 
 
-@pytest.mark.parametrize("error", [WorkerError("rank 1 died"), ValueError("x"), None])
+@pytest.mark.parametrize(
+    "error", [WorkerError("a collective failed"), WorkerDiedError("rank 1 died"), ValueError("x"), None]
+)
 def test_after_a_loss_of_workers_the_folder_of_logs_is_named_and_signals_are_held_back_in_any_case(
     monkeypatch, tmp_path, error
 ):
@@ -379,8 +382,10 @@ def test_after_a_loss_of_workers_the_folder_of_logs_is_named_and_signals_are_hel
         return "outcome"
 
     if error:
-        with pytest.raises(type(error)):
+        with pytest.raises(type(error)) as raised:
             one.in_cluster(work, engines=True)
+        assert str(raised.value).startswith(str(error))
+        assert ("--resume goes on" in str(raised.value)) == isinstance(error, WorkerDiedError)
     else:
         assert one.in_cluster(work, engines=True) == "outcome"
     assert done == [launch.demand_of(config, engines=True).processes, "ending"]

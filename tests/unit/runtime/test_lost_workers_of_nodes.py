@@ -151,6 +151,7 @@ def test_a_worker_that_is_lost_is_started_again_once_and_its_callers_are_told(ra
         await turns()
         assert ray.killed == ray.made[:1] and len(ray.made) == 2 and workers.restarts == 1
         assert ray.warnings == [f"{errors[0]}. It is started again (1 of {MAX_RESTARTS} times)"]
+        assert "--resume" not in ray.warnings[0]  # the run goes on
         ray.made[1].answer("work", "done")
         assert await waiting == "done" and ray.made[1].options["scheduling_strategy"].node_id == A
 

@@ -170,12 +170,11 @@ def test_errors_of_ray_are_told_with_the_workers_name_and_its_own_errors_as_they
     assert type(other) is WorkerError and str(other) == "engine 0 failed: KeyError: 'x'"
     lost = translated("engine 0", ActorUnavailableError("unavailable", None))
     assert type(lost) is WorkerDiedError and lost.died
-    assert str(lost).startswith("engine 0 died: Ray lost the connection to its process; its node may be gone. If it")
+    assert str(lost) == "engine 0 died: Ray lost the connection to its process; its node may be gone"
     assert "lost the connection" not in str(translated("engine 0", RayActorError()))
     no_memory = translated("engine 0", OutOfMemoryError("6 worker(s) were killed. " + "Top memory users " * 90))
     assert type(no_memory) is WorkerDiedError
-    assert str(no_memory).startswith("engine 0 died: Ray ended its process because its node ran low on memory. If it")
-    assert len(str(no_memory)) < 300
+    assert str(no_memory) == "engine 0 died: Ray ended its process because its node ran low on memory"
     no_node = translated("engine 0", NodeDiedError("the node was lost"))
     assert type(no_node) is WorkerDiedError and "its node may be gone" in str(no_node)
     assert str(translated("engine 0", ValueError("x"))) == "engine 0: ValueError: x"
