@@ -1,7 +1,9 @@
 """Equal and nearly equal problems: which row stays, what happens to answers that differ, and the books."""
 
 import pytest
+from made_words import named
 
+from megatron_daro.workshop.curate import leaks
 from megatron_daro.workshop.curate.leaks import drop_equal, drop_near, same_answers
 from megatron_daro.workshop.curate.rows import Decisions
 
@@ -116,3 +118,41 @@ def test_a_row_is_dropped_once():
             decisions.drop(row, reason)
     with pytest.raises(ValueError):
         decisions.note(0, "because")
+
+
+def test_another_form_is_a_repeat_only_where_the_problem_is_surely_the_same(rows_of):
+    form = " The answer is in the form m/n. Please give m + n."
+    problem = " ".join(named(20))
+    close, far = (" ".join((*named(20 - changed), *named(changed, 300))) for changed in (2, 3))
+    for text, reason in ((close, "duplicate_form"), (far, None)):
+        decisions = Decisions(2)
+        leaks.drop_near(rows_of((problem, "1"), (text + form, "2")), decisions)
+        assert [one.reason for one in decisions.dropped.values()] == ([reason] if reason else [])
+        assert len(decisions.notes) == (reason is None)
+
+
+def test_only_eight_words_of_a_difference_are_shown(rows_of):
+    first, second = rows_of((" ".join(named(9)), "1"), ("q r", "1"))
+    assert leaks._difference(second, first) == f"here: {' '.join(named(8))}; there: q r"
+    assert leaks._difference(first, first) == "here: -; there: -"
+
+
+def test_equal_answers_of_any_size_are_one_value():
+    assert leaks._one_key("1e100") == "1" + "0" * 100 and leaks._one_key("1e101") == "1E+101"
+    assert leaks._one_key("0.50") == "1/2" and leaks._one_key("x + 1") == "x+1"
+
+
+def test_votes_of_three_answers_count_the_two_most_frequent(rows_of):
+    def kept(*answers: str) -> list[int]:
+        decisions = Decisions(len(answers))
+        leaks.drop_equal(rows_of(*(("a b", answer) for answer in answers)), decisions, "majority")
+        return decisions.kept()
+
+    assert kept("1", "2", "2", "3") == [1] and kept("1", "2", "2", "1", "3") == []
+    decisions = Decisions(4)
+    leaks.drop_equal(rows_of(*(("a b", answer) for answer in "1223")), decisions, "majority")
+    assert [note.detail for note in decisions.notes] == ["2 of 4 rows have this answer"]
+    assert decisions.dropped[0].other == "made.jsonl:2" and decisions.counts() == {"conflict": 2, "duplicate": 1}
+    decisions = Decisions(2)
+    leaks.drop_equal(rows_of(("a b", "1", "2"), ("a b", "3")), decisions, "drop")
+    assert decisions.dropped[0].detail == "1 or 2 here, 3 there" and decisions.dropped[1].other == "made.jsonl:1"

@@ -56,3 +56,18 @@ def test_only_the_named_guesses_are_dropped(rows_of):
         1: "small_integer: 3",
         2: "small_integer: 3",
     }
+
+
+def test_a_gold_that_is_not_equal_to_itself_is_named(rows_of):
+    rows = rows_of(("a", "7"), ("b", "8", "x y"))
+    decisions = Decisions(2)
+    with RewardPool("exact", workers=0) as pool:
+        drop_unverifiable(rows, decisions, pool, "{answer}")
+    assert decisions.dropped[0].detail == "no_answer: 7" and decisions.dropped[1].detail == "no_answer: 8"
+
+
+def test_guesses_at_their_bounds():
+    assert guess_of("B", "(A) 1 (B) 2", 1) == "choice" and guess_of("b", "(A) 1 (B) 2", 1) is None
+    assert guess_of("(b)", "", 1) == "choice" and guess_of("(k)", "", 1) is None and guess_of("B", "", 1) is None
+    assert guess_of("+1", "", 1) == guess_of("-1", "", 1) == "small_integer" and guess_of("2", "", 1) is None
+    assert guess_of("false.", "", 1) == "true_false" and guess_of("NO", "", 1) == "yes_no"

@@ -1,9 +1,10 @@
-"""n-grams, signatures and candidates against sets computed one by one."""
+"""n-grams, signatures and candidates against sets computed one by one; what is compared in a full bucket."""
 
 import random
 
 import numpy as np
 
+from megatron_daro.workshop.curate import alike
 from megatron_daro.workshop.curate.alike import Ragged, ngrams, sequence_hash, signatures, similar_pairs, token_hash
 
 WORDS = [f"w{i}" for i in range(400)]
@@ -69,3 +70,25 @@ def test_a_full_bucket_is_bounded_and_counted():
     rows = [tuple(WORDS[:20])] * 600
     pairs, crowded = similar_pairs(signatures(Ragged(rows)), np.zeros(600, np.uint64))
     assert crowded > 0 and len(pairs) <= 600 * 48 and {later for _, later in pairs.tolist()} == set(range(1, 600))
+
+
+def test_a_bucket_of_48_is_compared_whole_and_of_49_in_part():
+    whole, part = alike._within(np.arange(48)), alike._within(np.arange(49))
+    assert len(whole) == 48 * 47 // 2 and len(part) > 49 * 48 // 2
+    pairs = {tuple(pair) for pair in part.tolist()}
+    assert {(i, 48) for i in (*range(24), *range(24, 48))} == {pair for pair in pairs if pair[1] == 48}
+    large = {tuple(pair) for pair in alike._within(np.arange(100, 200)).tolist()}
+    assert {e for e, later in large if later == 199} == {*range(100, 124), *range(175, 199)}
+    assert all(earlier < later for earlier, later in large)
+
+
+def test_pairs_agree_in_three_tenths_of_their_signatures():
+    signatures = np.tile(np.arange(120, dtype=np.uint32), (3, 1))
+    signatures[1, 36:] += 1000
+    signatures[2, 35:] += 2000
+    pairs, crowded = alike.similar_pairs(signatures, np.zeros(3, np.uint64))
+    assert pairs.tolist() == [[0, 1]] and crowded == 0
+    assert alike.similar_pairs(signatures[:1], np.zeros(1, np.uint64))[0].shape == (0, 2)
+    full = np.tile(np.arange(120, dtype=np.uint32), (48, 1))
+    assert alike.similar_pairs(full, np.zeros(48, np.uint64))[1] == 0
+    assert alike.similar_pairs(np.concatenate([full, full[:1]]), np.zeros(49, np.uint64))[1] == alike.BANDS == 40

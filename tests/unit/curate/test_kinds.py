@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_daro.errors import ConfigError
+from megatron_daro.workshop.curate import kinds
 from megatron_daro.workshop.curate.kinds import (
     drop_languages,
     drop_proofs,
@@ -143,3 +145,50 @@ def test_planted_proofs_go_before_the_verifier_sees_them(rows_of):
     decisions = Decisions(2)
     drop_proofs(rows, decisions)
     assert decisions.counts() == {"proof": 1} and decisions.dropped[0].detail == "gold: See the proof."
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("\u00e9" * 18 + " \u0431\u0431", "ru"),
+        ("\u00e9" * 19 + " \u0431\u0431", None),
+        ("is the", "en"),
+        ("is", None),
+        ("der das", "de"),
+        ("in is de la", None),  # as many of two languages
+        ("\\alpha\\beta \u03b1", None),
+        ("x \u03b1\u03b2\u03b3", "el"),
+        ("The of $\\text{\u0431\u0431\u0431\u0431}$ and", "en"),
+        ("12 + 3", None),
+    ],
+)
+def test_a_language_is_told_by_a_tenth_of_the_letters_or_two_words(text, code):
+    assert language_of(text) == code
+
+
+def test_proofs_words_and_topics(rows_of):
+    assert is_proof("What is it?", ["1", "proof"]) and not is_proof("What is it?", ["1"])
+    assert not is_proof("Compute it.", ["1"]) and is_proof("Prove it.", ["1"])
+    assert (words_of("\u7532\u4e59\u4e19"), words_of("\\text{ab} c \\mathrm{de}"), words_of("$ab cd$ ef")) == (2, 2, 1)
+    texts = ("nothing here", "A circle and a prime and a radius", "\u5706\u5706 prime")
+    assert [topic_of(row) for row in rows_of(*((text, "1") for text in texts))] == ["other", "geometry", "geometry"]
+    (row,) = rows_of(("a circle", "1"))
+    assert topic_of(replace(row, prompt=replace(row.prompt, category="mine"))) == "mine"
+
+
+def test_a_sentence_of_as_many_words_as_are_allowed_stays(rows_of):
+    decisions = Decisions(2)
+    kinds.drop_sentences(rows_of(("a", "one two three"), ("b", "one two three four")), decisions, 3)
+    assert decisions.kept() == [0] and decisions.dropped[1].detail == "4 words: one two three four"
+
+
+def test_a_topic_may_have_all_of_one_and_which_go_follows_from_the_texts(rows_of):
+    assert (kinds.largest_cap([3, 1], 0.75), kinds.largest_cap([3, 1], 0.7)) == (3, 2)
+    assert kinds.largest_cap([5], 1.0) == 5 and kinds.largest_cap([5], 0.9) == 0
+    rows = rows_of(*((f"a circle {i}", "1") for i in range(6)), *((f"a prime {i}", "1") for i in range(2)))
+    decisions = Decisions(8)
+    kinds.drop_surplus_topics(rows, decisions, 0.5)
+    assert {one.detail for one in decisions.dropped.values()} == {"geometry: 6 of 8"}
+    turned = Decisions(8)
+    kinds.drop_surplus_topics(rows[::-1], turned, 0.5)
+    assert {rows[i].prompt.text for i in decisions.kept()} == {rows[7 - i].prompt.text for i in turned.kept()}

@@ -1,4 +1,4 @@
-"""Planted paraphrases are found, and problems that only sound alike are not."""
+"""Planted paraphrases are found, problems that only sound alike are not; which row stays, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_words import Counting
 
+from megatron_daro.errors import ConfigError
+from megatron_daro.workshop.curate import paraphrases
 from megatron_daro.workshop.curate.leaks import drop_near
-from megatron_daro.workshop.curate.paraphrases import drop_paraphrases
+from megatron_daro.workshop.curate.paraphrases import drop_paraphrases, similar
 from megatron_daro.workshop.curate.rows import Decisions
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -38,3 +41,37 @@ def test_equal_words_with_other_numbers_answers_or_opposites_are_other_problems(
     decisions = Decisions(5)
     drop_paraphrases(rows, decisions)
     assert not decisions.dropped
+
+
+def test_paraphrases_without_scikit_learn_are_refused(monkeypatch, rows_of):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
+    with pytest.raises(ConfigError, match=r"--paraphrases: scikit-learn is not installed; .*\[curate\]"):
+        list(similar(rows_of(("a", "1"), ("b", "1")), 0.4))
+
+
+def test_of_rows_that_say_the_same_the_earliest_stays(monkeypatch, rows_of):
+    monkeypatch.setattr(paraphrases, "_vectorizer", Counting)
+    monkeypatch.setattr(paraphrases, "_AT_ONCE", 2)
+    text = "red dogs run fast"
+    rows = rows_of((text, "9"), (text, "1"), (text, "2"), (text + " today", "1.0"), (text, "1"), ("cats", "1"))
+    decisions = Decisions(6)
+    decisions.drop(0, "leak")
+    paraphrases.drop_paraphrases(rows, decisions)
+    assert {row: (one.reason, one.detail, one.other) for row, one in decisions.dropped.items() if row} == {
+        3: ("paraphrase", "cosine 0.89", "made.jsonl:2"),
+        4: ("paraphrase", "cosine 1.00", "made.jsonl:2"),
+    }
+    assert paraphrases.ALIKE == 0.4
+
+
+def test_paraphrases_come_in_order_of_the_later_and_best_first(rows_of, monkeypatch):
+    monkeypatch.setattr(paraphrases, "_vectorizer", Counting)
+    texts = ["red dogs run fast 3", "red dogs run slowly 3", "red dogs run fast today 3", "red dogs run fast 4"]
+    rows = rows_of(*((text, "1") for text in texts))
+    found = list(similar(rows, 0.3))
+    assert [(earlier, later) for earlier, later, _ in found] == [(0, 1), (0, 2), (1, 2)] and found[1][2] > found[2][2]
+    assert list(similar(rows[:1], 0.0)) == [] and [pair[:2] for pair in similar(rows, found[1][2])] == [(0, 2)]
+    for one, other in (("odd", "even"), ("not red", "red")):
+        assert not list(similar(rows_of((f"{one} dogs run", "1"), (f"{other} dogs run", "1")), 0.1))
+    assert list(similar(rows_of(("odd dogs run", "1"), ("dogs run", "1")), 0.1))

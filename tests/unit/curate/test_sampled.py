@@ -1,26 +1,32 @@
-"""Pass rates: which problems are asked, how answers on disk become fields, what the range drops, what is refused."""
+"""Pass rates: which problems are asked and how, how answers on disk become fields, what the range drops or refuses."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from weightless import save_tiny_model
 
 from megatron_daro.cli import main
+from megatron_daro.config.sections import RewardSection
 from megatron_daro.data.formats import PassRate, pass_rate_of
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import ConfigError
 from megatron_daro.types import Prompt, Rollout, Verdict
+from megatron_daro.workshop.curate import pass_rates
 from megatron_daro.workshop.curate.pass_rates import Asked, apply, key_of, read_range, summary_of, write_problems
 from megatron_daro.workshop.curate.rows import Decisions
 from megatron_daro.workshop.evaluate import measuring
 from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore, questions_of
+from megatron_daro.workshop.evaluate.measuring import MeasuredModel
 
 ASKED = Asked(4, "base", "aa", {"template": "chat"})
+MODEL = MeasuredModel(Path("/m/base"), {"served": {"weight_version": "3"}}, ("http://127.0.0.1:1",))
 
 
 def test_only_rows_that_are_left_are_asked_and_found_again(tmp_path, rows_of):
@@ -170,3 +176,78 @@ def test_both_ends_of_the_range_stay_and_a_rate_of_zero_is_one(tmp_path, rows_of
     fields = apply(rows, Decisions(4), right, ASKED)
     assert [fields[index]["pass_rate"] for index in range(4)] == [0.0, 0.25, 0.75, 1.0]
     assert pass_rate_of({"pass_rate": 0.0}) == PassRate(0.0) and pass_rate_of({"pass_rate": 1.0}) == PassRate(1.0)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What a measurement is asked for."""
+    given: list[dict[str, object]] = []
+
+    def configuration(model, sets, out, *, base, overrides, source):
+        (one,) = sets
+        given.append({"set": one, "out": out, "base": base, "overrides": overrides, "source": source})
+
+    monkeypatch.setattr(pass_rates.measuring, "configuration", configuration)
+    return given
+
+
+@pytest.mark.parametrize(("template", "temperature"), [("chat", 0.0), ("data", 0.7)])
+def test_a_model_guesses_in_its_own_template_and_samples_in_the_given(settings, template, temperature):
+    overrides = ("data.template=x", "engine.seed=1", "rollout.max_response_tokens=5", "rollout.other=1")
+    sampling = pass_rates.Sampling(4, temperature, 0.9, template, "integer", overrides)
+    pass_rates.guessing(MODEL, Path("p"), Path("o"), sampling, 3)
+    pass_rates.configuration(MODEL, Path("p"), Path("o"), sampling)
+    guess, sample = settings
+    one = guess["set"]
+    assert (one.name, one.path, one.rollouts_per_prompt, one.temperature, one.top_p) == (
+        "guess", Path("p"), 3, temperature or 1.0, 0.9,
+    )  # fmt: skip
+    assert one.drop_unusable and guess["out"] == Path("o") and guess["source"] == sample["source"] == "curate"
+    assert guess["overrides"] == ["engine.seed=1", "rollout.other=1", "rollout.max_response_tokens=64"]
+    assert guess["base"]["reward"] == {"verifier": "integer", "strict": False}
+    data = guess["base"]["data"]
+    assert (data["train"], data["max_prompt_tokens"]) == (["p"], 2048)
+    assert (data["prompt_template"], data["template"].endswith("\nAnswer:")) == (
+        ("chat", False) if template == "chat" else ("plain", True)
+    )
+    one = sample["set"]
+    assert (one.name, one.rollouts_per_prompt, one.temperature, one.top_p, one.template, one.drop_unusable) == (
+        "curate", 4, temperature, 0.9, template, True,
+    )  # fmt: skip
+    assert sample["base"] == {"reward": {"verifier": "integer"}} and sample["overrides"] == overrides
+
+
+@pytest.mark.parametrize(("version", "known"), [("3", False), ("default", True), ("", True), (None, True)])
+def test_weights_of_servers_are_known_where_they_were_never_changed(monkeypatch, version, known):
+    monkeypatch.setattr(pass_rates, "weights_digest", lambda path: f"digest of {path.name}")
+    one = SimpleNamespace(rollouts_per_prompt=4, template="chat", temperature=1.0, top_p=0.9)
+    config = SimpleNamespace(
+        data=SimpleNamespace(eval=(one,)),
+        rollout=SimpleNamespace(max_response_tokens=7),
+        reward=RewardSection(verifier="exact", strict=False),
+        engine=SimpleNamespace(seed=5),
+    )
+    served = {} if version is None else {"served": {"weight_version": version}}
+    asked = pass_rates._asked(config, MeasuredModel(Path("/m/base"), served))  # type: ignore[arg-type]
+    assert asked == pass_rates.Asked(
+        4, "base", "digest of base" if known else "",
+        {"template": "chat", "temperature": 1.0, "top_p": 0.9, "max_response_tokens": 7, "verifier": "exact",
+         "strict": False, "seed": 5},
+    )  # fmt: skip
+
+
+def test_a_right_guess_is_enough_to_drop_a_row(rows_of):
+    rows = rows_of(("a", "1"), ("b", "2"), ("c", "3"))
+    decisions = Decisions(3)
+    pass_rates.drop_guessed(rows, decisions, [(rows[0].prompt, 1), (rows[1].prompt, 0)], 8)
+    assert {row: one.detail for row, one in decisions.dropped.items()} == {0: "1 of 8 guesses were right"}
+
+
+def test_nothing_asked_has_no_mean_and_a_range_may_be_a_point():
+    asked = pass_rates.Asked(2, "base", "", {})
+    assert pass_rates.summary_of([], asked)["mean"] is None
+    prompt = Prompt(id="", answer="1", source="s", text="a")
+    assert pass_rates.summary_of([(prompt, 1), (prompt, 2)], asked)["mean"] == 0.75
+    assert pass_rates.read_range("0.5:0.5") == (0.5, 0.5) and pass_rates.read_range(":") == (0.0, 1.0)
+    with pytest.raises(ConfigError, match="got 'a'; allowed: LOW:HIGH, both from 0 to 1"):
+        pass_rates.read_range("a")

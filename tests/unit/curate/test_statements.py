@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_words import named
 
 from megatron_daro.workshop.curate.rows import Fields, read_all
 from megatron_daro.workshop.curate.statements import (
@@ -101,3 +102,65 @@ def test_the_lines_that_a_file_repeats_are_said_with_its_name(tmp_path):
 def test_nothing_raises_and_white_space_never_counts(text):
     assert tokens_of(text) == tokens_of(text.replace(" ", "  ").replace("\n", "\n\n"))
     assert all(token and not token.isspace() for token in tokens_of(text))
+
+
+def test_the_form_of_an_answer_is_split_off_a_problem_of_eight_tokens():
+    form = "Please give " + " ".join(named(58))
+    assert statement_of(" ".join(named(8)) + " " + form).tokens == named(8)
+    assert len(statement_of(" ".join(named(7)) + " " + form).form) == 0
+    assert statement_of(" ".join(named(8)) + " " + form + " wz").form == ()
+
+
+def test_drawings_go_where_sixteen_words_are_left():
+    drawing = " [asy] x [/asy]"
+    assert "asy" not in without_figures(" ".join(named(16)) + drawing)
+    assert "asy" in without_figures(" ".join(named(15)) + drawing)
+
+
+def test_lines_are_shared_by_ten_problems_and_a_fifth():
+    texts = [f"Do it.\nproblem {i}\n" for i in range(10)]
+    assert shared_lines(texts) == {"Do it."} and shared_lines(texts[:9]) == frozenset()
+    single = [f"word {i}" for i in range(40)]
+    assert shared_lines(texts + single) == {"Do it."} and shared_lines([*texts, *single, "x"]) == frozenset()
+    assert shared_lines(["Do it."] * 10) == frozenset() and shared_lines(["Do it.\n\nDo it."] * 10) == {"Do it."}
+    assert without_lines("a\nb", frozenset()) == "a\nb" and without_lines(" a \nb", frozenset({"a"})) == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("ABCDE ABCDEF \u00c9A", ("A", "B", "C", "D", "E", "ABCDEF", "\u00e9a")),
+        (".5 .. 0.5", ("0.5", "0.5")),
+        ("twenty-one Ninety nine thousand", ("21", "99", "1000")),
+        ("a\\colon b", ("a", "b")),
+        ("sin max most percent", ("\\sin", "\\max", "\\max", "%")),
+        ("\\frac{1}{\\frac{2}{3}}", ("1", "/", "2", "/", "3")),
+        ("\\frac12", ("1", "/", "2")),
+        ("x\\,y a\\;b c~d e\\!f", ("xy", "a", "b", "c", "d", "ef")),
+        ("60^{\\circ} 30\\degree", ("60", "degrees", "30", "degrees")),
+        ("1,000,000 1,00", ("1000000", "1", "00")),
+        ("A man and a", ("a", "man", "and", "a")),
+        ("A + B", ("A", "+", "B")),
+        ("a well-known f''", ("a", "well", "known", "f")),
+        ("5 \\over 6", ("5", "/", "6")),
+        ("\\mathbb{R}^{n}", ("R", "^", "n")),
+        ("x! y !", ("x", "!", "y")),
+        ("\u7532\u4e59", ("\u7532", "\u4e59")),
+    ],
+)
+def test_the_tokens_of_a_text(text, tokens):
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Example 12: a b", "a b"),
+        ("(5 points) a b", "a b"),
+        ("3) a b", "a b"),
+        ("3. 5 b", "3 5 b"),
+        ("1234. a", "1234 a"),
+    ],
+)
+def test_the_number_of_a_problem_is_no_part_of_it(text, plain):
+    assert statement_of(text).tokens == tuple(plain.split())
