@@ -1,4 +1,4 @@
-"""When engine and trainer drift apart: one warning per drift, with the reason that the circumstances suggest."""
+"""When engine and trainer drift apart: one warning per drift, at which limits, and the reason that is suggested."""
 
 from __future__ import annotations
 
@@ -92,3 +92,39 @@ def test_steps_without_mismatch_say_nothing_and_change_nothing():
     feed(watch, *[{KL: 0.05}] * (PATIENCE - 1))
     assert watch.observe(50, {"loss/policy": 1.0}) is None
     assert feed(watch, {KL: 0.05})
+
+
+def warned(values: list[float], key: str = "mismatch/kl", **more: float) -> list[int]:
+    """Steps, from 1, at which the watch warns."""
+    watch = DriftWatch()
+    return [step for step, value in enumerate(values, 1) if watch.observe(step, {key: value, **more})]
+
+
+def test_the_watch_warns_at_its_limits_only():
+    assert warned([0.1] * 9) == [] and warned([0.11] * 9) == [3]
+    assert warned([0.3] * 9, "mismatch/logprob_abs_mean") == [] and warned([0.31] * 3, "mismatch/logprob_abs_mean") == [
+        3
+    ]
+    assert warned([0.2] * 9, "mismatch/corrected_fraction") == [] and warned(
+        [0.21] * 3, "mismatch/corrected_fraction"
+    ) == [3]
+    # The baseline is the median of eight: three times as much is allowed, and no less than the floor.
+    assert warned([0.02] * 8 + [0.06] * 5) == [] and warned([0.02] * 8 + [0.0601] * 5) == [11]
+    assert warned([0.02] * 7 + [0.07] * 5) == [11] and warned([0.02] * 6 + [0.07] * 5) == [11]
+    assert warned([0.001] * 8 + [0.01] * 5) == [] and warned([0.001] * 8 + [0.0101] * 5) == [11]
+    assert warned([0.05] * 8 + [0.101] * 5) == [11]
+    # A drift is over after three steps below.
+    assert warned([0.2] * 3 + [0.0] * 2 + [0.2] * 4) == [3] and warned([0.2] * 3 + [0.0] * 3 + [0.2] * 4) == [3, 9]
+    assert warned([0.2, 0.2, 0.0, 0.2, 0.2]) == [] and warned([float("nan")] * 3) == [1]
+
+
+def test_a_warning_has_its_numbers():
+    watch = DriftWatch("tis")
+    said = [watch.observe(step, {"mismatch/kl": 0.25, "rollout/staleness_mean": 1.5}) for step in (5, 6, 7)]
+    assert said[:2] == [None, None] and said[2].startswith(
+        "step 7: engine and trainer disagree about the same tokens for 3 steps: mismatch/kl 0.25 (limit 0.1). Likely "
+        "the age of the rollouts (1.5 batches), which the correction tis cannot make good"
+    )
+    watch = DriftWatch()
+    said = [watch.observe(1, {"mismatch/kl": float("inf"), "mismatch/logprob_abs_mean": float("nan")})]
+    assert said[0].startswith("step 1: mismatch/kl and mismatch/logprob_abs_mean not finite. A log-prob of")

@@ -7,12 +7,13 @@ import math
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from synthetic_run import write_synthetic_run
 
 from megatron_daro.errors import ConfigError, DataError
-from megatron_daro.observe import MetricsLog, comparable, read_metrics
+from megatron_daro.observe import MetricsLog, comparable, metrics, read_metrics
 
 
 def _write(run_dir, steps, **options):
@@ -268,3 +269,116 @@ def test_observe_needs_no_torch_and_imports_only_downwards(tmp_path):
     allowed = tuple(f"megatron_daro.{unit}" for unit in ("observe", "types", "errors", "durable", "workshop.report"))
     packages = ("megatron_daro", "megatron_daro.workshop")
     assert [m for m in loaded if m not in packages and not m.startswith(allowed)] == []
+
+
+def test_a_step_that_was_written_only_in_part_is_taken_back(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"a": 1})
+        whole = log._file
+
+        class Short:
+            def fileno(self):
+                return whole.fileno()
+
+            def write(self, line):
+                return whole.write(line[:5])
+
+        log._file = Short()
+        with pytest.raises(DataError, match=r"step 2 could not be written, .*only 5 of \d+ bytes fitted"):
+            log.write(2, {"a": 2})
+        log._file = whole
+        assert log.last_step == 1
+        log.write(2, {"a": 3})
+    assert [line["a"] for line in read_metrics(tmp_path)] == [1, 3] and log.remark == ""
+
+
+def test_what_is_wrong_with_a_step_is_said_before_it_is_written(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(0, {"b/10": 1, "b/9": float("inf"), "a": True, "b/x": 2})
+        with pytest.raises(DataError, match="step 0 after step 0; steps must increase"):
+            log.write(0, {})
+        for value in ("1", b"1", None, [1]):
+            with pytest.raises(DataError, match=f"metric 'x' is {type(value).__name__}; allowed: one number"):
+                log.write(1, {"x": value})
+        assert log.truncate_after(0) == 0 and log.last_step == 0 and log.truncate_after(-1) == 1
+        assert log.last_step is None
+        log.write(0, {"b/10": 1, "b/9": float("inf"), "a": True, "b/x": 2})
+    text = '{"step": 0, "a": 1, "b/9": null, "b/10": 1, "b/x": 2, "observe/nonfinite_values": 1}\n'
+    assert log.path.read_text() == text and next(iter(read_metrics(tmp_path)[0])) == "step"
+    log.close()
+
+
+def test_a_torn_first_line_is_removed_and_said(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
+    log = MetricsLog(tmp_path, tensorboard=False)
+    assert log.remark.endswith("the last line, after the beginning, was torn (10 bytes); it was removed")
+    log.close()
+    for text in ('{"step": "1"}\n{"step": 2}\n', '[1]\n{"step": 2}\n', "{}\n{}\n"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(DataError, match="line 1 is not a JSON object with an integer 'step'"):
+            read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 2}\n')
+    with pytest.raises(DataError, match="line 2 has step 2 after 2"):
+        read_metrics(tmp_path)
+
+
+def test_the_arguments_of_wandb_go_on_with_the_directorys_run(tmp_path):
+    run = tmp_path / "my-run"
+    run.mkdir()
+    assert metrics._wandb_arguments(run, {"project": "p", "entity": None}) == {
+        "dir": str(run), "name": "my-run", "project": "p",
+    }  # fmt: skip
+    (run / "wandb_run_id").write_text("abc\n")
+    found = metrics._wandb_arguments(run, {"name": "x"})
+    assert (found["name"], found["id"], found["resume"]) == ("x", "abc", "allow")
+    assert metrics._wandb_arguments(run, {"id": "own"}) == {"dir": str(run), "name": "my-run", "id": "own"}
+
+
+def test_a_wandb_that_cannot_start_is_named_with_its_settings(tmp_path, monkeypatch):
+    def init(**arguments):
+        raise RuntimeError("no login")
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ConfigError, match=r"wandb\.init\(mode, project\) failed: no login; check the settings"):
+        MetricsLog(tmp_path, tensorboard=False, wandb={"project": "p", "mode": "online", "enabled": True})
+    MetricsLog(tmp_path, tensorboard=False, wandb={"enabled": False, "project": "p"}).close()
+
+
+def test_wandb_gets_each_step_as_a_metric_of_its_own(tmp_path, monkeypatch):
+    said: list[object] = []
+    run = SimpleNamespace(
+        id="abc",
+        define_metric=lambda *names, **options: said.append((names, options)),
+        log=said.append,
+        finish=lambda: said.append("finished"),
+    )
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **arguments: run))
+    with MetricsLog(tmp_path, tensorboard=False, wandb={"project": "p"}) as log:
+        log.write(3, {"a": 1.5, "b": float("nan")})
+        log.truncate_after(2)
+    assert said == [
+        (("*",), {"step_metric": "step"}), {"step": 3, "a": 1.5, "observe/nonfinite_values": 1}, "finished",
+    ]  # fmt: skip
+    assert (tmp_path / "wandb_run_id").read_text() == "abc"
+
+
+def test_only_what_the_clock_decides_is_left_out_of_a_comparison():
+    line = {"timing/a": 1, "throughput/b": 2, "recovery/c": 3, "loss/timing/": 4, "step": 5}
+    assert metrics.comparable(line) == {"loss/timing/": 4, "step": 5}
+
+
+def test_tensorboard_gets_each_step_and_forgets_the_later(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    with MetricsLog(tmp_path) as log:
+        log.write(4, {"a": 1.5, "b": float("nan")})
+        log.truncate_after(2)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    events = [
+        event
+        for event in EventFileLoader(str(file)).Load()
+        if event.HasField("summary") or event.HasField("session_log")
+    ]
+    assert [(event.step, event.session_log.status) for event in events] == [(4, 0), (3, 1)]
+    assert [value.tag for value in events[0].summary.value] == ["a", "observe/nonfinite_values"]
+    assert all(event.wall_time > 1e9 for event in events)

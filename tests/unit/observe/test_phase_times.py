@@ -1,4 +1,4 @@
-"""Time per phase: union of overlapping measurements, split at the step's border."""
+"""Time per phase: union of overlapping measurements, split at the step's border; and which start of the run it was."""
 
 from __future__ import annotations
 
@@ -127,3 +127,23 @@ def test_a_phase_that_raises_or_is_cancelled_is_closed(phases, clock):
     assert phases.active() == ()
     times = phases.collect()
     assert (times["timing/train_s"], times["timing/rollout_s"]) == (2, 1)
+
+
+def test_the_number_of_the_start_goes_into_the_times(monkeypatch):
+    times = iter([0.0, 5.0, 6.0])
+    phases = Phases(clock=lambda: next(times))
+    monkeypatch.setenv("MEGATRON_DARO_ATTEMPT", "3")
+    assert phases.collect() == {"timing/other_s": 5.0, "timing/step_s": 5.0, "timing/attempt": 3.0}
+    monkeypatch.delenv("MEGATRON_DARO_ATTEMPT")
+    assert phases.collect() == {"timing/other_s": 1.0, "timing/step_s": 1.0}
+
+
+def test_a_phase_that_is_entered_twice_counts_once():
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    phases = Phases(clock=lambda: next(times))
+    with phases.measure("a"):
+        with phases.measure("a"):
+            assert phases.active() == ("a",)
+        assert phases.active() == ("a",)
+    assert phases.active() == ()
+    assert phases.collect() == {"timing/a_s": 9.0, "timing/other_s": 6.0, "timing/step_s": 15.0}
