@@ -1,4 +1,4 @@
-"""MathVerifier in one process: extraction, pre-filter, shapes, and every wrong accept and refusal that was measured."""
+"""MathVerifier in one process: each stage and comparison, and every wrong accept and refusal that was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from sympy import Expr
 
 from megatron_daro.reward import ScreenLimits, VerifierSpec, build_verifier
 from megatron_daro.reward.base import Job, StagedVerifier
-from megatron_daro.reward.math import MathVerifier, changes_value, unit, without_unit
+from megatron_daro.reward.math import (
+    MathVerifier,
+    changes_value,
+    compare,
+    quick_equal,
+    restates,
+    unevaluated,
+    unit,
+    without_unit,
+)
+from megatron_daro.reward.normal_form import canonical
 from megatron_daro.reward.symbolic import _surely_differ, parsed
 from megatron_daro.types import Verdict
 
@@ -280,3 +290,155 @@ def test_what_has_no_value_yet_is_not_computed_to_look_for_a_difference(
     gold, value = parsed("3"), parsed(answer)
     assert gold is not None and value is not None
     assert not _surely_differ(gold, value) and not _surely_differ(value, gold) and not asked
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "outcome"),
+    [
+        ("5", "", "no_answer"),
+        ("1/3", "0.33333", "no_match"),
+        ("1/3", "0.333333", None),
+        ("0.333333", "1/3", None),
+        ("0.5", "1/2", "match"),
+        ("1/2", "0.50", "match"),
+        ("0.5", "0.50", "match"),
+        ("1/2", "2/4", "match"),
+        ("1/2", "1/3", "no_match"),
+        ("0.5", "x", None),
+        ("\\text{east}", "\\textbf{East}", "match"),
+        ("\\text{east}", "west", "no_match"),
+        ("(C)", "C", "match"),
+        ("(C)", "D", "no_match"),
+        ("\\text{east}", "5", None),
+        ("5", "east", None),
+        ("1a_{16}", "1A_{16}", "match"),
+        ("012_3", "12_3", "match"),
+        ("12_3", "12_4", "no_match"),
+        ("12_3", "x+12_3", "no_match"),
+        ("12_3+x", "12_3 + x", "match"),
+    ],
+)
+def test_what_needs_no_algebra_is_decided_without(gold: str, answer: str, outcome: str | None) -> None:
+    assert quick_equal(gold, answer) == outcome
+
+
+def test_brackets_within_brackets_have_an_end() -> None:
+    assert compare("x", "y", 7) == "too_complex" and compare("5", "5", 6) == "match"
+    deep = "((((((((x,1),1),1),1),1),1),1),1)"
+    assert compare(deep.replace("x", "a"), deep.replace("x", "b"), 0) == "too_complex"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "outcome"),
+    [
+        ("(x,1)", "(x+0,1)", "match"),
+        ("(x,1)", "(x,2)", "no_match"),
+        ("(x,1)", "(1,x)", "no_match"),
+        ("(1,2,3)", "(1,2)", "no_match"),
+        ("\\{x,y\\}", "y,x", "match"),
+        ("x,x", "x,y", "no_match"),
+        ("x,y,z", "z+0,x,y+0", "match"),
+        ("x + + / ) 3,y", "x,z", "gold_unparsed"),
+        ("(1,2)", "\\{1,2\\}", "no_match"),
+        ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "no_match"),
+        ("x=1, y=2", "x=1, z=2", "no_match"),
+        ("x=1, y=2", "y=2, x=0+1", "match"),
+        ("x=1, y=2", "[1,2]", "no_match"),
+        ("x=1, y=2", "(1,2,3)", "no_match"),
+        ("x=1, y=2", "(1,2)", "match"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x=1, y=2", "match"),
+        ("(1,2)", "3", "no_match"),
+        ("S=\\{1,2\\}", "T=\\{2,1\\}", "match"),
+        ("(x,y)=(1,2)", "(y,x)=(1,2)", "no_match"),
+        ("x\\%", "\\frac{x}{100}", "match"),
+        ("x\\%", "x", "no_match"),
+        ("2x \\text{ cms}", "x+x \\text{ CM}", "match"),
+        ("2x \\text{ cm}", "2x \\text{ km}", "no_match"),
+        ("2x \\text{ cm}^2", "2x \\text{ cm}^3", "no_match"),
+        ("x", "x \\text{ or so}", "no_match"),
+        ("x \\text{ or so}", "x \\text{ or so}", "match"),
+        ("2x", "y=2x", "match"),
+        ("2x", "y=x+x=2x", "match"),
+        ("2x", "2x=y", "match"),
+        ("8", "2^3=9=8", "no_match"),
+        ("8", "2^3=8", "match"),
+        ("8", "8=", "match"),
+        ("8", "=", "no_answer"),
+        ("x>5", "y=x>5", "no_match"),
+    ],
+)
+def test_comparison_by_shape_and_leaf(gold: str, answer: str, outcome: str) -> None:
+    assert compare(canonical(gold), canonical(answer), 0) == outcome
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "refused"),
+    [
+        ("S = \\sum k", "5", True),
+        ("\\sum k = 5", "5", False),
+        ("\\sum k = n", "\\sum k", False),
+        ("\\prod k", "\\sum k", True),
+        ("\\operatorname{gcd}(1,2)", "\\gcd(1,2)", False),
+        ("\\sin x", "5x", False),
+        ("\\sin 1", "5\\pi", True),
+        ("\\sin 1", "5\\sqrt{2}", True),
+        ("\\sin 1", "0.84", False),
+        ("5!", "120", True),
+        ("5!", "6!", False),
+        ("x+1=5", "x=4", True),
+        ("x=4", "x=4", False),
+        ("x+1=5", "x+y=4", False),
+        ("x+1=5", "x=y", False),
+        ("5", "x=4", False),
+        ("2x>10", "x>5", True),
+        ("x>5", "x>5", False),
+        ("2x>10", "2x>10", False),
+        ("2x>10", "[5,6]", True),
+        ("2x>10", "(5,6)", True),
+        ("2x>10", "5", False),
+        ("5<x", "(5,6)", False),
+    ],
+)
+def test_what_only_restates_the_work_is_told_from_an_answer(answer: str, gold: str, refused: bool) -> None:
+    assert unevaluated(canonical(answer), canonical(gold)) is refused
+
+
+def test_an_expression_of_the_statement_is_found_in_its_first_20000_characters() -> None:
+    assert restates("x+1", "what is $$x + {1}$$?") and restates("x+1", "if $y = x+1.$") and restates("x+1", "\\(x+1\\)")
+    assert not restates("x", "$x$") and not restates("xy", "$xy$") and restates("xyz+", "$xyz+$")
+    assert not restates("abc", "$abc$") and not restates("12/5", "$12/5$") and not restates("x+1", "x+1")
+    assert restates("x+1,", "$x+1$") and restates("x+1", "$y = x+1.; z$")
+    assert restates("x+1", " " * 19_995 + "$x+1$") and not restates("x+1", " " * 19_996 + "$x+1$")
+
+
+@pytest.mark.parametrize(
+    ("text", "bare", "name", "changed"),
+    [
+        ("5 \\text{ Apples}", "5", "apple", False),
+        ("5 \\text{ m}^{2}", "5", "m^2", False),
+        ("5 square units", "5", None, False),
+        ("5 cm^2", "5", None, False),
+        ("x cm", "x cm", None, False),
+        ("\\text{ cm}", "\\text{ cm}", None, False),
+        ("5 \\text{a b c}", "5", "a b c", True),
+        ("5 \\text{x y z}", "5", "x y z", False),
+        ("5 \\text{x y z w}", "5", "x y z w", True),
+        ("5 \\text{ Million}", "5", "million", True),
+    ],
+)
+def test_units_are_told_from_words_that_change_a_value(text: str, bare: str, name: str | None, changed: bool) -> None:
+    assert (without_unit(text), unit(text), changes_value(text)) == (bare, name, changed)
+
+
+def test_a_long_answer_is_compared_as_text_or_in_a_worker() -> None:
+    strict = MathVerifier(VerifierSpec(limits=ScreenLimits(max_chars=5)))
+    assert strict.screen("\\boxed{x+1+y+z}", " x+1+y+z ") == Verdict(True, 1.0, "match")
+    assert strict.screen("\\boxed{x+1+y+z}", "5") == Verdict(False, 0.0, "too_long")
+    assert strict.screen("\\boxed{x+1+y}", "x+1+y").reason == "match" and strict.screen("\\boxed{x+1+}", "5 y") == Job(
+        "x+1+", "5 y"
+    )
+    wide = MathVerifier(VerifierSpec(limits=ScreenLimits(max_chars=5000)))
+    assert wide.screen("\\boxed{" + "x" * 1001 + "}", "x" * 1001) == Job("x" * 1001, "x" * 1001)
+    assert wide.screen("\\boxed{" + "x" * 1000 + "}", "x" * 1000).reason == "match"
+    assert strict.judge(Job("x", "\\boxed{x}")).reason == strict.judge(Job("1+x", "x+1")).reason == "match"
+    assert strict.judge(Job("9^{9^{9^9}}", " 9^{9^{9^9}} ")).reason in ("match", "too_long")
