@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
+from run_configuration import configured
 
-from megatron_daro.config import Config
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions
 from megatron_daro.errors import ConfigError, EngineError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
@@ -24,10 +24,6 @@ from megatron_daro.runtime.supervisor import WorkerDiedError
 
 def run(work):
     return asyncio.run(asyncio.wait_for(work, 10))
-
-
-def configured(**sections):
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": ("t",)}, **sections})
 
 
 class Actor:

@@ -1,25 +1,13 @@
-"""Parts from a configuration: the algorithm that the driver uses, and what is said about its options."""
+"""The algorithm of a run: the options that it gets, what is said about them, and what the builder of batches gets."""
 
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
+from run_configuration import configured
 
-from megatron_daro.config import Config
 from megatron_daro.errors import ConfigError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import parts
-from megatron_daro.runtime.parts import (
-    algorithm_of,
-    algorithm_remarks,
-    batch_builder,
-    deadlines,
-    policy_group,
-    policy_settings,
-)
-
-
-def configured(**sections) -> Config:
-    return Config.model_validate({"model": {"path": "m"}, "data": {"train": ("t",)}, **sections})
+from megatron_daro.runtime.parts import algorithm_of, algorithm_remarks, batch_builder
 
 
 def remarks(**sections) -> list[str]:
@@ -75,39 +63,3 @@ def test_the_builder_hands_the_options_of_lengths_on(monkeypatch):
     assert groups == ["a group"] and options.pop("length_weight") == config.algorithm.length_reward.weight_at(5) > 0
     assert options.pop("repetition_penalty") == 0.25
     assert options == {"overlong": "penalty", "max_tokens": 64, "cache_tokens": 16, "teacher": None, "by_turn": False}
-
-
-def test_every_limit_is_scaled():
-    scaled = deadlines(configured(trainer={"deadline_scale": 3.0}))
-    assert scaled == Deadlines().scaled(3.0) != Deadlines() == deadlines(configured())
-
-
-def test_the_ranks_get_the_settings_of_the_run(tmp_path):
-    config = configured(trainer={"run_dir": str(tmp_path / "run"), "seed": 5, "updates_per_batch": 2})
-    made = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
-    assert made[0] == (policy_settings(config), config.actor, config.algorithm)
-    assert made[1] == {
-        "seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs", "token_columns": ()
-    }  # fmt: skip
-
-
-def test_the_ranks_find_a_critic_from_any_working_directory():
-    config = configured(algorithm={"name": "ppo", "critic": {"path": "models/critic"}}, trainer={"run_dir": "run"})
-    sections, options = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
-    assert sections[2].critic.path == Path("models/critic").absolute()
-    assert options["token_columns"] == ("values",) and sections[2].passes(("values",)) == ("values",)
-
-
-@pytest.mark.parametrize(
-    ("sections", "grow"),
-    [
-        ({}, True),
-        ({"engine": {"kind": "sglang", "sglang": {"sync": "distributed"}}}, True),
-        ({"engine": {"kind": "sglang", "sglang": {"sync": "tensor"}}}, False),  # CUDA IPC
-        ({"engine": {"kind": "sglang", "colocate": True, "sglang": {"sync": "disk"}}}, False),
-        ({"engine": {"kind": "embedded", "sglang": {"sync": "tensor"}}}, True),
-        ({"actor": {"megatron": {"nccl_ub": True}}}, False),  # a pool of NCCL's
-    ],
-)
-def test_segments_of_the_ranks_grow_where_nobody_else_opens_their_memory(sections, grow):
-    assert policy_settings(configured(**sections)).expandable_segments is grow
