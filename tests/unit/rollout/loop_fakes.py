@@ -332,6 +332,16 @@ class FakeProgress:
             self.on_step(step)
 
 
+class NotedDeadlines(Deadlines):
+    """The real table, which writes down what it is asked."""
+
+    waits: list = []
+
+    async def within(self, name, awaitable, *, what=""):
+        self.waits.append((name, what))
+        return await super().within(name, awaitable, what=what)
+
+
 def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0, updates=1, **options) -> Sampler:
     section = RolloutSection(
         **({"prompts_per_step": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
