@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from lab_names import configured
 from loop_fakes import FakeProgress, make_stack, run_stack
+from test_recovery import save
 
 from megatron_daro.actor.checkpoint import load_algorithm
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.data.orders import PromptSource
 from megatron_daro.errors import CheckpointError, DaroError
-from megatron_daro.recovery import find_latest_valid, read_provenance, verify
+from megatron_daro.recovery import find_latest_valid, read_provenance, read_state, verify
 from megatron_daro.runtime.preflight import compared
 from megatron_daro.types import Prompt
 
@@ -108,6 +109,32 @@ def test_an_edited_manifest_fits_the_files_or_is_refused(stopped, data):
         path.write_text(before)
 
 
+def edit_manifest(path: Path, change) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest["files"])
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda files: files.pop("state.json"), r"manifest\.json: does not name state\.json: torn or edited"),
+        (lambda files: files.update({"/x": files["common.pt"]}), "names '/x', outside the checkpoint; it was edited"),
+        (lambda files: files.update({"iter": files["common.pt"]}), "iter: missing; use another checkpoint"),
+        (lambda files: files.update({"x" * 300: files["common.pt"]}), "xxx: missing"),
+        (lambda files: files["common.pt"].update(bytes=-1), r"files\.common\.pt\.bytes: got -1; "),
+        (lambda files: files["common.pt"].update(bytes="1984"), r"files\.common\.pt\.bytes: got '1984'; "),
+        (lambda files: files["common.pt"].update(sha256="0" * 63), r"files\.common\.pt\.sha256: got '0"),
+        (lambda files: files["common.pt"].pop("sha256"), r"files\.common\.pt\.sha256: got nothing; "),
+    ],
+)
+def test_a_manifest_that_was_edited_is_refused(tmp_path, change, words):
+    path = save(tmp_path, 1)
+    edit_manifest(path, change)
+    with pytest.raises(CheckpointError, match=words):
+        verify(path)
+
+
 @SLOW
 @example(changed={**PROVENANCE, "config": {"data": {"eval": [{"path": "a.jsonl"}]}}})
 @example(changed={key: value for key, value in PROVENANCE.items() if key != "config"})
@@ -143,6 +170,42 @@ def test_an_edited_state_is_resumed_or_refused(stopped, tmp_path, data):
     finally:
         state.write_bytes(before[0])
         manifest.write_bytes(before[1])
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "no JSON"])
+def test_a_state_that_is_no_object_is_refused(tmp_path, text):
+    path = save(tmp_path, 1)
+    (path / "state.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"state\.json: (no JSON object|cannot be read: .*); use another checkpoint"
+    ):
+        read_state(path)
+
+
+STATE = {
+    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "sampler": {}, "difficulty_weights": {},
+    "identity": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batches_done": -1}, "batches_done: got -1; "),
+        ({"skipped_steps": "0"}, "skipped_steps: got '0'; "),
+        ({"sampler": []}, r"sampler: got \[\]; "),
+        ({"difficulty_weights": {"a": "x"}}, r"difficulty_weights\.a: got 'x'; "),
+    ],
+)
+def test_a_state_of_this_format_has_everything(tmp_path, change, words):
+    path = save(tmp_path, 1)
+    (path / "state.json").write_text(json.dumps(STATE))
+    assert read_state(path) == STATE
+    (path / "state.json").write_text(json.dumps(STATE | change))
+    with pytest.raises(CheckpointError, match=words):
+        read_state(path)
+    (path / "state.json").write_text(json.dumps(STATE | change | {"format": 1}))
+    assert read_state(path)["format"] == 1, "one of another format is refused where it is used"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "made_with.json"])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all; torn, edited and pruned ones; a really full disk."""
+"""Checkpoints: whole or not at all, on the disk before they count; torn, edited and pruned ones; a really full disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from megatron_daro import durable, recovery
 from megatron_daro.errors import CheckpointError, DeadlineError
 from megatron_daro.recovery import (
     Checkpoints,
+    check_fits,
     find_latest_valid,
+    read_provenance,
     require_fresh,
     set_newer_aside,
     step_directories,
@@ -86,6 +88,113 @@ def test_a_hash_taken_while_writing_is_used_and_not_taken_again(tmp_path):
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     assert files["a.safetensors"] == {"bytes": 16, "sha256": "ab" * 32}
     assert sorted(path.name for path in checkpoint.iterdir()) == ["a.safetensors", "manifest.json", "state.json"]
+
+
+def test_a_store_that_keeps_none_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"trainer\.keep_checkpoints: 0; allowed: >= 1"):
+        Checkpoints(tmp_path, keep=0)
+    Checkpoints(tmp_path, keep=1)
+
+
+def test_what_a_run_is_made_of_is_in_its_checkpoints(tmp_path):
+    provenance = {
+        "config": {"data": {"eval": [{"name": "d"}]}}, "model": {}, "bound_files": {}, "free_files": {},
+        "train_files": ["x"], "eval_files": {}, "packages": {}, "machine": {},
+    }  # fmt: skip
+    store = Checkpoints(tmp_path, keep=2, provenance=provenance)
+    path = asyncio.run(store.save(1, writer(), {"step": 1}, FakeProgress()))
+    assert read_provenance(path) == provenance
+    assert "made_with.json" in json.loads((path / "manifest.json").read_text())["files"]
+    assert read_provenance(save(tmp_path, 2)) is None
+    (path / "made_with.json").write_text(json.dumps(provenance | {"train_files": "x"}))
+    with pytest.raises(CheckpointError, match=r"made_with\.json: train_files: got 'x'; .*edited, or of another"):
+        read_provenance(path)
+
+
+def test_the_manifest_says_its_format_and_step_and_is_the_last_file(tmp_path, monkeypatch):
+    written, write = [], durable.write
+    monkeypatch.setattr(durable, "write", lambda path, text: written.append(path.name) or write(path, text))
+    path = save(tmp_path, 7)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"]) == (1, 7)
+    assert written == ["state.json", "manifest.json", "latest.tmp"]
+    assert (path / "state.json").read_text() == '{\n "cursor": 70,\n "step": 7\n}'
+
+
+def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced, sync = [], durable.sync
+    monkeypatch.setattr(
+        durable, "sync", lambda path: synced.append(path.relative_to(tmp_path).as_posix()) or sync(path)
+    )
+    save(tmp_path, 7)
+    inside = "checkpoints/step_000007.tmp/"
+    files = ("iter/a.distcp", "iter/deep/b.distcp", "common.pt", "state.json", "iter", "iter/deep", "")
+    assert {(inside + name).rstrip("/") for name in files} <= set(synced)
+    assert synced[-2:] == ["checkpoints", "checkpoints"], "the folder after each of the two renames"
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    (save(tmp_path, 3) / "old").write_text("x")
+    assert not (save(tmp_path, 3) / "old").exists()
+
+
+def test_what_an_earlier_try_left_is_not_taken_over(tmp_path):
+    left = tmp_path / "checkpoints" / "step_000003.tmp"
+    left.mkdir(parents=True)
+    (left / "half").write_text("x")
+    assert not (save(tmp_path, 3) / "half").exists()
+
+
+def test_without_hashes_only_sizes_are_compared(tmp_path):
+    path = save(tmp_path, 1)
+    _flip(path / "common.pt")
+    verify(path, hashes=False)
+    with pytest.raises(CheckpointError, match="its SHA-256"):
+        verify(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = save(tmp_path, 1)
+
+    def refuse(file, name):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hashlib, "file_digest", refuse)
+    with pytest.raises(CheckpointError, match=r"step_000001/.*: cannot be read: .*Input/output error"):
+        verify(path)
+
+
+def test_a_state_fits_a_run_of_its_format_and_identity(tmp_path):
+    assert recovery.STATE_FORMAT == 2
+    check_fits(tmp_path, {"format": 2, "identity": {"seed": 1, "old": None}}, {"seed": 1})
+    with pytest.raises(CheckpointError, match=r"state\.json: format 1; allowed: 2\. Resume with the version"):
+        check_fits(tmp_path, {"format": 1, "identity": {}}, {})
+    with pytest.raises(CheckpointError, match=r"another run: a was 1, is None; b was None, is 2; c was 3, is 4\. Set"):
+        check_fits(tmp_path, {"format": 2, "identity": {"a": 1, "c": 3, "d": 5}}, {"b": 2, "c": 4, "d": 5})
+
+
+def test_directories_are_checkpoints_by_their_names_newest_first(tmp_path):
+    for name in ("step_000009", "step_000100", "step_1000000", "step_12", "step_000001.tmp", "step_000002.refused"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000200").write_text("a file")
+    assert [path.name for path in step_directories(tmp_path)] == ["step_1000000", "step_000100", "step_000009"]
+    assert step_directories(tmp_path / "none") == []
+
+
+def test_a_pointer_that_cannot_be_read_is_said(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    progress = FakeProgress()
+    find_latest_valid(tmp_path, progress)
+    assert progress.messages == []
+    (tmp_path / "checkpoints" / "latest").unlink()
+    find_latest_valid(tmp_path, progress)
+    assert "latest names '(missing)'; the newest whole checkpoint is step_000001" in progress.messages[0]
+
+
+def test_a_crash_of_a_pruning_leaves_no_half_checkpoint(tmp_path):
+    (tmp_path / "checkpoints" / "step_000001.tmp").mkdir(parents=True)
+    save(tmp_path, 2)
+    assert not (tmp_path / "checkpoints" / "step_000001.tmp").exists()
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -257,6 +366,14 @@ def test_a_full_disk_without_any_checkpoint_names_what_can_still_be_used(tmp_pat
         save(tmp_path, 1, error=OSError(28, "No space left on device"))
 
 
+def test_a_full_disk_says_what_stays(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"Nothing of it was kept and earlier checkpoints are untouched; .*; trainer\.keep_checkp"
+    ):
+        save(tmp_path, 2, error=OSError(28, "No space left on device"))
+
+
 def test_a_removed_run_directory_is_not_called_a_full_disk(tmp_path):
     async def write(directory: Path) -> None:
         shutil.rmtree(tmp_path / "run")
@@ -368,3 +485,10 @@ def test_only_newer_ones_are_set_aside(tmp_path):
     assert sorted(path.name for path in found.parent.glob("step_*")) == [
         "step_000010", "step_000020", "step_000030.refused",
     ]  # fmt: skip
+
+
+def test_what_was_refused_twice_takes_the_place_of_the_one_before(tmp_path):
+    for _ in range(2):
+        _flip(save(tmp_path, 1, 2) / "common.pt")
+        set_newer_aside(tmp_path / "checkpoints" / "step_000001")
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step*")) == ["step_000001", "step_000002.refused"]

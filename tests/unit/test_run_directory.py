@@ -1,4 +1,4 @@
-"""One run in a directory: the second is refused by name, and an owner that was killed blocks nobody."""
+"""One run in a directory: a second one, or one over another's files, is refused; a killed owner blocks nobody."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from megatron_daro.errors import CheckpointError, ConfigError
+from megatron_daro.recovery import require_fresh
 from megatron_daro.runtime.run_directory import LOCK_FILE, owned
 
 _OWNER = """
@@ -117,3 +118,9 @@ def test_a_run_is_not_started_over_another_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(CheckpointError, match="already holds a run"), owned(tmp_path, resume=False):
         pass
+
+
+def test_a_run_directory_is_fresh_without_checkpoints_and_with_an_empty_log(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    require_fresh(tmp_path / "none")
+    require_fresh(tmp_path)

@@ -117,7 +117,7 @@ _FURTHER: dict[str, tuple[str, ...]] = {
     "commands/check_loss.py": (f"{_PARALLEL}check_loss.py",),
     "commands/convert.py": ("tests/unit/test_convert_command.py",),
     "commands/curate.py": ("tests/unit/curate",),
-    "commands/doctor.py": ("tests/unit/runtime/test_diagnosis.py",),
+    "commands/doctor.py": ("tests/unit/test_doctor.py",),
     "commands/rehearse.py": ("tests/e2e/test_rehearsals.py",),
     "commands/submit.py": ("tests/unit/slurm",),
     "config/": ("tests/unit/test_cli.py", "tests/unit/examples/test_recipes.py"),

@@ -1,4 +1,4 @@
-"""What tests of one rank share: small models without transformers, policies of one process, passes before a step."""
+"""What tests of one rank share: small models without transformers, policies of one process, passes and steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import torch
 from safetensors.torch import save_file
+from small_models import random_batch
 
+GRPO = {"name": "grpo"}
+ROWS = [[0, 1, 2], list(range(3, 24))]
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -57,3 +60,15 @@ def with_passes(policy, batch, micro_batches):
     if policy.critic:
         batch = replace(batch, values_R=policy.run_pass("values", batch, micro_batches))
     return batch
+
+
+def rates(policy, number, first=1):
+    batch = random_batch()
+    results = [policy.train_step(batch, ROWS, step=n) for n in range(first, first + number)]
+    return [result.metrics["optimizer/learning_rate"] for result in results]
+
+
+def ranks(monkeypatch, module, **numbers):
+    """Megatron's answers to who this rank is."""
+    for name, number in numbers.items():
+        monkeypatch.setattr(module.parallel_state, f"get_{name}", lambda number=number: number)

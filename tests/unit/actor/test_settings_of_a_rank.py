@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from single_rank import CONFIG, policy_of, save_random_model
+from single_rank import CONFIG, GRPO, policy_of, ranks, save_random_model
 
 from megatron_daro.actor import compat, model
 from megatron_daro.actor import policy as policy_module
@@ -21,7 +21,6 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.usefixtures("world")
-GRPO = {"name": "grpo"}
 
 
 def test_the_layout_is_that_of_the_section():
@@ -221,12 +220,6 @@ def test_training_starts_from_a_megatron_checkpoint_where_one_is_named(tmp_path,
     policy, stored = policy_module.MegatronPolicy(*arguments), load_file(critic_model / "model.safetensors")
     for exported in (dict(policy.export()), dict(policy.export_critic())):
         assert torch.equal(exported["model.norm.weight"], stored["model.norm.weight"])
-
-
-def ranks(monkeypatch, module, **numbers):
-    """Megatron's answers to who this rank is."""
-    for name, number in numbers.items():
-        monkeypatch.setattr(module.parallel_state, f"get_{name}", lambda number=number: number)
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,16 @@ import numpy as np
 import policy_tasks
 import pytest
 import torch
-from single_rank import policy_of
+from single_rank import GRPO, ROWS, policy_of, rates
 from small_models import random_batch
 
-from megatron_daro.actor import checkpoint, compat, forward, optimizer, step
+from megatron_daro.actor import checkpoint, compat, device, forward, optimizer, step
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError, DataError
 from megatron_daro.types import KINDS_OF_MEMORY
 
 pytestmark = pytest.mark.usefixtures("world")
-DARO, GRPO = {"name": "daro"}, {"name": "grpo"}
-
-
-ROWS = [[0, 1, 2], list(range(3, 24))]
-
-
-def rates(policy, number, first=1):
-    batch = random_batch()
-    results = [policy.train_step(batch, ROWS, step=n) for n in range(first, first + number)]
-    return [result.metrics["optimizer/learning_rate"] for result in results]
+DARO = {"name": "daro"}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +148,16 @@ def test_time_that_was_not_measured_is_0(monkeypatch):
     events = [SimpleNamespace(elapsed_time=lambda end: end.at), SimpleNamespace(at=1500.0)]
     own._marks = events
     assert own.seconds() == 1.5, "a GPU counts milliseconds"
+
+
+def test_passes_on_a_gpu_are_timed_by_its_events(monkeypatch):
+    recorded = []
+    made = SimpleNamespace(record=lambda: recorded.append(1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: made if enable_timing else None)
+    monkeypatch.setattr(device, "prepare", lambda: torch.device("cuda", 0))
+    own = step.OwnTime()
+    own._mark()
+    assert own._marks == [made] and recorded == [1]
 
 
 def test_kl_of_rollouts_counts_each_answer_once():

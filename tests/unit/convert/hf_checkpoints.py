@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan
 from megatron_daro.convert.hf_files import write_hf_checkpoint
 from megatron_daro.workshop.convert import conversion
+from megatron_daro.workshop.convert.jobs import TensorRecord
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 64}
@@ -73,3 +75,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def sha(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def record(
+    name: str = "a", shape: tuple[int, ...] = (2, 3), dtype: str = "bfloat16", digest: str = "1"
+) -> TensorRecord:
+    return TensorRecord(name, shape, dtype, digest)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hf_checkpoints import config_of, make_hf, replace_tensor, tensors_of
 
 from megatron_daro.cli import main
+from megatron_daro.errors import ConfigError, ModelError
 from megatron_daro.workshop.convert import average
 
 NORM = "model.norm.weight"
@@ -94,3 +96,41 @@ def test_a_sum_beyond_the_dtype_is_refused(models, tmp_path, capsys):
     assert run(*both, "--weights", "2,-1", out=tmp_path / "mean") == 1
     assert "the cast would make it infinite" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "mean").exists()
+
+
+def test_weights_of_a_mean_are_numbers_that_add_up_to_one():
+    assert average.read_weights("", 4) == (0.25,) * 4 and average.read_weights("2,-1", 2) == (2.0, -1.0)
+    assert average.read_weights("0.5,0.5000005", 2) == (0.5, 0.5000005)
+    for text in ("0.5,0.500002", "0.5", "0.3,0.3,0.4", "inf,1", "a,b"):
+        with pytest.raises(ConfigError, match=r"allowed: 2 numbers that add up to 1, .*--weights 0\.5,0\.5$"):
+            average.read_weights(text, 2)
+    with pytest.raises(ConfigError, match="got 1; allowed: two or more directories"):
+        average.read_weights("", 1)
+
+
+def test_files_of_a_mean_are_filled_to_their_limit():
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 1}
+    tensors = SimpleNamespace(
+        names=lambda: list(sizes), shape=lambda name: (sizes[name],), dtype=lambda name: torch.bfloat16
+    )
+    assert list(average._files(tensors, 20)) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(average._files(tensors, 19)) == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
+def test_what_a_vocabulary_file_says_is_compared_and_not_its_spaces(tmp_path):
+    for name, text in {"a.json": '{"x": 1}', "b.json": '{"x":1}', "torn.json": "{", "m.txt": "a b"}.items():
+        (tmp_path / name).write_text(text)
+    assert average._content(tmp_path / "a.json") == average._content(tmp_path / "b.json") == {"x": 1}
+    assert average._content(tmp_path / "torn.json") == b"{" and average._content(tmp_path / "m.txt") == b"a b"
+    assert average._content(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_quantized_tensors_have_no_mean(dtype):
+    one = SimpleNamespace(names=lambda: ["w"], shape=lambda name: (2,), dtype=lambda name: dtype, directory="/a")
+    with pytest.raises(ModelError, match=rf"--average: w is {dtype}; allowed: fp64, fp32, bf16, fp16"):
+        average.check_tensors([one, one])
+    with pytest.raises(ModelError, match="/b holds w, which /a does not"):
+        average.check_tensors(
+            [SimpleNamespace(names=list, directory="/a"), SimpleNamespace(names=lambda: ["w"], directory="/b")]
+        )

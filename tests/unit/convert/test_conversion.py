@@ -1,4 +1,4 @@
-"""HF -> Megatron -> HF: bit for bit through either format; casts, cards, processes, and going on after a stop."""
+"""HF -> Megatron -> HF: bit for bit through either format; casts, cards, checks, processes, going on after a stop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,8 +26,8 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import pieces, plan
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.errors import ModelError
-from megatron_daro.workshop.convert import conversion
+from megatron_daro.errors import CheckpointError, ModelError
+from megatron_daro.workshop.convert import conversion, jobs
 from megatron_daro.workshop.convert.jobs import CARD_FILE, box_name
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
@@ -368,3 +370,61 @@ def test_a_published_target_is_on_disk_under_its_name(tmp_path, monkeypatch):
     before = [path for path, published, _ in synced if not published]
     assert before == [partial.folder / "inner", partial.folder]
     assert synced[-1] == (tmp_path, True, True)
+
+
+def test_every_row_is_read_once_and_hashed_on_its_way(tmp_path, monkeypatch):
+    make_hf(tmp_path / "hf", config_of())
+    real, rows = HFCheckpoint.read, Counter()
+
+    def read(self, name, start, stop, **options):
+        rows[name] += stop - start
+        return real(self, name, start, stop, **options)
+
+    monkeypatch.setattr(HFCheckpoint, "read", read)
+    to_megatron(tmp_path / "hf", tmp_path / "out")
+    assert dict(rows) == {name: len(tensor) for name, tensor in tensors_of(tmp_path / "hf").items()}
+
+
+def test_megatron_is_told_that_a_checkpoint_is_a_release(tmp_path):
+    """As `save_checkpoint` of megatron/training/checkpointing.py writes it into its tracker file."""
+    make_hf(tmp_path / "hf", config_of())
+    to_megatron(tmp_path / "hf", tmp_path / "out", format_="torch_dist")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+class Rows:
+    """Tensors by name, as both sides of a comparison read them."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name):
+        return self.tensors[name].dtype
+
+    def read(self, name, start, stop):
+        return self.tensors[name][start:stop]
+
+
+def test_a_tensor_is_compared_row_by_row_as_the_target_keeps_it():
+    values = torch.tensor([[1.0, 2.0], [3.0, float("nan")], [5.0, 6.0]])
+    conversion._compare("w", Rows(w=values), Rows(w=values.to(torch.bfloat16)), 8, None)
+    wrong = values.clone()
+    wrong[2, 1] = -0.0
+    with pytest.raises(CheckpointError, match=r"w: rows 2 to 3 are not what the source has"):
+        conversion._compare("w", Rows(w=values), Rows(w=wrong), 8, None)
+    with pytest.raises(CheckpointError, match=r"w: shape \(2, 3\) was written, \(3, 2\) is the source's"):
+        conversion._compare("w", Rows(w=values), Rows(w=values.T), 8, None)
+    for raised in (True, False):
+        stop = SimpleNamespace(is_set=lambda raised=raised: raised)
+        if raised:
+            with pytest.raises(jobs.StoppedError):
+                conversion._compare("w", Rows(w=values), Rows(w=values), 8, stop)
+            with pytest.raises(jobs.StoppedError):
+                jobs._check(stop)
+        else:
+            conversion._compare("w", Rows(w=values), Rows(w=values), 8, stop)
+            jobs._check(stop)
+    jobs._check(None)

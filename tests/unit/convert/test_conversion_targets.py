@@ -72,6 +72,20 @@ def test_a_target_that_only_the_system_knows_to_be_taken(hf, tmp_path, monkeypat
         subprocess.run(["umount", tmp_path / "out"], check=True)
 
 
+def test_a_target_is_made_beside_nothing_that_is_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert conversion.replaceable(Path("a/b")) == tmp_path / "a" / "b"
+    (tmp_path / "empty").mkdir()
+    assert conversion.replaceable(Path("empty")) == tmp_path / "empty"
+    (tmp_path / "file").touch()
+    for out, said in (("file", "exists and is not empty"), ("file/x", "is a file"), (".", "not empty")):
+        with pytest.raises(ModelError, match=said):
+            conversion.replaceable(Path(out))
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ModelError, match=r"is the current directory, .*--out .*converted; nothing was written"):
+        conversion.replaceable(Path())
+
+
 def test_space_is_counted_where_the_files_are_written(hf, tmp_path, monkeypatch):
     asked = []
     (tmp_path / "link").symlink_to(tmp_path / "disk/out")

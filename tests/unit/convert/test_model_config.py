@@ -16,6 +16,7 @@ from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, 
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import CheckpointError, ModelError
+from megatron_daro.workshop.convert import model_config
 from megatron_daro.workshop.convert.model_config import find_config, read_arguments
 
 
@@ -216,3 +217,99 @@ def test_nothing_of_the_arguments_is_run(checkpoint, tmp_path):
     assert not (tmp_path / "executed").exists()
     torch.load(folder / "release/common.pt", weights_only=False)
     assert (tmp_path / "executed").exists(), "the attack must work on a reader that trusts it"
+
+
+ARGUMENTS = {
+    "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
+    "padded_vocab_size": 128, "max_position_embeddings": 64, "layernorm_epsilon": 1e-5, "rotary_base": 10000,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+
+
+def described(**changes: object) -> dict[str, object]:
+    return model_config.config_from_arguments(ARGUMENTS | changes, Path("common.pt"))
+
+
+def test_missing_arguments_have_megatrons_defaults():
+    assert described() == {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24, "vocab_size": 128,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "dtype": "float32",
+    }  # fmt: skip
+    given = described(
+        kv_channels=8, vocab_size=100, norm_epsilon=1e-6, fp16=True, untie_embeddings_and_output_weights=False
+    )
+    assert (given["head_dim"], given["vocab_size"], given["rms_norm_eps"], given["dtype"]) == (8, 100, 1e-6, "float16")
+    assert given["tie_word_embeddings"] is True and described(bf16=True, fp16=True)["dtype"] == "bfloat16"
+    assert (
+        described(group_query_attention=False)["num_key_value_heads"]
+        == 4
+        == described(num_query_groups=None)["num_key_value_heads"]
+    )
+    scaled = described(use_rope_scaling=True, rope_scaling_factor=8.0)["rope_scaling"]
+    assert scaled == {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "allowed"), [(name, values) for name, values in model_config._FIXED.items()])
+def test_arguments_that_no_family_has_are_refused(name, allowed):
+    right = {
+        "swiglu": True, "rotary_percent": 1.0, "moe_router_topk_scaling_factor": 1.0, "normalization": "RMSNorm",
+        "position_embedding_type": "rope", "softmax_type": "vanilla", "moe_router_score_function": "softmax",
+    }  # fmt: skip
+    nothing = ("factor", "freq", "size", "variant", "path", "groups")
+    value = right.get(name, None if name.endswith(nothing) else False)
+    described(**{name: value})
+    for wrong in (not value, 0.5, "x", 2.0):
+        with pytest.raises(ModelError, match=rf"common\.pt: the saved arguments ask for .*: {name} "):
+            described(**{name: wrong})
+    assert value in allowed
+
+
+def test_the_family_of_experts_follows_from_the_arguments():
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
+    mixtral = described(**experts)
+    assert mixtral["model_type"] == "mixtral" and (mixtral["num_local_experts"], mixtral["num_experts_per_tok"]) == (
+        4,
+        2,
+    )
+    qwen = described(**experts, qk_layernorm=True, moe_layer_freq=2)
+    assert qwen["model_type"] == "qwen3_moe" and qwen["mlp_only_layers"] == [1] and qwen["norm_topk_prob"] is True
+    assert described(**experts, qk_layernorm=True, moe_layer_freq=[0, 1])["mlp_only_layers"] == [0]
+    assert described(**experts, qk_layernorm=True, moe_router_pre_softmax=True)["norm_topk_prob"] is False
+    wide = described(**(experts | {"moe_ffn_hidden_size": None}), qk_layernorm=True)
+    assert wide["moe_intermediate_size"] == 24 and wide["mlp_only_layers"] == []
+    assert (
+        described(add_qkv_bias=True)["model_type"] == "qwen2" and described(qk_layernorm=True)["model_type"] == "qwen3"
+    )
+    with pytest.raises(
+        ModelError, match="no family has models with qk_layernorm True, add_qkv_bias True, experts False"
+    ):
+        described(qk_layernorm=True, add_qkv_bias=True)
+    with pytest.raises(ModelError, match="no family has models with"):
+        described(**experts, moe_router_pre_softmax=True)
+    with pytest.raises(ModelError, match=r"common\.pt: the saved arguments have no moe_router_topk\. Name a folder"):
+        described(num_experts=4)
+
+
+@pytest.mark.parametrize("place", ["hf", "step/hf", "huggingface", "step", "."])
+def test_the_models_folder_is_looked_for_beside_the_tensors_and_above(tmp_path, monkeypatch, place):
+    folder = tmp_path / "step"
+    folder.mkdir()
+    monkeypatch.setattr(model_config, "checkpoint_directory", lambda megatron: folder)
+    with pytest.raises(ModelError, match=r"step has no config\.json of its model with it, nor the arguments"):
+        model_config.find_config_folder(tmp_path)
+    (tmp_path / place).mkdir(exist_ok=True, parents=True)
+    (tmp_path / place / "config.json").write_text("{}")
+    assert model_config.find_config(tmp_path) == tmp_path / place
+
+
+def test_an_inert_record_takes_everything():
+    one = model_config._Inert(1, a=2)
+    one.append(1)
+    one.extend([1])
+    one["x"] = 1
+    assert isinstance(one, model_config.Record)

@@ -28,7 +28,8 @@ from megatron_daro.engine.sglang.client import _facts
 from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.workers import TrainWorker
+from megatron_daro.runtime.workers import Place, TrainWorker
+from megatron_daro.workshop.rehearse import loop
 from megatron_daro.workshop.rehearse.canned_server import Bodies, CannedAnswers, CannedServer, canned_fleet
 from megatron_daro.workshop.rehearse.loop import _part_tensors, checkpoint_plan, place_of, stage_plans
 from megatron_daro.workshop.rehearse.setting import _first_fit, node_map
@@ -71,6 +72,22 @@ def test_places_are_those_of_megatrons_groups(layout):
             parallel.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        (0, Place(data_parallel=0, stage=0, exports=True, sends=True, answers=False)),
+        (1, Place(data_parallel=0, stage=0, exports=True, sends=False, answers=False)),
+        (2, Place(data_parallel=0, stage=0, exports=False, sends=False, answers=False)),
+        (5, Place(data_parallel=1, stage=0, exports=False, sends=False, answers=False)),
+        (8, Place(data_parallel=0, stage=1, exports=True, sends=True, answers=True)),
+        (12, Place(data_parallel=1, stage=1, exports=False, sends=False, answers=True)),
+        (14, Place(data_parallel=1, stage=1, exports=False, sends=False, answers=False)),
+    ],
+)
+def test_the_place_of_a_rank(rank, place):
+    assert loop.place_of(rank, Layout(tensor=2, pipeline=2, context=2, data=2)) == place
+
+
 @pytest.mark.shared
 def test_the_stages_send_every_tensor_once_in_buckets_of_the_limit(shape):
     llama = shape("Llama-3.3-70B")
@@ -110,6 +127,23 @@ def test_a_checkpoint_has_each_parameter_and_its_state_once(shape, distributed):
         plan = checkpoint_plan(model, layout, 2, distributed=distributed)
         assert plan.files == layout.world_size
         assert plan.total == pytest.approx(14 * model.num_parameters, rel=1e-6)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_files_of_a_checkpoint_hold_weights_once_and_state_by_owner(monkeypatch, distributed, dtype_bytes):
+    """1000 other parameters and 100 of experts on each rank of a stage; two stages of four ranks, experts over two."""
+    monkeypatch.setattr(loop, "counts", lambda shape, cut, stage: (1000 * (stage + 1), 100))
+    layout = Layout(tensor=1, pipeline=2, data=4, expert=2)
+    plan = loop.checkpoint_plan(None, layout, dtype_bytes, distributed=distributed)  # type: ignore[arg-type]
+    state, sizes = {2: 12, 4: 8}[dtype_bytes], []
+    for rank in range(8):
+        rest, place = 1000 * (rank // 4 + 1), rank % 4
+        first, experts = place < 1, place < 2
+        saved = dtype_bytes * (rest * first + 100 * experts)
+        saved += state * (rest / 4 + 100 / 2) if distributed else state * (rest * first + 100 * experts)
+        sizes.append(saved)
+    assert plan == loop.CheckpointPlan(8, min(sizes), max(sizes), sum(sizes))
 
 
 def test_a_tensor_parallel_group_is_on_one_node_and_too_few_nodes_are_refused():

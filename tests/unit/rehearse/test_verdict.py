@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,20 @@ def test_a_watch_does_not_count_what_was_before_its_block():
             return watch.found()
 
     assert asyncio.run(scene())["latest_ms"] < 3_000_000
+
+
+def test_a_place_is_the_innermost_line_of_the_package(monkeypatch):
+    assert loop._own_place(None) == "elsewhere"
+    inner = SimpleNamespace(
+        f_code=SimpleNamespace(co_filename="/lib/x/queue.py", co_name="get"), f_lineno=7, f_back=None
+    )
+    assert loop._own_place(inner) == "elsewhere"
+    own = SimpleNamespace(
+        f_code=SimpleNamespace(co_filename="/a/megatron_daro/b/c.py", co_name="run"), f_lineno=9, f_back=None
+    )
+    assert loop._own_place(own) == "b/c.py:9 run"
+    inner.f_back = own
+    assert loop._own_place(inner) == "b/c.py:9 run, in get of queue.py"
 
 
 def test_waits_end_at_the_pace_of_the_rehearsal():
