@@ -5,7 +5,8 @@
     python benchmarks/sglang_soak.py --ranks 20 --kinds kill_idle,kill_serving,kill_sync --each 7 --json    # and ranks
 
 Trains the tiny task of the tests with its real actor and two servers, weights by broadcast or, with --sync shards,
-from each rank to each server, into results of its own. A seeded schedule kills,
+from each rank to each server, or with --sync differences as differences of a trainer that changes few weights
+(soak_sparse.py), into results of its own. A seeded schedule kills,
 stops and slows servers and breaks their answers (soak_faults.py); each fault hits while both servers serve, and the
 next one waits until they do again. With --ranks, processes of the trainer die at drawn moments, whatever the servers
 do (soak_deaths.py), and are replaced. Afterwards soak_books.py looks at the books and recomputes every log-prob.
@@ -28,6 +29,7 @@ from typing import Any
 
 import sglang_servers
 import soak_books
+import soak_sparse
 import tiny_task
 from soak_deaths import SIGNALS, Deaths
 from soak_faults import KINDS, Injector, schedule
@@ -220,6 +222,9 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
             problems.append(f"{kind}: servers came back after {row['healed']} of {row['injected']}")
     if soak.ranks:
         problems += soak.ranks.problems()
+    sent = soak_books.sent_bytes(soak._run_dir) if arguments.sync == "differences" else {}
+    if sent and sent["bytes"] > 0.5 * sent["whole_bytes"]:
+        problems.append(f"sent {sent['bytes']} of {sent['whole_bytes']} bytes: hardly any as differences")
     metrics = soak.engine.metrics()
     return {
         "setup": {
@@ -237,6 +242,7 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
         "time": lost_seconds(soak.own_s),
         "books": books,
         "weights": weights,
+        **({"sent": sent} if sent else {}),
         **({"ranks": soak.ranks.row()} if soak.ranks else {}),
         "events": [vars(event) for event in (*soak.faults, *(soak.ranks.deaths if soak.ranks else ()))],
     }
@@ -290,6 +296,8 @@ def main() -> None:
     config = resolve(configuration(arguments, directory))
     soak = Soak(arguments, directory)
     soak.hook()
+    if arguments.sync == "differences":
+        soak_sparse.install()
     started = time.monotonic()
     outcome = launch.train(config)
     result = without_paths(summary(arguments, soak, outcome.status, time.monotonic() - started), directory)

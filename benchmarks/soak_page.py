@@ -2,7 +2,7 @@
 
     python benchmarks/soak_page.py
 
-Place in the data flow: after `sglang_soak.py --json`, with either --sync. It refuses results that have problems: a soak
+Place in the data flow: after `sglang_soak.py --json`, with any --sync. It refuses results that have problems: a soak
 that failed has no page.
 """
 
@@ -18,7 +18,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("sglang_soak*.json"))
 _HOW = {
     "distributed": "broadcast over gloo",
     "shards": "sent from shards to shards",
-    "differences": "sent from shards to shards, as differences",
+    "differences": "sent from shards to shards as differences, of steps that change 4 % of the weights,",
 }
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
@@ -40,7 +40,7 @@ _TEMPLATE = """{steps} steps of the tests' tiny task: a Megatron actor with tens
 
 | what | result |
 |---|---|
-{ranks}| servers given up, started again; requests made again | {fenced}, {restarts}; {retries} |
+{ranks}{sent}| servers given up, started again; requests made again | {fenced}, {restarts}; {retries} |
 | why they were given up | {fences} |
 | steps at which admitted = trained + filtered + dropped + outstanding did not hold | {unbalanced} |
 | groups admitted | {admitted} |
@@ -64,6 +64,7 @@ def tables(result: Mapping[str, Any]) -> str:
         correction="TIS" if setup["staleness"] else "no correction",
         injected=sum(row["injected"] for row in result["faults"].values()),
         ranks=_of_ranks(result["ranks"]) if "ranks" in result else "",
+        sent=_of_sent(result["sent"]) if "sent" in result else "",
         rows="\n".join(_row(kind, row) for kind, row in result["faults"].items()),
         fenced=sum(result["fences"].values()),
         fences=", ".join(f"{reason} ({count})" for reason, count in sorted(result["fences"].items())),
@@ -89,6 +90,13 @@ def _of_ranks(row: Mapping[str, Any]) -> str:
     return (
         f"| ranks of the trainer that died, whatever the servers did ({signals}); replaced; until then, median "
         f"(longest) | {row['ended']}; {row['replaced']}; {times} |\n"
+    )
+
+
+def _of_sent(row: Mapping[str, Any]) -> str:
+    return (
+        f"| bytes of weights that were sent, of those that they stand for | {row['bytes'] / 1e6:.2f} of "
+        f"{row['whole_bytes'] / 1e6:.2f} MB ({row['bytes'] / row['whole_bytes']:.1%}) |\n"
     )
 
 
