@@ -1,11 +1,12 @@
-"""The books of a run: every admitted group was trained, filtered, dropped, or is outstanding, and none twice."""
+"""The books of a run: every admitted group was trained, filtered, dropped, or is outstanding, and none twice; and what
+of its files must be the same however it went."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.rollout.recorder import read_step, recorded_steps
 
 
@@ -27,3 +28,9 @@ def recorded_once(run: Path) -> list[tuple[int, Any, str]]:
     ids = [group.group_id for _, group, _ in recorded]
     assert len(ids) == len(set(ids)), "a group is recorded with two outcomes"
     return recorded
+
+
+def files_of(run: Path) -> dict:
+    """Everything in a run directory that must not depend on time, order of arrival or crashes."""
+    rollouts = {step: (run / "rollouts" / f"step_{step:06d}.parquet").read_bytes() for step in recorded_steps(run)}
+    return {"metrics": [comparable(line) for line in read_metrics(run)], "rollouts": rollouts}

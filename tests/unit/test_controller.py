@@ -1,13 +1,13 @@
-"""The loop over fakes: determinism, overlap, staleness, faults, stop and resume."""
+"""The loop over fakes: determinism, overlap, staleness, epochs, syncs, deadlines, numbers of a step, what fails."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,23 +15,17 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
-from books import check_books, recorded_once
-from loop_fakes import FAST, Crash, K, make_stack, resume_stack, run_stack
+from books import check_books, files_of, recorded_once
+from fleet_fakes import FleetEngine
+from loop_fakes import EVALUATE, FAST, Crash, K, make_rollout, make_stack, resume_stack, run_stack
 
-from megatron_daro.errors import CheckpointError, DataError, DeadlineError, EngineError, NonFiniteError
-from megatron_daro.observe.metrics import comparable, read_metrics
-from megatron_daro.recovery import find_latest_valid, step_directories
-from megatron_daro.rollout.recorder import read_groups, read_step, read_update, read_waiting, recorded_steps
-from megatron_daro.rollout.sampled_batch import epoch_order
-from megatron_daro.runtime.interrupts import stop_on_signals
-
-EVALUATE = {"eval_every_steps": 3}
-
-
-def files(run: Path) -> dict:
-    """Everything in a run directory that must not depend on time, order of arrival or crashes."""
-    rollouts = {step: (run / "rollouts" / f"step_{step:06d}.parquet").read_bytes() for step in recorded_steps(run)}
-    return {"metrics": [comparable(line) for line in read_metrics(run)], "rollouts": rollouts}
+from megatron_daro.controller import Controller
+from megatron_daro.errors import DataError, DeadlineError, EngineError
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.rollout.recorder import read_step, read_update
+from megatron_daro.rollout.sampled_batch import Update, epoch_order
+from megatron_daro.routed_experts import Part, StoredExperts
+from megatron_daro.types import Group, Prompt, Verdict
 
 
 def test_a_run_writes_every_step_and_its_books_add_up(tmp_path):
@@ -76,7 +70,7 @@ def test_files_do_not_depend_on_the_order_of_arrival(tmp_path, staleness):
     for order_seed in (0, 1, 2):
         stack = make_stack(tmp_path / str(order_seed), order_seed=order_seed, rollout={"max_staleness": staleness})
         run_stack(stack)
-        written = files(stack.run)
+        written = files_of(stack.run)
         if staleness:  # The books are read while the next batch is being generated; everything else is fixed.
             for line in written["metrics"]:
                 for key in [key for key in line if key.startswith("rollout/groups_")]:
@@ -212,7 +206,7 @@ def test_a_run_of_epochs_that_crashed_goes_on_bit_for_bit(tmp_path):
     stack = make_stack(tmp_path / "crashed", **EPOCHS)
     resume_stack(stack)
     assert stack.policy.weights == whole.policy.weights
-    assert files(tmp_path / "crashed") == files(tmp_path / "whole")
+    assert files_of(tmp_path / "crashed") == files_of(tmp_path / "whole")
 
 
 def test_a_group_is_counted_by_its_first_epoch(tmp_path):
@@ -231,39 +225,6 @@ def test_an_order_of_an_epoch_follows_from_seed_batch_and_epoch():
     assert sorted(epoch_order(7, 0, 1, 2)) == list(range(7)) and epoch_order(7, 0, 1, 2) == epoch_order(7, 0, 1, 2)
     others = [epoch_order(7, *numbers) for numbers in ((0, 1, 2), (1, 1, 2), (0, 2, 2), (0, 1, 3))]
     assert len(set(map(tuple, others))) == 4
-
-
-@pytest.mark.parametrize("how", ["raise", "skip"])
-def test_a_step_that_is_not_finite_stops_the_run_and_is_written_out(tmp_path, how):
-    stack = make_stack(tmp_path)
-    stack.policy.nonfinite_steps = {3: how}
-    with pytest.raises(
-        NonFiniteError, match=r"step 3: .*no optimizer step; the batch is in .*failed/step_000003.parquet"
-    ):
-        run_stack(stack)
-    failed = read_groups(tmp_path / "failed" / "step_000003.parquet")
-    assert len(failed) == 3
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
-    assert (stack.engine.closed, stack.policy.closed) == (1, 1)
-
-
-@pytest.mark.parametrize("how", ["raise", "skip"])
-def test_a_step_that_is_not_finite_can_be_skipped_and_is_counted(tmp_path, how):
-    stack = make_stack(tmp_path, trainer={"on_nonfinite": "skip"})
-    stack.policy.nonfinite_steps = {3: how}
-    outcome = run_stack(stack)
-    assert outcome.step == 6 and stack.policy.steps == 5
-    assert [line["rollout/steps_skipped"] for line in read_metrics(tmp_path)] == [0, 0, 1, 1, 1, 1]
-    assert {used for _, used in read_step(tmp_path, 3)} <= {"filtered", "dropped"}
-    assert len(read_groups(tmp_path / "failed" / "step_000003.parquet")) == 3
-    check_books(tmp_path)
-
-
-def test_skipping_for_ever_is_an_error(tmp_path):
-    stack = make_stack(tmp_path, trainer={"on_nonfinite": "skip", "steps": 50})
-    stack.policy.nonfinite_steps = dict.fromkeys(range(2, 50), "skip")
-    with pytest.raises(DataError, match=r"5 batches in a row trained nothing; the last: step 6: gradient norm is inf"):
-        run_stack(stack)
 
 
 @pytest.mark.parametrize(
@@ -325,124 +286,6 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(go())
     assert stack.policy.closed == 1
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("where", ["generating", "training"])
-def test_ctrl_c_ends_with_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path, where, staleness):
-    whole = make_stack(tmp_path / "whole", rollout={"max_staleness": staleness}, trainer={"save_every_steps": 0})
-    run_stack(whole)
-    stack = make_stack(tmp_path / "cut", rollout={"max_staleness": staleness}, trainer={"save_every_steps": 0})
-    watched = "generate" if where == "generating" else "train"
-
-    async def go():
-        run = asyncio.ensure_future(stack.controller.run())
-        while (watched, 3) not in stack.events:
-            await asyncio.sleep(0)
-        with stop_on_signals(stack.controller):
-            os.kill(os.getpid(), signal.SIGINT)
-            return await run
-
-    outcome = asyncio.run(go())
-    assert outcome.status == "stopped" and 3 <= outcome.step < 6
-    assert find_latest_valid(stack.run, stack.progress)[1]["step"] == outcome.step
-    assert (stack.engine.closed, stack.policy.closed) == (1, 1)
-    resumed = make_stack(tmp_path / "cut", rollout={"max_staleness": staleness})
-    assert resume_stack(resumed).status == "finished"
-    if staleness == 0:
-        assert files(tmp_path / "cut") == files(tmp_path / "whole")
-        assert resumed.policy.weights == whole.policy.weights
-    check_books(tmp_path / "cut")
-
-
-def test_ctrl_c_does_not_wait_for_the_generation(tmp_path):
-    stack = make_stack(tmp_path, trainer={"save_every_steps": 0})
-
-    async def go():
-        stack.engine.gate = asyncio.Event()
-        stack.engine.gate.set()
-        run = asyncio.ensure_future(stack.controller.run())
-        while ("trained", 2) not in stack.events:
-            await asyncio.sleep(0)
-        stack.engine.gate.clear()  # From here on no group is ever completed.
-        while ("generate", 2) not in stack.events:
-            await asyncio.sleep(0)
-        stack.controller.request_stop("SIGINT")
-        return await run
-
-    outcome = asyncio.run(go())
-    assert (outcome.status, outcome.step) == ("stopped", 2)
-    assert stack.events[-1] == ("save", 2) and ("generated", 2) in stack.events
-    assert stack.engine.iterators_closed == len(stack.engine.requests)
-    assert find_latest_valid(tmp_path, stack.progress)[1]["step"] == 2
-
-
-def test_skipped_steps_are_still_counted_after_a_resume(tmp_path):
-    def make(run, crash=None):
-        stack = make_stack(run, crash=crash, trainer={"on_nonfinite": "skip"})
-        stack.policy.nonfinite_steps = {1: "skip", 6: "raise"}
-        return stack
-
-    with pytest.raises(Crash):
-        run_stack(make(tmp_path / "cut", crash=("train", 5, "enter")))
-    resume_stack(make(tmp_path / "cut"))
-    run_stack(make(tmp_path / "whole"))
-    assert files(tmp_path / "cut") == files(tmp_path / "whole")
-    assert [line["rollout/steps_skipped"] for line in read_metrics(tmp_path / "cut")] == [1, 1, 1, 1, 1, 2]
-
-
-def test_the_second_ctrl_c_stops_at_once(tmp_path):
-    stack = make_stack(tmp_path)
-
-    async def go():
-        stack.policy.gate = asyncio.Event()
-        run = asyncio.ensure_future(stack.controller.run())
-        while ("train", 1) not in stack.events:
-            await asyncio.sleep(0)
-        with stop_on_signals(stack.controller):
-            os.kill(os.getpid(), signal.SIGTERM)
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert not run.done()
-            os.kill(os.getpid(), signal.SIGINT)
-            return await run
-
-    outcome = asyncio.run(go())
-    assert (outcome.status, outcome.step) == ("interrupted", 0)
-    assert (stack.engine.closed, stack.policy.closed) == (1, 1)
-    assert not step_directories(tmp_path / "checkpoints")
-
-
-def _borders() -> list[tuple[str, int, str]]:
-    names = ["rollout", "reward", "build", "logprob", "train", "sync", "evaluate", "write", "checkpoint"]
-    numbers = {"reward": (1, 13, 30), "evaluate": (1,), "checkpoint": (1, 2)}
-    return [(n, i, side) for n in names for i in numbers.get(n, (1, 3, 5)) for side in ("enter", "exit")]
-
-
-BORDERS = [
-    border if number % 3 == 0 else pytest.param(border, marks=pytest.mark.heavy)
-    for number, border in enumerate(_borders())
-]
-
-
-@pytest.mark.parametrize("border", BORDERS, ids=lambda b: f"{b[0]}-{b[1]}-{b[2]}")
-def test_a_run_that_crashed_at_any_phase_resumes_bit_for_bit(tmp_path, border, unbroken):
-    stack = make_stack(tmp_path, crash=border, trainer=EVALUATE)
-    with pytest.raises(Crash):
-        run_stack(stack)
-    assert border in stack.phases.borders
-    resumed = make_stack(tmp_path, order_seed=7, trainer=EVALUATE)
-    assert resume_stack(resumed).step == 6
-    assert files(tmp_path) == files(unbroken.run)
-    assert resumed.policy.weights == unbroken.policy.weights
-    assert resumed.sampler.ledger.state_dict() == unbroken.sampler.ledger.state_dict()
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    stack = make_stack(tmp_path_factory.mktemp("unbroken"), trainer=EVALUATE)
-    run_stack(stack)
-    return stack
 
 
 @given(
@@ -513,79 +356,6 @@ def _misbehave(stack, lags, aborts, skips) -> None:
     stack.policy.nonfinite_steps = dict.fromkeys(skips, "skip")
 
 
-@pytest.mark.parametrize(("staleness", "saved"), [(0, 4), (1, 3), (2, 3)])  # From 1, every other batch is all carried.
-def test_carried_groups_and_attempts_survive_a_crash(tmp_path, staleness, saved):
-    rollout = {"max_staleness": staleness, "keep_surplus": True, "oversampling": 2.0}
-    stack = make_stack(
-        tmp_path,
-        crash=("train", saved + 1, "enter"),
-        rollout=rollout,
-        trainer={"save_every_steps": 1},
-        filter_groups=False,
-    )
-    stack.engine.abort_rollouts = {(i, 0, 1) for i in range(0, 90, 4)}
-    with pytest.raises(Crash):
-        run_stack(stack)
-    checkpoint, state = find_latest_valid(tmp_path, stack.progress)
-    assert state["step"] == saved and state["sampler"]["ledger"]["retries"]
-    assert read_waiting(checkpoint), "no group waits in the checkpoint, so this test shows nothing"
-    resumed = make_stack(tmp_path, rollout=rollout, filter_groups=False)
-    resumed.engine.abort_rollouts = stack.engine.abort_rollouts
-    resume_stack(resumed)
-    check_books(tmp_path)
-    seen = [g.group_id for step in range(1, 7) for g, used in read_step(tmp_path, step) if used == "trained"]
-    assert len(seen) == len(set(seen))
-    if staleness == 0:
-        whole = make_stack(tmp_path / "whole", rollout=rollout, filter_groups=False)
-        whole.engine.abort_rollouts = stack.engine.abort_rollouts
-        run_stack(whole)
-        assert files(tmp_path) == files(whole.run)
-        assert resumed.policy.weights == whole.policy.weights
-
-
-def test_a_checkpoint_with_generation_far_ahead_loses_and_repeats_nothing(tmp_path):
-    rollout = {"max_staleness": 2, "oversampling": 1.0}
-    stack = make_stack(tmp_path, crash=("checkpoint", 2, "exit"), rollout=rollout, filter_groups=False)
-    with pytest.raises(Crash):
-        run_stack(stack)
-    _, state = find_latest_valid(tmp_path, stack.progress)
-    assert state["step"] == 4
-    assert stack.source.cursor > 3 * 4
-    # Checkpoint of step 4: exactly the prompts of four batches are used up, and their groups are the only ones known.
-    assert state["sampler"]["source"] == {"cursor": 12}
-    assert state["sampler"]["ledger"]["outstanding"] == []
-    assert state["sampler"]["ledger"]["finished"] == {"trained": 12, "filtered": 0, "dropped": 0}
-    resumed = make_stack(tmp_path, rollout=rollout, filter_groups=False)
-    resume_stack(resumed)
-    prompts = [g.prompt.id for step in range(1, 7) for g, _ in read_step(tmp_path, step)]
-    assert prompts == [f"p{i}" for i in range(18)]
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    run_stack(make_stack(tmp_path))
-    stack = make_stack(tmp_path)
-    stack.controller._parts = replace(stack.parts, identity={"seed": 2})
-    with pytest.raises(CheckpointError, match="belongs to another run: seed was 1, is 2"):
-        resume_stack(stack)
-
-
-def test_a_finished_run_resumes_to_nothing_and_to_more_steps(tmp_path):
-    run_stack(make_stack(tmp_path, trainer={"steps": 4}))
-    again = make_stack(tmp_path, trainer={"steps": 4})
-    assert resume_stack(again).step == 4 and not again.policy.batches
-    more = make_stack(tmp_path, trainer={"steps": 6})
-    resume_stack(more)
-    whole = make_stack(tmp_path / "whole", trainer={"steps": 6})
-    run_stack(whole)
-    assert files(tmp_path) == files(whole.run) and more.policy.weights == whole.policy.weights
-
-
-def test_the_readable_copy_of_the_weights_is_in_the_state(tmp_path):
-    run_stack(make_stack(tmp_path))
-    _, state = find_latest_valid(tmp_path, make_stack(tmp_path / "x").progress)
-    assert state["difficulty_weights"] == {"difficulty/weight/2": read_metrics(tmp_path)[-1]["difficulty/weight/2"]}
-
-
 def test_a_drift_of_engine_and_trainer_is_a_warning(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 14})
     train = stack.policy.train
@@ -598,3 +368,158 @@ def test_a_drift_of_engine_and_trainer_is_a_warning(tmp_path):
     run_stack(stack)
     warnings = [message for message in stack.progress.messages if "engine and trainer disagree" in message]
     assert len(warnings) == 1 and warnings[0].startswith("warning: step 12: ")
+
+
+def test_throughput_is_tokens_over_the_time_that_training_took(tmp_path):
+    stack = make_stack(tmp_path, trainer={"steps": 2})
+    tokens, build = [], stack.parts.build
+
+    def built(groups, step):
+        columns = build(groups, step)
+        tokens.append(len(columns.tokens_T))
+        return columns
+
+    times = iter([{}, {"timing/train_s": 2.0}, {}])
+    stack.phases.collect = lambda: next(times)
+    stack.controller._parts = replace(stack.parts, build=built)
+    run_stack(stack)
+    first, second = read_metrics(tmp_path)
+    assert first["throughput/train_tokens_per_s"] == tokens[0] / 2.0
+    assert "throughput/train_tokens_per_s" not in second
+
+
+def test_a_step_has_the_numbers_of_books_samples_and_policy(tmp_path):
+    stack = make_stack(tmp_path, trainer={"steps": 1})
+    run_stack(stack)
+    (line,) = read_metrics(tmp_path)
+    books = {f"rollout/groups_{state}" for state in ("admitted", "trained", "filtered", "dropped", "outstanding")}
+    others = {"rollout/retries", "rollout/late_refused", "rollout/steps_skipped", "loss/policy", "sync/bytes"}
+    assert books | others | {"accuracy/mean", "rollout/epoch", "rollout/generated_tokens"} <= set(line)
+    assert line["rollout/groups_trained"] == 3.0 and line["rollout/retries"] == line["rollout/late_refused"] == 0.0
+    assert line["throughput/rollout_tokens_per_s"] > 0 and line["rollout/generated_tokens"] > 0
+
+
+def test_each_part_of_a_step_is_timed_under_its_name(tmp_path):
+    names = []
+
+    class Timed:
+        @contextmanager
+        def measure(self, name):
+            names.append(name)
+            yield
+
+        def collect(self):
+            return {}
+
+    stack = make_stack(tmp_path, trainer={"steps": 1})
+    stack.controller._parts = replace(stack.parts, phases=Timed())
+    run_stack(stack)
+    assert names == ["rollout", "build", "logprob", "train", "sync", "write", "checkpoint", "checkpoint"]
+
+
+def test_a_batch_that_trained_nothing_is_synced_again_only_where_gpus_are_shared(tmp_path):
+    stack = make_stack(tmp_path)
+    answer = stack.engine._answer
+    stack.engine._answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
+    with pytest.raises(DataError, match="5 batches in a row"):
+        run_stack(stack)
+    assert [event for event in stack.events if event[0] == "sync"] == [("sync", 0)]
+
+
+def test_a_policy_without_an_engine_syncs_nothing(tmp_path):
+    stack = make_stack(tmp_path)
+    controller = Controller(stack.section, replace(stack.parts, engine=None), max_staleness=0)
+    assert asyncio.run(controller._publish("x")) == {}
+
+
+def test_where_gpus_are_shared_the_engine_gets_them_back_after_a_batch_that_trained_nothing(tmp_path, noted):
+    stack = make_stack(tmp_path, deadlines=noted)
+    answer, events = stack.engine._answer, []
+    stack.engine._answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
+
+    async def publish(sync, version):
+        events.append(version)
+        return {}
+
+    async def to_policy():
+        events.append("policy")
+
+    shared = SimpleNamespace(publish=publish, to_policy=to_policy)
+    controller = Controller(stack.section, replace(stack.parts, colocation=shared), max_staleness=0)
+    with pytest.raises(DataError, match="5 batches in a row"):
+        asyncio.run(controller.run())
+    assert events == [0, *["policy", 0] * 4, "policy"]
+    assert noted.waits.count(("sync", "again, after a batch that trained nothing")) == 4
+
+
+def test_every_wait_of_a_run_says_what_it_waits_for(tmp_path, noted):
+    trainer = {"steps": 2, "save_every_steps": 1, "eval_every_steps": 2}
+    stack = make_stack(tmp_path, deadlines=noted, trainer=trainer)
+
+    async def nothing(*_):
+        return None
+
+    stack.controller._parts = replace(stack.parts, closers={"verifiers": nothing}, export=nothing)
+    run_stack(stack)
+    waits = dict.fromkeys(noted.waits)
+    groups = {(name, what) for name, what in waits if name == "score"}
+    assert groups and all(what.startswith("group ") for _, what in groups)
+    abort = {("abort", "")}  # the end of an iterator
+    generate = {(name, what) for name, what in waits if name == "generate"}
+    assert all(what.startswith("the engine, with ") and what.endswith(" groups requested") for _, what in generate)
+    steps = ("logprob", "build", "train")
+    assert set(waits) - groups - abort - generate == {
+        ("sync", "first sync"), ("sync", "step 1"), ("sync", "step 2"),
+        ("evaluate", "before training"), ("evaluate", "step 2"),
+        *(("turn", f"batch {i}") for i in range(3)), ("engine_free", ""),
+        ("batch", "for step 1"), ("batch", "for step 2"),
+        *((name, f"step {step}") for name in steps for step in (1, 2)),
+        ("write", "rollouts of step 1"), ("write", "rollouts of step 2"),
+        ("save", "checkpoint of step 1"), ("save", "checkpoint of step 2"),
+        ("export", "all steps are trained and saved"),
+        ("close", "engine"), ("close", "policy"), ("close", "verifiers"),
+    }  # fmt: skip
+    assert [what for name, what in noted.waits if name == "close"] == ["engine", "policy", "verifiers"]
+    noted.waits.clear()
+    resume_stack(make_stack(tmp_path, deadlines=noted, trainer=trainer))
+    path = str(tmp_path / "checkpoints" / "step_000002")
+    assert noted.waits.count(("load", path)) == 2, "of the policy, and of the groups that wait"
+
+
+def test_every_wait_for_a_fleet_says_how_many_groups_are_in_flight(tmp_path, noted):
+    options = {"engine_class": FleetEngine, "finish_early": True, "rollout": {"oversampling": 2.0}}
+    stack = make_stack(tmp_path, deadlines=noted, trainer={"steps": 1}, **options)
+    stack.engine.pace = lambda group_id: 1 if group_id < 3 else 1000
+    run_stack(stack)
+    waits = set(noted.waits)
+    assert {what for name, what in waits if name == "generate"} >= {"the engine, with 6 groups in flight"}
+    assert any(name == "abort" and what.endswith(" unfinished groups") for name, what in waits)
+
+
+def routed(group_id) -> Group:
+    prompt = Prompt("p", "4", "unit", tokens=(1, 2))
+    experts = StoredExperts((Part(f"{group_id}.npy", 0, 1),), (4, 1, 1))
+    one = replace(make_rollout(group_id, 0, 0, prompt, 0, length=2), routed_experts=experts)
+    return Group(group_id, prompt, (one, replace(one, routed_experts=None)), (Verdict(True, 1.0, ""),) * 2)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_experts_are_kept_of_what_a_record_names_or_a_later_epoch_trains(tmp_path, recorded):
+    stack = make_stack(tmp_path)
+    settled = []
+    parts = stack.parts if recorded else replace(stack.parts, recorder=None)
+    controller = Controller(stack.section, parts, max_staleness=0)
+    update = Update(1, 0, (routed(1), routed(2)), 1, again=frozenset({2}), filtered=(routed(3),), dropped=(routed(4),))
+    controller._settle_experts(SimpleNamespace(settle=settled.append), update)
+    kept = {i: (routed(i).rollouts[0].routed_experts, None) for i in ((1, 2) if recorded else (2,))}
+    assert settled == [{1: (), 2: (), 3: (), 4: ()} | kept]
+
+
+def test_experts_of_a_step_are_settled_before_its_line_is_written(tmp_path, noted):
+    stack = make_stack(tmp_path, deadlines=noted, trainer={"steps": 1})
+    lines = []
+    folder = SimpleNamespace(settle=lambda groups: lines.append((sorted(groups), read_metrics(tmp_path))))
+    stack.controller._parts = replace(stack.parts, experts=folder)
+    run_stack(stack)
+    ((groups, written),) = lines
+    assert len(groups) >= 3 and written == [] and ("write", "experts of step 1") in noted.waits

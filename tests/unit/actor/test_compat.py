@@ -1,4 +1,5 @@
-"""Gaps of upstream that are bridged: warnings, tables of angles, messages between stages, groups of an optimizer."""
+"""Gaps of upstream that are bridged: warnings, tables of angles, messages between stages, groups and moments of an
+optimizer."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_daro.actor import compat
+from megatron_daro.actor.compat import allocate_optimizer_state
 
 
 def test_upstream_is_quiet_for_a_while():
@@ -67,3 +70,28 @@ def test_a_saved_group_is_found_by_what_it_is():
     stranger = {**saved, "lr_mult": 2.0}
     compat._identify(stranger, [other, own])
     assert stranger == {**saved, "lr_mult": 2.0}
+
+
+class LikeFusedAdam(torch.optim.Optimizer):
+    """Moments come with the first step, which is counted in the group: transformer_engine 2.20.2,
+    pytorch/optimizers/fused_adam.py: `if "step" in group`, `if len(state) == 0: self.initialize_state(p, ...)`."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_moments_of_zeros_before_the_first_step_and_nothing_after_it():
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
+    fused, adam = LikeFusedAdam(parameters[:1]), torch.optim.AdamW(parameters[1:])
+    optimizer = SimpleNamespace(
+        chained_optimizers=[SimpleNamespace(optimizer=fused), SimpleNamespace(optimizer=adam), SimpleNamespace()]
+    )
+    allocate_optimizer_state(optimizer)
+    assert {name: value.tolist() for name, value in fused.state[parameters[0]].items()} == {
+        "exp_avg": [0, 0, 0],
+        "exp_avg_sq": [0, 0, 0],
+    }
+    assert adam.state[parameters[1]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    fused.state[parameters[0]]["exp_avg"] += 1
+    allocate_optimizer_state(optimizer)
+    assert fused.state[parameters[0]]["exp_avg"].tolist() == [1, 1, 1]

@@ -1,4 +1,5 @@
-"""The redirection to the CPU: refused where a GPU is, complete where it is not. Each test runs in its own process."""
+"""The redirection to the CPU: refused where a GPU is, complete where it is not; the CPUs near a GPU.
+Each test runs in its own process."""
 
 from __future__ import annotations
 
@@ -6,11 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-
-import pytest
-import torch
-
-from megatron_daro.actor import device
 
 
 def run(code: str) -> str:
@@ -177,28 +173,6 @@ def test_the_compiler_is_not_loaded_and_fused_functions_still_compute():
     assert out.splitlines() == ["computes: True", "with options: True", *stepped, "loaded: False"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "variable", "set_to"),
-    [
-        ("cuda", "", ["expandable_segments:True"]),
-        ("cuda", "PYTORCH_ALLOC_CONF", []),
-        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", []),
-        ("cpu", "", []),
-    ],
-)
-def test_segments_grow_on_a_gpu_unless_the_environment_says_how_memory_is_allocated(
-    kind, variable, set_to, monkeypatch
-):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "max_split_size_mb:64")
-    seen = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)  # fails where torch has it no more
-    device.expand_segments(torch.device(kind))
-    assert seen == set_to
-
-
 def test_a_rank_stays_on_the_cpus_near_its_gpu():
     """In a system of two NUMA nodes as Linux shows it, with the files that torch's binding.py and ours read."""
     out = run("""
@@ -241,17 +215,3 @@ def test_a_rank_stays_on_the_cpus_near_its_gpu():
     assert "Could not determine CPUs corresponding to numa_node_index=7" in lines[2]
     assert lines[3].startswith("a rank may use no CPU of NUMA node 2, where its GPU is")
     assert lines[4:] == ["as before: True", "() True"]
-
-
-def test_a_rank_of_its_own_process_has_all_of_its_environment_from_one_function(monkeypatch):
-    from megatron_daro.actor import parallel
-
-    gpu, seen = torch.device("cuda", 0), list[object]()
-    monkeypatch.setattr(os, "environ", {"PATH": ""})
-    monkeypatch.setattr(device, "prepare", lambda: seen.append(os.environ["NCCL_CUMEM_ENABLE"]) or gpu)
-    monkeypatch.setattr(device, "expand_segments", lambda target: seen.append(("segments", target)))
-    monkeypatch.setattr(device, "bind_to_numa_node", lambda target: ("far away", target))
-    assert parallel.prepare_process(expandable_segments=True) == ("far away", gpu)
-    assert seen == ["0", ("segments", gpu)]
-    parallel.prepare_process(expandable_segments=False)
-    assert seen[2:] == ["0"]

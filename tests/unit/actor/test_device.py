@@ -1,8 +1,11 @@
-"""What a CPU does for a GPU in calls between ranks, where Transformer Engine is used, and memory as readers get it."""
+"""What a CPU does for a GPU in calls between ranks, where Transformer Engine is used, memory as readers get it,
+and how a rank of its own process prepares itself."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,7 +67,6 @@ def test_counts_of_tokens_are_on_the_host_already():
     ("gpu", "installed", "found"), [(False, True, False), (True, True, True), (True, False, False)]
 )
 def test_transformer_engine_is_used_where_it_and_a_gpu_are(monkeypatch, gpu, installed, found):
-    import sys
 
     modules = SimpleNamespace(pytorch=object()), object()
     for name, module in zip(("transformer_engine", "transformer_engine.pytorch"), modules, strict=True):
@@ -80,3 +82,39 @@ def test_readers_get_the_same_memory_under_another_storage():
     assert shown.untyped_storage()._cdata != tensor.untyped_storage()._cdata
     assert device.shown(elsewhere) is elsewhere
     assert math.isfinite(float(shown.sum()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "set_to"),
+    [
+        ("cuda", "", ["expandable_segments:True"]),
+        ("cuda", "PYTORCH_ALLOC_CONF", []),
+        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", []),
+        ("cpu", "", []),
+    ],
+)
+def test_segments_grow_on_a_gpu_unless_the_environment_says_how_memory_is_allocated(
+    kind, variable, set_to, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    seen = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", seen.append)  # fails where torch has it no more
+    device.expand_segments(torch.device(kind))
+    assert seen == set_to
+
+
+def test_a_rank_of_its_own_process_has_all_of_its_environment_from_one_function(monkeypatch):
+    from megatron_daro.actor import parallel
+
+    gpu, seen = torch.device("cuda", 0), list[object]()
+    monkeypatch.setattr(os, "environ", {"PATH": ""})
+    monkeypatch.setattr(device, "prepare", lambda: seen.append(os.environ["NCCL_CUMEM_ENABLE"]) or gpu)
+    monkeypatch.setattr(device, "expand_segments", lambda target: seen.append(("segments", target)))
+    monkeypatch.setattr(device, "bind_to_numa_node", lambda target: ("far away", target))
+    assert parallel.prepare_process(expandable_segments=True) == ("far away", gpu)
+    assert seen == ["0", ("segments", gpu)]
+    parallel.prepare_process(expandable_segments=False)
+    assert seen[2:] == ["0"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import policy_tasks
 import pytest
@@ -10,6 +12,7 @@ from single_rank import GRPO, ROWS, policy_of, rates
 from small_models import random_batch
 
 from megatron_daro.actor import host_memory
+from megatron_daro.actor.host_memory import HostCopy, HostMemory
 from megatron_daro.types import KINDS_OF_MEMORY
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -89,3 +92,28 @@ def test_on_a_gpu_memory_is_that_of_the_process_and_goes_back_to_the_driver(monk
     ]
     back = memory.onload(("weights",))
     assert (back.moved, back.left, back.others, called[3:]) == (0, 7, 60, ["synchronize"])
+
+
+def test_the_8_bit_copies_of_the_weights_leave_with_the_first_thing_that_leaves():
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.zeros(4, dtype=torch.uint8)}
+    chunk = torch.nn.Sequential(layer, torch.nn.Identity())
+    chunk.buffers, chunk.expert_parallel_buffers, chunk.module = [], [], chunk[0]
+    optimizer = SimpleNamespace(zero_grad=lambda: None, param_groups=[], state={})
+    HostMemory(SimpleNamespace(chunks=[chunk], optimizer=optimizer)).offload(["gradients"])
+    assert layer._fp8_workspaces == {}
+
+
+def test_a_copy_on_the_host_takes_whole_blocks_and_gives_the_values_back(monkeypatch):
+    """Not each tensor's bytes rounded up to a power of two, as torch does with pinned memory."""
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 64)
+    shared = torch.arange(40.0)
+    tensors = [torch.arange(33.0).view(3, 11).bfloat16(), shared[5:12], torch.tensor([1.5]), torch.randn(9, 5)]
+    copy = HostCopy(tensors)
+    wanted = [tensor.clone() for tensor in tensors]
+    assert copy.num_bytes == sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    for _ in range(2):
+        for got, want in zip(copy.on_device(), wanted, strict=True):
+            assert got.dtype == want.dtype and torch.equal(got, want)
