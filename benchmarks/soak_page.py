@@ -18,7 +18,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("sglang_soak*.json"))
 _HOW = {
     "distributed": "broadcast over gloo",
     "shards": "sent from shards to shards",
-    "differences": "sent from shards to shards as differences, of steps that change 4 % of the weights,",
+    "differences": "sent from shards to shards as differences (4 % of them change in a step)",
 }
 _MEANING = {
     "kill_idle": "SIGKILL (main process, scheduler, or all) while no request is at the server",
