@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books, files_of, recorded_once
 from fleet_fakes import FleetEngine
-from loop_fakes import EVALUATE, FAST, Crash, K, make_rollout, make_stack, resume_stack, run_stack
+from loop_fakes import EVALUATE, FAST, Crash, K, NotedDeadlines, make_rollout, make_stack, resume_stack, run_stack
 
 from megatron_daro.controller import Controller
 from megatron_daro.errors import DataError, DeadlineError, EngineError
@@ -450,6 +450,14 @@ def test_where_gpus_are_shared_the_engine_gets_them_back_after_a_batch_that_trai
         asyncio.run(controller.run())
     assert events == [0, *["policy", 0] * 4, "policy"]
     assert noted.waits.count(("sync", "again, after a batch that trained nothing")) == 4
+
+
+@pytest.fixture
+def noted():
+    """Deadlines that write down each wait."""
+    NotedDeadlines.waits = []
+    yield NotedDeadlines()
+    NotedDeadlines.waits = []
 
 
 def test_every_wait_of_a_run_says_what_it_waits_for(tmp_path, noted):
