@@ -195,7 +195,8 @@ def train_step_speed(
 
     torch.manual_seed(0)
     config = Qwen2Config(**shape)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    with device:  # a GPU draws billions of numbers in a second, a CPU in minutes
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     policy = build_policy(directory, precision=precision)
     batch = equal_samples(samples, sample_tokens, config.vocab_size)
     half = samples // 2

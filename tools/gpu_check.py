@@ -19,6 +19,7 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ def run_check(name: str, check: Any, device: Any) -> Row:
         except NotHereError as reason:
             result, difference, tolerance = "not here", "", str(reason)
         except Exception as error:  # a supervisor's border: the other checks still run, and this one counts as failed
+            traceback.print_exc()
             result, difference, tolerance = "ERROR", "", f"{type(error).__name__}: {error}"[:300]
         if on_gpu:
             torch.cuda.synchronize()
@@ -212,6 +214,8 @@ def speed_lines(name: str, device: Any, *, small: bool) -> list[list[str]]:
         ]
     except Exception as error:  # as above: say it in the report and go on
         result = "not here" if type(error).__name__ == "NotHereError" else "ERROR"
+        if result == "ERROR":
+            traceback.print_exc()
         return [[name, result, f"{type(error).__name__}: {error}"[:300], "", "", ""]]
 
 

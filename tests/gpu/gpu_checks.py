@@ -23,7 +23,7 @@ from gpu_outcomes import NotHereError, Outcome
 from torch import Tensor
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path += [str(TESTS / "parallel"), str(TESTS.parent / "benchmarks")]
+sys.path += map(str, (TESTS, TESTS / "parallel", TESTS / "unit" / "sync", TESTS.parent / "benchmarks"))
 
 NO_TRANSFORMER_ENGINE = "Transformer Engine is not installed, or there is no GPU"
 
@@ -92,6 +92,32 @@ def fp8_blocks(device: torch.device, _: Path) -> Outcome:
     pairs = zip(cast(matrix_NK.to(device)), cast(matrix_NK), strict=True)
     wrong = sum(int((got.cpu().float() != want.float()).sum()) for got, want in pairs)
     return Outcome(float(wrong), 0.0, "numbers, of numbers and scales")
+
+
+def shards_over_tcp(device: torch.device, _: Path, case: str = "wider_server") -> Outcome:
+    """Three updates by `sync: shards` with differences, out of this device's memory and into it: servers of the fleet
+    that lack anything, or got another number. Both ends are real, the receiving one without SGLang around it."""
+    from shard_cases import checkpoint
+    from shard_fleets import Fleet, case_of, failures, has_everything, synced
+
+    from megatron_daro.sync.shard_tcp import ShardSender
+
+    given, wrong = case_of(case), 0
+    fleet = Fleet(given, dtype=torch.bfloat16, device=device)
+    senders = [ShardSender("127.0.0.1", fleet.calls) for _ in range(given.trainer_layout.world_size)]
+    weights_HF = {name: values.to(device, torch.bfloat16) for name, values in checkpoint(given).items()}
+    for update in range(3):
+        reports = synced(given, fleet, weights=weights_HF, senders=senders, update=f"update {update}")
+        on_host = {name: values.cpu() for name, values in weights_HF.items()}
+        wrong += len(failures(reports))
+        if update and 2 * sum(r.num_bytes for r in reports) > sum(r.whole_bytes for r in reports):
+            raise RuntimeError(f"update {update} did not go as differences")
+        wrong += sum(not has_everything(given, fleet, server, on_host) for server in range(given.servers))
+        for values in weights_HF.values():  # one in thirty changes
+            values.view(-1)[:: 30 + update] *= 2
+    for sender in senders:
+        sender.close()
+    return Outcome(float(wrong), 0.0, "servers")
 
 
 # --- the policy ---
@@ -398,6 +424,8 @@ def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
 
 CHECKS: dict[str, Check] = {
     "fp8 blocks": fp8_blocks,
+    "weights from shards to shards over TCP, memory of a GPU": shards_over_tcp,
+    "weights from shards of experts to shards over TCP, memory of a GPU": partial(shards_over_tcp, case="etp"),
     "packed attention, fp32": packed_attention,
     "packed attention, bf16": partial(packed_attention, dtype=torch.bfloat16),
     "chunked log-probs, fp32": chunked_logprobs,
@@ -435,6 +463,7 @@ CHECKS: dict[str, Check] = {
     "memory released": memory_released,
     "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
+    "ten steps, the embedded engine, resumed": gpu_runs.resumed,
     "log-probs of two ranks, TP 2, bf16": partial(gpu_processes.two_ranks, tensor=2),
     "log-probs of two ranks, CP 2, bf16": partial(gpu_processes.two_ranks, context=2),
     "training, TP 2 with sequence parallel": partial(gpu_processes.training, tensor=2),

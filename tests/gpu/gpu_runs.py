@@ -1,4 +1,4 @@
-"""Checks of whole runs: `megatron-daro train` of ten steps of a tiny model, with real SGLang servers beside it.
+"""Checks of whole runs: `megatron-daro train` of ten steps of a tiny model, some with real SGLang servers beside it.
 
 Place in the data flow: some of the checks of gpu_checks.py. A run is a process of its own, with a limit; whatever is
 left of it is ended. On a CPU weights travel by gloo or files, which rehearses the checks and proves nothing about
@@ -81,6 +81,36 @@ def ten_steps(
     if harm and not lines[-1]["engine/fenced"]:
         raise RuntimeError(f"nobody noticed that a server got {harm}")
     worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
+    return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+
+
+def resumed(device: torch.device, directory: Path) -> Outcome:
+    """Ten steps of one rank with the embedded engine, which computes on the CPU: six, then four more from the
+    checkpoint of the sixth: the largest mean difference of a step between log-probs of engine and trainer. It fails
+    where a step is missing, or the loss of a step differs from that of an unbroken run by more than bf16's rounding."""
+    import cli_runs
+    import tiny_task
+
+    from megatron_daro.observe.metrics import read_metrics
+
+    on_gpu = device.type == "cuda"
+    task = tiny_task.build(directory)
+    if on_gpu:  # a width of the heads that fused kernels have
+        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
+    command = ["train", task.config, "actor.tensor_parallel=1", f"actor.precision={'bf16' if on_gpu else 'fp32'}"]
+    command += ["trainer.save_every_steps=6", "trainer.eval_every_steps=0"]
+    whole, parts = directory / "whole", directory / "parts"
+    for name, run_dir, steps in (("whole", whole, STEPS), ("six", parts, 6), ("rest", parts, STEPS)):
+        resume = ["--resume"] if name == "rest" else []
+        options = [f"trainer.run_dir={run_dir}", f"trainer.steps={steps}", *resume]
+        cli_runs.trained([*command, *options], directory / f"{name}.log")
+    lines, unbroken = ({row["step"]: row for row in read_metrics(path) if row["step"]} for path in (parts, whole))
+    if not sorted(lines) == sorted(unbroken) == list(range(1, STEPS + 1)):
+        raise RuntimeError(f"steps {sorted(lines)} and {sorted(unbroken)}, both should be 1 to {STEPS}")
+    apart = max(abs(lines[step]["loss/policy"] - unbroken[step]["loss/policy"]) for step in lines)
+    if apart > (0.02 if on_gpu else 0.0):
+        raise RuntimeError(f"the losses of the resumed run and of an unbroken one differ by {apart}")
+    worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines.values())
     return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
 
 

@@ -26,10 +26,10 @@ SECONDS = 20.0
 class Module(torch.nn.Module):
     """A rank of a server: parameters by SGLang's names, which have dots."""
 
-    def __init__(self, shapes, dtype=torch.float32):
+    def __init__(self, shapes, dtype=torch.float32, device="cpu"):
         super().__init__()
-        nan = float("nan")
-        self.held = {n: torch.nn.Parameter(torch.full(shape, nan, dtype=dtype)) for n, shape in shapes.items()}
+        nothing = {"fill_value": float("nan"), "dtype": dtype, "device": device}
+        self.held = {n: torch.nn.Parameter(torch.full(shape, **nothing)) for n, shape in shapes.items()}
 
     def named_parameters(self):
         return iter(self.held.items())
@@ -38,8 +38,8 @@ class Module(torch.nn.Module):
 class Fleet:
     """Servers whose ranks are threads; `meddle(server, rank, request)` may change a request or take its place."""
 
-    def __init__(self, case, meddle=lambda server, rank, request: request, dtype=torch.float32):
-        self.case, self.meddle, self.dtype = case, meddle, dtype
+    def __init__(self, case, meddle=lambda server, rank, request: request, dtype=torch.float32, device="cpu"):
+        self.case, self.meddle, self.dtype, self.device = case, meddle, dtype, device
         ranks = case.server_layout.tensor
         self.modules = {}
         for server in range(case.servers):
@@ -50,7 +50,7 @@ class Fleet:
     def start(self, server):
         """A new process, which has no weights."""
         for rank in range(self.case.server_layout.tensor):
-            self.modules[server, rank] = Module(server_shapes(self.case, rank), self.dtype)
+            self.modules[server, rank] = Module(server_shapes(self.case, rank), self.dtype, self.device)
 
     @asynccontextmanager
     async def calls(self):
@@ -139,7 +139,7 @@ def has_everything(case, fleet, server, weights=None):
     expected = carried_out(case, weights or checkpoint(case))
     for rank in range(case.server_layout.tensor):
         for name, parameter in fleet.modules[server, rank].held.items():
-            if not torch.equal(parameter.float().nan_to_num(-1), expected[server, rank][name].nan_to_num(-1)):
+            if not torch.equal(parameter.float().cpu().nan_to_num(-1), expected[server, rank][name].nan_to_num(-1)):
                 return False
     return True
 
