@@ -96,7 +96,7 @@ def logprob_speed(
     repeats: int = 5,
 ) -> list[Speed]:
     """Forward and backward of log-prob + entropy with the output layer: ours, plain, the bare products; on a
-    GPU also ours in Triton."""
+    GPU also ours with the kernel that is not the default there."""
     from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def logprob_speed(
     ]
     labels = torch.randint(0, vocab, (tokens,), device=device)
 
-    def ours(kernel: str = "torch") -> None:
+    def ours(kernel: str = "auto") -> None:
         logprobs, entropy = vocab_parallel_logprobs(hidden_TD, weight_VD, labels, kernel=kernel)
         torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), inputs)
 
@@ -122,7 +122,8 @@ def logprob_speed(
     label = f"log-probs {str(dtype).removeprefix('torch.')}, {tokens} x {vocab}"
     ways = {"ours": ours, "plain": plain, "bare products": products}
     if device.type == "cuda":
-        ways["ours in Triton"] = partial(ours, "triton")
+        other = "torch" if dtype.itemsize == 2 else "triton"
+        ways[f"ours, logprob_kernel={other}"] = partial(ours, other)
     return [measure(f"{label}, {name}", way, device, tokens, repeats) for name, way in ways.items()]
 
 

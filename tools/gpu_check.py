@@ -220,11 +220,11 @@ def speed_lines(name: str, device: Any, *, small: bool) -> list[list[str]]:
 
 
 def logprob_goals(measured: Sequence[Any]) -> list[str]:
-    """Whether ours is near enough to the bare products; of (ours, plain, bare products, and on a GPU ours in Triton,
-    which has no goal: it is not the default), by their seconds."""
-    ours, _, bare, *triton = (speed.seconds for speed in measured)
+    """Whether ours is near enough to the bare products; of (ours, plain, bare products, and on a GPU ours with the
+    other kernel, which has no goal: it is not the default), by their seconds."""
+    ours, _, bare, *others = (speed.seconds for speed in measured)
     reached = verdict(ours / bare <= LOGPROB_GOAL, f"{ours / bare:.1f} of at most {LOGPROB_GOAL:g} bare products")
-    return [reached, "", "", *(f"{other / bare:.1f} bare products" for other in triton)]
+    return [reached, "", "", *(f"{other / bare:.1f} bare products" for other in others)]
 
 
 def verdict(reached: bool, text: str) -> str:

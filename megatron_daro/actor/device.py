@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,10 +32,24 @@ def prepare() -> torch.device:
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
+        _have_transformer_engine_take_torchs_cudnn()
         return torch.device("cuda", index)
 
     install()
     return torch.device("cpu")
+
+
+def _have_transformer_engine_take_torchs_cudnn() -> None:
+    """Name the cuDNN that torch brought to Transformer Engine, unless the environment names one.
+
+    By itself it loads the system's where there is one, and torch, which then finds that instead of its own, refuses to
+    go on. Before its first import. Source: transformer_engine 2.20.2, common/__init__.py,
+    `_load_cuda_library_from_system`; so it was on a machine with cuDNN 9.14 beside a torch that brings 9.19.
+    """
+    if any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ()):
+        folders = getattr(importlib.util.find_spec("nvidia.cudnn"), "submodule_search_locations", None)
+        if folders:
+            os.environ.setdefault("CUDNN_HOME", folders[0])
 
 
 def expand_segments(device: torch.device) -> None:

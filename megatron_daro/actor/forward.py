@@ -175,7 +175,7 @@ class OutputSettings:
     temperature: float = 1.0
     chunk_tokens: int | None = None
     chunk_vocab: int | None = None
-    kernel: str = "torch"
+    kernel: str = "auto"
 
 
 def packed_micro_batches(

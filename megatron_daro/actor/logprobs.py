@@ -72,7 +72,7 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     chunk_vocab: int | None = None,
-    kernel: str = "torch",
+    kernel: str = "auto",
     with_entropy: bool = True,
     labels_checked: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,8 @@ def vocab_parallel_logprobs(
         temperature: logits are divided by it; > 0.
         chunk_tokens: tokens of one tile; None picks 1,024 on a CPU and 4,096 on a GPU.
         chunk_vocab: columns of one tile; None picks 2,048 on a CPU and 8,192 on a GPU.
-        kernel: "torch", or "triton" for the kernels of `logprob_kernels`, on a GPU and not for fp64.
+        kernel: "torch", "triton" for the kernels of `logprob_kernels`, on a GPU and not for fp64, or "auto", which
+            takes these for bf16 and fp16 on a GPU where Triton is installed.
         with_entropy: False skips the entropy and returns zeros for it, with no gradient.
         labels_checked: `check_labels` saw them already; a GPU need not be waited for.
     Returns:
@@ -105,7 +106,7 @@ def vocab_parallel_logprobs(
     """
     _check_options(temperature, chunk_tokens, chunk_vocab)
     _check_tensors(hidden_TD, weight_VpD, labels_T)
-    _check_kernel(kernel, hidden_TD)
+    kernel = _kernel_for(kernel, hidden_TD)
     num_rows = weight_VpD.shape[0]
     vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
     if not labels_checked:
@@ -380,11 +381,15 @@ def _real_vocabulary(num_rows: int, group: dist.ProcessGroup | None, vocab_start
     return vocab_size
 
 
-def _check_kernel(kernel: str, hidden_TD: Tensor) -> None:
-    if kernel not in ("torch", "triton"):
-        raise ConfigError(f"kernel: got {kernel!r}, allowed torch or triton")
+def _kernel_for(kernel: str, hidden_TD: Tensor) -> str:
+    """Return "torch" or "triton"; ConfigError: that cannot run here."""
+    if kernel not in ("auto", "torch", "triton"):
+        raise ConfigError(f"kernel: got {kernel!r}, allowed auto, torch or triton")
+    if kernel == "auto":
+        narrow_on_gpu = hidden_TD.device.type == "cuda" and hidden_TD.dtype.itemsize == 2
+        return "triton" if narrow_on_gpu and importlib.util.find_spec("triton") is not None else "torch"
     if kernel == "torch":
-        return
+        return kernel
     fix = "set actor.logprob_kernel=torch"
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"kernel: got triton, which is not installed; install a CUDA build of torch, or {fix}")
@@ -392,6 +397,7 @@ def _check_kernel(kernel: str, hidden_TD: Tensor) -> None:
         raise ConfigError(f"kernel: got triton with {hidden_TD.dtype}, allowed fp32, bf16, fp16; {fix}")
     if hidden_TD.device.type == "cpu" and not _kernels().INTERPRETED:
         raise ConfigError(f"kernel: got triton on a CPU, allowed on a GPU (or with TRITON_INTERPRET=1); {fix}")
+    return kernel
 
 
 def _check_options(temperature: float, chunk_tokens: int | None, chunk_vocab: int | None) -> None:

@@ -88,8 +88,9 @@ class ActorSection(Section):
     """Tokens of the one tile of logits that exists at a time. Unset: 1,024 on a CPU, 4,096 on a GPU."""
     logprob_chunk_vocab: int | None = Field(default=None, ge=1)
     """Columns of that tile. Unset: 2,048 on a CPU, 8,192 on a GPU."""
-    logprob_kernel: Literal["torch", "triton"] = "torch"
-    """triton: logits stay in the kernel that computes them; compared on a CPU, not yet timed on a GPU."""
+    logprob_kernel: Literal["auto", "torch", "triton"] = "auto"
+    """triton: logits stay in the kernel that computes them. auto: so in bf16 on a GPU; on an H200 it is the faster one
+    in bf16, and the slower one in fp32."""
     routing_replay: bool = False
     """Train with the experts that the SGLang server chose for each token (R3)."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -182,7 +182,8 @@ def cast(matrix_NK: Tensor) -> tuple[Tensor, Tensor]:
     padded_NK[:rows, :columns] = matrix_NK
     blocks = padded_NK.view(n, BLOCK, k, BLOCK)
     largest_nk = torch.maximum(blocks.amax(dim=(1, 3)), -blocks.amin(dim=(1, 3)))
-    scale_nk = torch.where(largest_nk == 0, 1.0, largest_nk / _LARGEST)
+    # By a tensor: on a GPU torch turns a quotient by a number into a product with its rounded reciprocal.
+    scale_nk = torch.where(largest_nk == 0, 1.0, largest_nk / torch.full_like(largest_nk, _LARGEST))
     # Clamped, since a quotient may be rounded up, and torch makes NaN of what is too large.
     blocks.div_(scale_nk[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
     return padded_NK[:rows, :columns].to(_E4M3), scale_nk
