@@ -13,6 +13,7 @@ GPU is there (it would send its work to the CPU in silence). Can go when upstrea
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -40,16 +41,21 @@ def prepare() -> torch.device:
 
 
 def _have_transformer_engine_take_torchs_cudnn() -> None:
-    """Name the cuDNN that torch brought to Transformer Engine, unless the environment names one.
+    """Load the whole cuDNN that torch brought, before Transformer Engine is imported for the first time.
 
-    By itself it loads the system's where there is one, and torch, which then finds that instead of its own, refuses to
-    go on. Before its first import. Source: transformer_engine 2.20.2, common/__init__.py,
-    `_load_cuda_library_from_system`; so it was on a machine with cuDNN 9.14 beside a torch that brings 9.19.
+    Its library needs all parts of cuDNN by name, and torch has loaded the first one only: where the system has a cuDNN,
+    too, the rest would be that one's, and torch refuses to go on with two (seen on an H200: 9.14 beside torch's 9.19).
+    CUDNN_HOME, which it looks at first, names torch's for the same reason.
+    Source: transformer_engine 2.20.2, common/__init__.py, `_load_cuda_library_from_system`.
     """
-    if any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ()):
-        folders = getattr(importlib.util.find_spec("nvidia.cudnn"), "submodule_search_locations", None)
-        if folders:
-            os.environ.setdefault("CUDNN_HOME", folders[0])
+    brings_its_own = any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ())
+    if not brings_its_own or importlib.util.find_spec("transformer_engine") is None:
+        return
+    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    for folder in (found and found.submodule_search_locations) or ():
+        os.environ.setdefault("CUDNN_HOME", folder)
+        for part in sorted(Path(folder).glob("lib/libcudnn*.so.*")):
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 def expand_segments(device: torch.device) -> None:

@@ -380,7 +380,8 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
         "moe_router_topk": shape.experts.chosen,
         "moe_router_pre_softmax": not shape.experts.normalize,
         "moe_router_score_function": "softmax",
-        "moe_router_dtype": "fp32",
+        # Transformer Engine would multiply a router's fp32 weights in TF32; those of its own layers are bf16, exact there.
+        "moe_router_dtype": "fp64" if not grouped and device.has_transformer_engine() else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": grouped,
