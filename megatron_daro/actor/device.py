@@ -40,6 +40,7 @@ def prepare() -> torch.device:
     return torch.device("cpu")
 
 
+@functools.cache
 def _have_transformer_engine_take_torchs_cudnn() -> None:
     """Load the whole cuDNN that torch brought, before Transformer Engine is imported for the first time.
 
@@ -113,6 +114,7 @@ def has_transformer_engine() -> bool:
     """Whether Transformer Engine layers can be used: installed, and a GPU is there."""
     if not torch.cuda.is_available():
         return False
+    _have_transformer_engine_take_torchs_cudnn()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -380,7 +380,7 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
         "moe_router_topk": shape.experts.chosen,
         "moe_router_pre_softmax": not shape.experts.normalize,
         "moe_router_score_function": "softmax",
-        # Transformer Engine would multiply a router's fp32 weights in TF32; those of its own layers are bf16, exact there.
+        # Transformer Engine would multiply fp32 weights in TF32; those of its own layers are bf16, which TF32 holds.
         "moe_router_dtype": "fp64" if not grouped and device.has_transformer_engine() else "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -75,6 +75,37 @@ def test_transformer_engine_is_used_where_it_and_a_gpu_are(monkeypatch, gpu, ins
     assert device.has_transformer_engine() is found
 
 
+@pytest.mark.parametrize(
+    ("needs", "engine", "named", "folder"),
+    [
+        (['nvidia-cudnn-cu13==9.19.0.56; platform_system == "Linux"'], True, None, "torchs"),
+        (['nvidia-cudnn-cu13==9.19.0.56; platform_system == "Linux"'], True, "/mine", "/mine"),
+        (["filelock", "nvidia-nccl-cu13==2.28.9"], True, None, None),
+        (None, True, None, None),
+        (["nvidia-cudnn-cu13==9.19.0.56"], False, None, None),
+    ],
+)
+def test_transformer_engine_gets_all_of_torchs_cudnn(needs, engine, named, folder, monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    for part in ("libcudnn.so.9", "libcudnn_graph.so.9", "notes.txt"):
+        (tmp_path / "lib" / part).touch()
+    found = {"transformer_engine": object() if engine else None, "nvidia": object()}
+    found["nvidia.cudnn"] = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(device.importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(device.metadata, "requires", lambda name: needs)
+    loaded = []
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda path, mode: loaded.append((path, mode)))
+    monkeypatch.setenv("CUDNN_HOME", named or "")  # put back at the end, whatever is set meanwhile
+    if not named:
+        del os.environ["CUDNN_HOME"]
+    device._have_transformer_engine_take_torchs_cudnn.__wrapped__()
+    parts = [
+        (str(tmp_path / "lib" / part), device.ctypes.RTLD_GLOBAL) for part in ("libcudnn.so.9", "libcudnn_graph.so.9")
+    ]
+    assert loaded == (parts if folder else [])
+    assert os.environ.get("CUDNN_HOME") == (str(tmp_path) if folder == "torchs" else folder)
+
+
 def test_readers_get_the_same_memory_under_another_storage():
     tensor, elsewhere = torch.arange(3.0, requires_grad=True), torch.empty(1, device="meta")
     shown = device.shown(tensor)

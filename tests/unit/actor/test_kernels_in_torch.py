@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,5 +164,21 @@ def test_a_kernel_that_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"triton, which is not installed; install a CUDA build of torch, or set"):
         by_kernels(*make_case())
     hidden, weight, labels = make_case()
-    with pytest.raises(ConfigError, match=r"^kernel: got 'cuda', allowed torch or triton$"):
+    with pytest.raises(ConfigError, match=r"^kernel: got 'cuda', allowed auto, torch or triton$"):
         vocab_parallel_logprobs(hidden, weight, labels, kernel="cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "installed", "kernel"),
+    [
+        ("cuda", torch.bfloat16, True, "triton"),
+        ("cuda", torch.float16, True, "triton"),
+        ("cuda", torch.bfloat16, False, "torch"),
+        ("cuda", torch.float32, True, "torch"),
+        ("cpu", torch.bfloat16, True, "torch"),
+    ],
+)
+def test_by_itself_it_takes_the_kernel_that_is_faster_there(kind, dtype, installed, kernel, monkeypatch):
+    monkeypatch.setattr(logprobs_module.importlib.util, "find_spec", lambda name: object() if installed else None)
+    hidden = SimpleNamespace(device=torch.device(kind), dtype=dtype)
+    assert logprobs_module._kernel_for("auto", hidden) == kernel

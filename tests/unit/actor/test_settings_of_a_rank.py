@@ -151,6 +151,13 @@ def test_megatron_computes_what_the_checkpoint_says_and_nothing_of_its_own():
     assert not model.transformer_config(normalized, Layout()).moe_router_pre_softmax
 
 
+def test_routers_beside_an_engine_that_would_round_them_compute_in_fp64(monkeypatch):
+    monkeypatch.setattr(model.device, "has_transformer_engine", lambda: True)
+    shape = read_model_shape(EXPERTS)
+    kinds = {grouped: model._expert_options(shape, grouped=grouped)["moe_router_dtype"] for grouped in (True, False)}
+    assert kinds == {True: "fp32", False: "fp64"}
+
+
 def test_sizes_of_the_layout_reach_megatron():
     shape = read_model_shape({**CONFIG, "num_hidden_layers": 4})
     layout = Layout(tensor=2, pipeline=2, context=2, virtual_pipeline=2)
