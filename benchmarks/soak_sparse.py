@@ -7,17 +7,11 @@ ones in each step, the same on every rank) are put back after it.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.cloudpickle
+import own_ranks
 import torch
-
-from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import actor_class, remote_class
-from megatron_daro.runtime.workers import _GROUPS, TrainWorker
 
 CHANGED = 0.04
 """Share of the weights that a step changes: as with SmolLM2 at 4e-5, in bf16."""
@@ -25,17 +19,11 @@ CHANGED = 0.04
 
 def install() -> None:
     """Make every rank of this process's runs such a trainer."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    made = _class()
-
-    def start_process(self: PolicyGroup, rank: int) -> Any:
-        return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._logs)
-
-    PolicyGroup.start_process = start_process  # type: ignore[method-assign]
+    own_ranks.install(sparse)
 
 
-def _class() -> Any:
-    rank_class: Any = TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+def sparse(rank_class: Any) -> Any:
+    """The class of such a rank."""
 
     class SparseWorker(rank_class):  # type: ignore[misc]
         def __init__(self, rank: int, log_folder: Path | None = None) -> None:
@@ -56,4 +44,4 @@ def _class() -> Any:
 
             step.apply_update = sparsely
 
-    return remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(SparseWorker)
+    return SparseWorker

@@ -27,23 +27,21 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import driver_stacks
 import ray
-import ray.cloudpickle
 
 from megatron_daro import cli
-from megatron_daro.runtime import policy_group
-from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import actor_class, remote_class
-from megatron_daro.runtime.workers import _GROUPS, TrainWorker
 
-_Rank: Any = TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import own_ranks
 
 
-def _doomed(plan: str, folder: Path) -> Any:
+def _doomed(plan: str, folder: Path, rank_class: Any) -> Any:
     """The class of a rank with this plan."""
     deaths = {tuple(text.split(":")[:3]): text.split(":")[3:] for text in plan.split(",")}
 
@@ -68,7 +66,7 @@ def _doomed(plan: str, folder: Path) -> Any:
 
         setattr(owner, name, call)
 
-    class DoomedWorker(_Rank):  # type: ignore[misc, valid-type]
+    class DoomedWorker(rank_class):  # type: ignore[misc]
         def __init__(self, rank: int, log_folder: Path | None = None) -> None:
             while (folder / f"gone.{rank}").exists() and not (folder / "back").exists():
                 time.sleep(0.1)
@@ -119,20 +117,10 @@ def _doomed(plan: str, folder: Path) -> Any:
             reached(self._rank, "restore")
             super().restore(*arguments)
 
-    return remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(DoomedWorker)
-
-
-def install(plan: str, folder: Path) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    made = _doomed(plan, folder)
-
-    def start_process(self: PolicyGroup, rank: int) -> Any:
-        return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._logs)
-
-    policy_group.PolicyGroup.start_process = start_process  # type: ignore[method-assign]
+    return DoomedWorker
 
 
 if __name__ == "__main__":
     driver_stacks.install()
-    install(sys.argv[1], Path(sys.argv[2]))
+    own_ranks.install(partial(_doomed, sys.argv[1], Path(sys.argv[2])))
     sys.exit(cli.main(sys.argv[3:]))
