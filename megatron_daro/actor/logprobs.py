@@ -4,7 +4,8 @@ Between the last transformer layer and the token loss, and in the old/reference 
 The output layer is part of this function: logits exist only as one tile of `chunk_tokens` x `chunk_vocab` numbers
 that is overwritten again and again, in the forward pass and, recomputed, in the backward pass. So the memory beside
 the gradients is one or two tiles, and the time lost to a fourth matrix product is won back from memory traffic: every
-pass over a tile stays in cache.
+pass over a tile stays in cache. On a CPU, where products are dear and few tokens are trained at once, logits that fit
+`_KEPT_BYTES` are kept for the backward pass instead.
 
 What it refuses to do: it never gathers hidden states, never reduces the hidden gradient over the tensor-parallel group
 (see `vocab_parallel_logprobs`), and does not mask: positions that do not count carry any valid label, and the caller
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,6 +35,8 @@ from megatron_daro.errors import ConfigError, DataError
 
 # Stands in for minus infinity where it is multiplied by zero: exp(-1e30) is 0, and -1e30 * 0 is 0 instead of NaN.
 _FAR_BELOW = -1e30
+_KEPT_BYTES = 2**26
+"""Logits of one call that a CPU keeps from forward to backward at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class _Plan:
     with_entropy: bool
     kernel: str
     group: dist.ProcessGroup | None
+    keeps_logits: bool
+    """Whether the tiles of the forward pass wait for the backward pass, which then recomputes none."""
 
     def column_tiles(self) -> Iterator[slice]:
         for start in range(0, self.num_columns, self.chunk_vocab):
@@ -111,24 +117,31 @@ def vocab_parallel_logprobs(
     vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
     if not labels_checked:
         check_labels(labels_T, vocab_size)
+    num_columns = max(0, min(num_rows, vocab_size - vocab_start))
     device_tokens, device_columns = LOGPROB_TILES["cpu" if hidden_TD.device.type == "cpu" else "gpu"]
     plan = _Plan(
         vocab_start=vocab_start,
-        num_columns=max(0, min(num_rows, vocab_size - vocab_start)),
+        num_columns=num_columns,
         temperature=temperature,
         chunk_tokens=chunk_tokens or device_tokens,
         chunk_vocab=chunk_vocab or device_columns,
         with_entropy=with_entropy,
         kernel=kernel,
         group=group,
+        keeps_logits=_keeps_logits(hidden_TD, num_columns) and kernel == "torch",
     )
     return _ChunkedLogprobs.apply(hidden_TD, weight_VpD, labels_T, plan)
+
+
+_Kept = deque[Tensor]
+"""Tiles of logits, in the order of the forward pass."""
 
 
 class _Context(FunctionCtx):
     """What torch hands from forward to backward."""
 
     plan: _Plan
+    kept: _Kept
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -141,7 +154,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: _Context, hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        max_T, sum_T, moment_T, target_T = _local_statistics(hidden_TD, weight_VpD, labels_T, plan)
+        ctx.kept = deque()
+        max_T, sum_T, moment_T, target_T = _local_statistics(hidden_TD, weight_VpD, labels_T, plan, ctx.kept)
         if plan.group is not None and labels_T.numel():
             max_T, sum_T, moment_T, target_T = _reduce_statistics(max_T, sum_T, moment_T, target_T, plan.group)
         log_sum_T = sum_T.log()
@@ -161,18 +175,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
             entropy_grad_T = None
         if logprob_grad_T is None:
             logprob_grad_T = torch.zeros_like(max_T)
-        sweep = _BackwardSweep(ctx.plan, max_T, log_sum_T, entropy_T, logprob_grad_T, entropy_grad_T)
+        sweep = _BackwardSweep(ctx.plan, max_T, log_sum_T, entropy_T, logprob_grad_T, entropy_grad_T, ctx.kept)
         gradients = sweep.run(hidden_TD, weight_VpD, labels_T, *ctx.needs_input_grad[:2])
         return (*gradients, None, None)
 
 
 def _local_statistics(
-    hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan
+    hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor, plan: _Plan, kept: _Kept
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Over this rank's columns: maximum m, sum of e = exp(logit - m), sum of e * (logit - m), and the label's logit.
 
     The moment is taken about the maximum, so that logits of +-1e4 do not cancel in the entropy.
     A label of another rank leaves 0 in the last one; a rank of padding only leaves m at `_FAR_BELOW` and sums of 0.
+    Tiles are put into `kept` where the plan says so.
     """
     num_tokens = hidden_TD.shape[0]
     if plan.kernel == "triton":
@@ -186,6 +201,7 @@ def _local_statistics(
     if num_tokens == 0:
         return max_T, sum_T, moment_T, target_T
     buffer, scratch = hidden_TD.new_empty((2, plan.tile_elements(num_tokens)), dtype=dtype).unbind()
+    spare = torch.empty_like(buffer if plan.keeps_logits else buffer[:0])
     for columns in plan.column_tiles():
         weight_XD = _operand(weight_VpD[columns], dtype)
         for rows in plan.token_chunks(num_tokens):
@@ -194,7 +210,11 @@ def _local_statistics(
             found_C = tile_CX.gather(1, index_C.unsqueeze(1)).squeeze(1)
             target_T[rows] += torch.where(here_C, found_C, 0)
             new_max_C = torch.maximum(max_T[rows], tile_CX.amax(dim=1))
-            tile_CX.sub_(new_max_C.unsqueeze(1))
+            shifted = tile_CX
+            if plan.keeps_logits:
+                kept.append(tile_CX)
+                buffer, shifted = torch.empty_like(buffer), spare[: tile_CX.numel()].view_as(tile_CX)
+            tile_CX = torch.sub(tile_CX, new_max_C.unsqueeze(1), out=shifted)
             exp_CX = torch.exp(tile_CX, out=scratch[: tile_CX.numel()].view_as(tile_CX))
             fall_C = (max_T[rows] - new_max_C).clamp_(min=_FAR_BELOW)
             shrink_C = fall_C.exp()
@@ -233,8 +253,10 @@ class _BackwardSweep:
         entropy_T: Tensor,
         logprob_grad_T: Tensor,
         entropy_grad_T: Tensor | None,
+        kept: _Kept,
     ) -> None:
         self.plan = plan
+        self.kept = kept
         self.max_T = max_T
         self.log_sum_T = log_sum_T
         # Logits were divided by the temperature, so their gradient is too: cheaper on T numbers than on T x Vp.
@@ -256,15 +278,20 @@ class _BackwardSweep:
         elements = 0 if plan.kernel == "triton" else plan.tile_elements(num_tokens)
         buffer, scratch = hidden_TD.new_empty((2, elements), dtype=dtype).unbind()
         for columns in plan.column_tiles():
-            weight_XD = _operand(weight_VpD[columns], dtype)
+            weight_XD = weight_VpD[columns]
             weight_grad_XD = _accumulator(weight_grad_VpD, columns, dtype)
             for rows in plan.token_chunks(num_tokens):
-                hidden_CD = _operand(hidden_TD[rows], dtype)
+                hidden_CD = hidden_TD[rows]
                 if plan.kernel == "triton":
                     grad_CX = self._kernel_gradient(hidden_CD, weight_XD, labels_T[rows], rows, columns.start)
                 else:
-                    tile_CX = _logits_tile(hidden_CD, weight_XD, plan.temperature, buffer)
+                    if self.kept:  # a second backward pass, over a graph that was kept, finds them used up
+                        tile_CX = self.kept.popleft()
+                    else:
+                        left_CD, right_XD = _operand(hidden_CD, dtype), _operand(weight_XD, dtype)
+                        tile_CX = _logits_tile(left_CD, right_XD, plan.temperature, buffer)
                     grad_CX = self._tile_gradient(tile_CX, labels_T[rows], rows, columns.start, scratch)
+                grad_CX = _factor(grad_CX, weight_XD.dtype)
                 if hidden_grad_TD is not None:
                     _add_product(hidden_grad_TD[rows], grad_CX, weight_XD)
                 if weight_grad_XD is not None:
@@ -301,6 +328,12 @@ class _BackwardSweep:
         index_C, here_C = _label_columns(labels_C, self.plan.vocab_start + start, tile_CX.shape[1])
         label_grad_C = torch.where(here_C, self.label_grad_T[rows], 0)
         return grad_CX.scatter_add_(1, index_C.unsqueeze(1), label_grad_C.unsqueeze(1))
+
+
+def _keeps_logits(hidden_TD: Tensor, num_columns: int) -> bool:
+    """Whether logits are few enough to wait for the backward pass, and there will be one."""
+    num_bytes = hidden_TD.shape[0] * num_columns * _accumulation_dtype(hidden_TD).itemsize
+    return hidden_TD.device.type == "cpu" and torch.is_grad_enabled() and num_bytes <= _KEPT_BYTES
 
 
 def _kernels() -> ModuleType:
@@ -344,12 +377,22 @@ def _accumulator(grad_VpD: Tensor | None, columns: slice, dtype: torch.dtype) ->
     return rows_XD.zero_() if grad_VpD.dtype == dtype else torch.zeros_like(rows_XD, dtype=dtype)
 
 
+def _factor(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tile of gradients as a factor beside matrices of `dtype`: narrow, where narrow numbers are multiplied
+    into fp32 sums."""
+    multiplies = gradient.device.type == "cuda" or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return gradient.to(dtype) if multiplies else gradient
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in the dtype of `total`."""
-    if right.dtype == total.dtype:
-        total.addmm_(left, right)
+    """total += left @ right, summed in the dtype of `total`. On a CPU the product of two narrow ones is rounded before
+    it is added, as the result would be afterwards."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right.to(total.dtype))
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
+        total.add_(torch.mm(left, right))
 
 
 def _row_dots(left_CX: Tensor, right_CX: Tensor) -> Tensor:

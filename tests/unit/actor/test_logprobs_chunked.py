@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_daro.actor import logprobs as logprobs_module
 from megatron_daro.actor.logprobs import vocab_parallel_logprobs
 from megatron_daro.config.actor import LOGPROB_TILES
 from megatron_daro.errors import ConfigError, DataError
@@ -13,9 +14,13 @@ from megatron_daro.errors import ConfigError, DataError
 T, V, VP, D = 37, 50, 53, 16  # three columns of padding
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
+@pytest.fixture(autouse=True, params=["kept", "recomputed"])
+def logits(request, monkeypatch) -> str:
+    """Logits of the forward pass wait for the backward pass, or are computed there once more."""
     torch.manual_seed(20)
+    if request.param == "recomputed":
+        monkeypatch.setattr(logprobs_module, "_KEPT_BYTES", 0)
+    return request.param
 
 
 def make_case(dtype: torch.dtype, num_tokens: int = T, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -230,8 +235,9 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_at_most_one_chunk_of_logits_is_alive(grad):
-    """256 tokens x 4,096 columns, chunks of 32: no storage may hold more than one chunk (the gradients are smaller)."""
+def test_at_most_one_chunk_of_logits_is_alive(grad, logits):
+    """256 tokens x 4,096 columns, chunks of 32: no storage may hold more than one chunk (the gradients are smaller);
+    three products a chunk where all of them are kept, else four."""
     num_tokens, num_columns, hidden_size, chunk = 256, 4096, 8, 32
     hidden = torch.randn(num_tokens, hidden_size, requires_grad=grad)
     weight = torch.randn(num_columns, hidden_size, requires_grad=grad)
@@ -240,8 +246,28 @@ def test_at_most_one_chunk_of_logits_is_alive(grad):
         logprobs, entropy = vocab_parallel_logprobs(hidden, weight, labels, chunk_tokens=chunk)
         if grad:
             torch.autograd.backward(logprobs.sum() + entropy.sum())
-    assert recorder.products == (num_tokens // chunk) * (num_columns // LOGPROB_TILES["cpu"][1]) * (4 if grad else 1)
+    products = {"kept": 3, "recomputed": 4}[logits] if grad else 1
+    assert recorder.products == (num_tokens // chunk) * (num_columns // LOGPROB_TILES["cpu"][1]) * products
     assert recorder.largest <= chunk * num_columns, "more than one chunk of logits was allocated at once"
+
+
+def test_a_second_backward_pass_over_a_kept_graph_gives_the_same_gradients():
+    hidden, weight, labels = make_case(torch.float32)
+    outputs = vocab_parallel_logprobs(hidden, weight, labels, vocab_size=V, chunk_tokens=8, chunk_vocab=16)
+    loss = sum(output.sum() for output in outputs)
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    for ours, theirs in zip(first, second, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_logits_are_kept_only_for_a_backward_pass_and_where_they_fit(monkeypatch, logits):
+    hidden = make_case(torch.float32)[0]
+    with torch.no_grad():
+        assert not logprobs_module._keeps_logits(hidden, V)
+    assert logprobs_module._keeps_logits(hidden, V) is (logits == "kept")
+    monkeypatch.setattr(logprobs_module, "_KEPT_BYTES", T * V * 4)
+    assert logprobs_module._keeps_logits(hidden, V) and not logprobs_module._keeps_logits(hidden, V + 1)
+    assert not logprobs_module._keeps_logits(hidden.to("meta"), V)
 
 
 def test_recorder_sees_the_plain_way():
