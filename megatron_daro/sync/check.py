@@ -15,6 +15,7 @@ Legend: R response tokens of the fixed probe.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -35,8 +36,10 @@ _KEPT = 0.5
 # this fraction; until then only a receiver that as good as did not move is accused.
 _LEARNED_FROM, _LEARNED_ENOUGH, _LEARNED_PART = 8, 4, 0.25
 _UNLEARNED = 0.02
-# Over many steps it holds once the policy moved so many times as far as it usually does in one, rounding included.
-_FAR = 4.0
+# Over many steps it holds once the policy moved so many times as far as in any single one of late, rounding included;
+# rounding grows as a model sharpens. A single step is never far: with SmolLM2 in bf16 one of forty moved the policy by
+# 0.43 where others moved it by 0.1, and right receivers by 0.13, elsewhere to.
+_FAR, _OF_LATE = 4.0, 8
 # So much of the policy's log-probs must have changed: a change of few tokens may be lost in the receiver's rounding.
 _CHANGED_PART = 0.75
 
@@ -75,7 +78,7 @@ class _History:
     settled: _Answer | None = None
     first: _Answer | None = None
     ratios: list[float] = field(default_factory=list)
-    moves: list[float] = field(default_factory=list)
+    moves: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LATE))
 
     def references(self) -> list[_Answer]:
         """Return what an answer is compared with, each once."""
@@ -87,13 +90,13 @@ class _History:
 
     def learn(self, ratio: float, move: float) -> None:
         """Take in one step: of the receiver how near it was, of the policy how far it moved."""
+        self.moves.append(move)
         if len(self.ratios) < _LEARNED_FROM:
             self.ratios.append(ratio)
-            self.moves.append(move)
 
-    def is_far(self, move: float) -> bool:
-        """Whether the policy moved so far that rounding hardly matters."""
-        return len(self.moves) >= _LEARNED_ENOUGH and move >= _FAR * float(np.median(self.moves))
+    def is_far(self, then: _Answer, move: float) -> bool:
+        """Whether the policy moved so far since then that rounding hardly matters."""
+        return then is not self.last and len(self.moves) >= _LEARNED_ENOUGH and move >= _FAR * max(self.moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +114,10 @@ class UpdateCheck:
     def __init__(self) -> None:
         self._histories: dict[str, _History] = {}
 
-    def restarted(self, name: str) -> None:
-        """Begin anew with the receiver, with the weights that it had at first."""
-        if name in self._histories:
-            self._histories[name].last = self._histories[name].settled = None
+    def restarted(self, name: str | None = None) -> None:
+        """Begin anew with the receiver, or with all, with the weights that it had at first."""
+        for history in self._histories.values() if name is None else filter(None, [self._histories.get(name)]):
+            history.last = history.settled = None
 
     def judge(
         self,
@@ -153,7 +156,7 @@ class UpdateCheck:
             ratio, move = _ratio(then, now), _rms(now.policy_R - then.policy_R)
             if ratio is None:
                 continue
-            limit = _KEPT if history.is_far(move) else history.limit()
+            limit = _KEPT if history.is_far(then, move) else history.limit()
             if ratio < limit:
                 return False, _kept_text(then, now, limit)
             follows = follows or (ratio > 1 / _KEPT and then in (history.last, history.settled))

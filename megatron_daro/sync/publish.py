@@ -128,6 +128,7 @@ class WeightSync:
             for _ in range(_TRIES - 1):
                 with contextlib.suppress(LostReceiversError):
                     return await self._to_all(version)
+                self._check.restarted()  # all were given up, so those that it meets again were
             return await self._to_all(version)
 
     async def _to_all(self, version: int) -> Mapping[str, float]:

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_daro.engine.sglang.generation import probe_text
+from megatron_daro.errors import LostReceiversError
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
 from megatron_daro.sync.plan import Digest, SendReport
 from megatron_daro.sync.publish import WeightSync
@@ -128,12 +129,31 @@ def test_steps_too_small_to_be_told_add_up(steps):
     assert 10 < seen < 150
 
 
+def test_a_step_in_which_rounding_alone_moves_the_policy_far_accuses_nobody():
+    """As with SmolLM2 in bf16, where it ended a run at its 41st sync: rounding moves both sides, as a rule by 0.1, each
+    elsewhere to, and then the policy by 0.4."""
+    check, random = UpdateCheck(), np.random.default_rng(0)
+
+    def answers(version, of_policy):
+        noise = random.normal(size=(2, 7)) * [[of_policy], [0.07]]
+        return (version / 100 + noise).astype(np.float32)
+
+    for version in range(40):
+        policy_R, receiver_R = answers(version, 0.07)
+        assert not judged(check, "bfloat16", policy_R, receiver_R, version).rejected, version
+    policy_R, following_R = answers(40, 0.43)
+    assert judged(copy.deepcopy(check), "bfloat16", policy_R, receiver_R, 40).rejected, "it answers as before"
+    assert not judged(check, "bfloat16", policy_R, following_R, 40).rejected
+
+
 def test_after_a_restart_it_is_compared_with_the_weights_it_had_at_first(steps):
     dtype, found = steps
     check = UpdateCheck()
     for version, (policy_R, receiver_R) in enumerate(found[:-1]):
         judged(check, dtype, policy_R, receiver_R, version)
-    check.restarted("server 0")
+    every, other = copy.deepcopy(check), copy.deepcopy(check)
+    check.restarted("server 0"), every.restarted(), other.restarted("server 1")
+    assert every._histories["server 0"].last is None and other._histories["server 0"].last is not None
     assert judged(copy.deepcopy(check), dtype, found[-1][0], found[0][1], SYNCS).rejected
     assert not judged(check, dtype, found[-1][0], found[-1][1], SYNCS).rejected
 
@@ -213,6 +233,41 @@ def test_a_receiver_that_comes_back_gets_the_weights_as_they_are_now_and_alone()
         [(7, None), "installed", "serves"],
         [(8, "server 1"), "installed", "serves"],
     ]
+
+
+def test_receivers_that_were_all_lost_are_met_again_as_restarted_ones(monkeypatch):
+    """Their weights are those of the start then, not those of the sync before."""
+    told = []
+
+    class Update:
+        async def accept(self):
+            told.append("update")
+            if len(told) == 1:
+                raise LostReceiversError("all are gone")
+            return {}
+
+        def abandon(self, error):
+            pass
+
+        async def prepare(self):
+            return None
+
+    class Policy:
+        @asynccontextmanager
+        async def hold(self, version):
+            yield version
+
+    class Engine:
+        def when_back(self, call):
+            pass
+
+        def update(self, version):
+            return Update()
+
+    sync = WeightSync(Policy(), Engine())
+    monkeypatch.setattr(sync._check, "restarted", lambda: told.append("restarted"))
+    asyncio.run(sync.publish(7))
+    assert told == ["update", "restarted", "update"]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
