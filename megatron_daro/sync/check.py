@@ -24,10 +24,10 @@ import numpy as np
 from megatron_daro.sync.plan import Digest
 from megatron_daro.types import Rollout
 
-# Largest difference that two right implementations have: fp32 differs by order of summation (1e-5 measured), bf16
-# by rounding of every layer (0.06 measured on tiny models). It shows another model or temperature, not another step.
-_TOLERANCE = {"float32": 1e-3}
-_TOLERANCE_ELSE = 1.0
+# How far apart two right implementations are: in fp32 no token by more than the order of summation (1e-5 measured); in
+# bf16 by rounding of every layer, on the mean (0.1 measured with SmolLM2), of which one token in thousands has nats
+# (2.8 of one among 16 was seen). It shows another model or temperature, not another step.
+_LARGEST_FP32, _MEAN_ELSE = 1e-3, 0.5
 # A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; it follows
 # if by more than the inverse.
 _KEPT = 0.5
@@ -185,14 +185,16 @@ def _rms(values_R: np.ndarray) -> float:
 
 def _too_far(answer: ProbeAnswer, expected_R: np.ndarray) -> str:
     """Why the sampled answer is not one of this model at all; empty where it may be."""
-    worst = float(np.max(np.abs(expected_R - answer.sampled.logprobs)))
-    allowed = _TOLERANCE.get(answer.dtype, _TOLERANCE_ELSE)
-    if worst <= allowed:
+    apart_R = np.abs(expected_R - answer.sampled.logprobs)
+    worst, mean = float(np.max(apart_R)), float(np.mean(apart_R))
+    exact = answer.dtype == "float32"
+    if worst <= _LARGEST_FP32 if exact else mean <= _MEAN_ELSE:
         return ""
+    allowed = f"{_LARGEST_FP32:g}" if exact else f"{_MEAN_ELSE:g} on the mean"
     return (
-        f"log-probs of {len(expected_R)} sampled tokens differ from the policy's by up to {worst:.3g}; allowed: "
-        f"{allowed:g} ({answer.dtype or 'unknown dtype'}). Does it serve the model of model.path, at the temperature "
-        "of the request?"
+        f"log-probs of {len(expected_R)} sampled tokens differ from the policy's by up to {worst:.3g}, {mean:.3g} on "
+        f"the mean; allowed: {allowed} ({answer.dtype or 'unknown dtype'}). Does it serve the model of model.path, at "
+        "the temperature of the request?"
     )
 
 

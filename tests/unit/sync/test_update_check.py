@@ -180,6 +180,26 @@ def test_a_sampled_answer_of_another_model_is_refused_at_the_first_sync(steps, d
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "apart", "accused"),
+    [
+        ("bfloat16", [2.8] + [0.1] * 15, False),
+        ("bfloat16", [0.51] * 16, True),
+        ("bfloat16", [0.5] * 16, False),
+        ("float32", [2e-3] + [0.0] * 15, True),
+        ("", [0.4] * 16, False),
+        ("bfloat16", [float("nan")] + [0.0] * 15, True),
+    ],
+)
+def test_in_bf16_one_token_may_be_far_off_and_not_all_of_them(dtype, apart, accused):
+    zeros, apart_R = np.zeros(16, np.float32), np.asarray(apart, np.float32)
+    answer = ProbeAnswer(rollout(zeros), rollout(apart_R), 1.0, dtype)
+    rejected = UpdateCheck().judge({"a": answer}, {"a": (zeros, zeros)}, {}).rejected
+    assert bool(rejected) is accused
+    if accused and dtype == "bfloat16" and apart == [0.51] * 16:
+        assert "up to 0.51, 0.51 on the mean; allowed: 0.5 on the mean (bfloat16). Does it" in rejected["a"]
+
+
 def test_a_receiver_that_comes_back_gets_the_weights_as_they_are_now_and_alone():
     """Once something was published; nothing where it does not wait any more."""
 

@@ -181,7 +181,7 @@ def test_log_probs_are_compared_with_the_policys(tmp_path, weights, dtype, by, s
             await fleet.publish(weights, 3)
             assert fleet.states == [state, "serving"]
             if state == "fenced":
-                assert f"by up to {-by:.3g}; allowed: " in fleet.servers[0].reason
+                assert f"by up to {-by:.3g}, {-by:.3g} on the mean; allowed: " in fleet.servers[0].reason
 
     run(scenario())
 
