@@ -7,7 +7,7 @@
 # the newest checkpoint. The arguments a.b=c are passed to `megatron-daro train`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-name=smollm2 minutes=15 minutes_sglang=60 go_on=yes
+name=smollm2 minutes=15 minutes_sglang=17 go_on=yes
 
 # bf16 only where the CPU computes in it: elsewhere torch emulates it, slower than fp32.
 own_options() {
