@@ -226,7 +226,9 @@ def test_tools_need_a_template_that_writes_calls_as_they_are_read(hub, tokenizer
 
 def test_a_model_without_a_chat_template_is_refused(hub, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ConfigError, match=r"sums needs a chat; allowed: a model with a chat template, unlike .*model\d+"):
+    with pytest.raises(
+        ConfigError, match=r"sums needs a chat; allowed: a model with a chat template, unlike .*model\d+"
+    ):
         hub()
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_cases import CASES, checkpoint
-from shard_fleets import CASE, Fleet, fails_alone, failures, has_everything, synced
+from shard_fleets import CASE, SECONDS, Fleet, fails_alone, failures, has_everything, synced
 
 from megatron_daro.errors import EngineError
 from megatron_daro.sync import shard_differences, shard_tcp
@@ -53,12 +53,13 @@ class Run:
         self.weights = {name: values.to(dtype) for name, values in checkpoint(case).items()}
         self._updates = itertools.count(1)
 
-    def sync(self, weights=None, *, servers=None):
+    def sync(self, weights=None, *, servers=None, timeout_s=SECONDS):
         """The reports. servers: those that take part, if not all."""
         self.weights = weights or self.weights
         targets = tuple(self.fleet.targets[server] for server in servers) if servers is not None else None
         update = f"update {next(self._updates)}"
         arguments = {"weights": self.weights, "senders": self.senders, "update": update, "targets": targets}
+        arguments["timeout_s"] = timeout_s
         return synced(self.case, self.fleet, **arguments)
 
     def sync_all(self, weights=None, *, servers=None):
@@ -174,7 +175,7 @@ def test_a_server_whose_loader_crashed_builds_on_nothing(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(megatron_daro_shards._Receipt, "_tell", crashes)
-        run.sync(changed(run.weights, 0.02))
+        run.sync(changed(run.weights, 0.02), timeout_s=3.0)  # the other end waits for what is never told
     assert {module.megatron_daro_update for module in run.fleet.modules.values()} == {None}
 
 
