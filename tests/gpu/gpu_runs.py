@@ -89,16 +89,11 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
     checkpoint of the sixth: the largest mean difference of a step between log-probs of engine and trainer. It fails
     where a step is missing, or the loss of a step differs from that of an unbroken run by more than bf16's rounding."""
     import cli_runs
-    import tiny_task
 
     from megatron_daro.observe.metrics import read_metrics
 
     on_gpu = device.type == "cuda"
-    task = tiny_task.build(directory)
-    if on_gpu:  # a width of the heads that fused kernels have
-        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
-    command = ["train", task.config, "actor.tensor_parallel=1", f"actor.precision={'bf16' if on_gpu else 'fp32'}"]
-    command += ["trainer.save_every_steps=6", "trainer.eval_every_steps=0"]
+    command = [*_without_servers(device, directory), "trainer.save_every_steps=6", "trainer.eval_every_steps=0"]
     whole, parts = directory / "whole", directory / "parts"
     for name, run_dir, steps in (("whole", whole, STEPS), ("six", parts, 6), ("rest", parts, STEPS)):
         resume = ["--resume"] if name == "rest" else []
@@ -122,16 +117,12 @@ def lost_rank(device: torch.device, directory: Path, *, data: int, left_out: boo
     where the run does not go on as it should.
     """
     import cli_runs
-    import tiny_task
 
     from megatron_daro.observe.metrics import read_metrics
 
     need_gpus(device, data, "ranks")
-    task, precision = tiny_task.build(directory), "bf16" if device.type == "cuda" else "fp32"
-    if device.type == "cuda":
-        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
-    command = ["train", task.config, "actor.tensor_parallel=1", f"actor.data_parallel={data}"]
-    command += [f"actor.precision={precision}", "trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
+    command = [*_without_servers(device, directory), f"actor.data_parallel={data}"]
+    command += ["trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
     healing = ["trainer.replace_lost_ranks=true", *(["trainer.fewer_replicas_after_s=5"] if left_out else [])]
     run_dir, alone = directory / "run", directory / "alone"
     plan = "backward:1:3:SIGKILL" + (":gone" if left_out else "")
@@ -154,6 +145,16 @@ def lost_rank(device: torch.device, directory: Path, *, data: int, left_out: boo
         raise RuntimeError(f"steps {sorted(healed)}, those of an unbroken run are {sorted(unbroken)}")
     worst = max(abs(healed[step] - unbroken[step]) for step in unbroken)
     return Outcome(worst, 0.02 if device.type == "cuda" else 1e-6, "loss of a step")
+
+
+def _without_servers(device: torch.device, directory: Path) -> list[str]:
+    """Make the tiny task; the command that trains it with one tensor-parallel rank and the embedded engine."""
+    import tiny_task
+
+    task, on_gpu = tiny_task.build(directory), device.type == "cuda"
+    if on_gpu:  # a width of the heads that fused kernels have
+        tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
+    return ["train", str(task.config), "actor.tensor_parallel=1", f"actor.precision={'bf16' if on_gpu else 'fp32'}"]
 
 
 def _trains_with(run_dir: Path, replicas: int, since: int) -> bool:

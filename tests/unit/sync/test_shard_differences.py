@@ -59,8 +59,7 @@ class Run:
         targets = tuple(self.fleet.targets[server] for server in servers) if servers is not None else None
         update = f"update {next(self._updates)}"
         arguments = {"weights": self.weights, "senders": self.senders, "update": update, "targets": targets}
-        arguments["timeout_s"] = timeout_s
-        return synced(self.case, self.fleet, **arguments)
+        return synced(self.case, self.fleet, timeout_s=timeout_s, **arguments)
 
     def sync_all(self, weights=None, *, servers=None):
         """(bytes that were sent, bytes of all weights): nothing failed, and whoever took part has everything."""
