@@ -5,7 +5,7 @@ The output layer is part of this function: logits exist only as one tile of `chu
 that is overwritten again and again, in the forward pass and, recomputed, in the backward pass. So the memory beside
 the gradients is one or two tiles, and the time lost to a fourth matrix product is won back from memory traffic: every
 pass over a tile stays in cache. On a CPU, where products are dear and few tokens are trained at once, logits that fit
-`_KEPT_BYTES` are kept for the backward pass instead.
+`KEPT_LOGITS_BYTES` are kept for the backward pass instead.
 
 What it refuses to do: it never gathers hidden states, never reduces the hidden gradient over the tensor-parallel group
 (see `vocab_parallel_logprobs`), and does not mask: positions that do not count carry any valid label, and the caller
@@ -30,13 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_daro.config.actor import LOGPROB_TILES
+from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
 from megatron_daro.errors import ConfigError, DataError
 
 # Stands in for minus infinity where it is multiplied by zero: exp(-1e30) is 0, and -1e30 * 0 is 0 instead of NaN.
 _FAR_BELOW = -1e30
-_KEPT_BYTES = 2**26
-"""Logits of one call that a CPU keeps from forward to backward at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +331,7 @@ class _BackwardSweep:
 def _keeps_logits(hidden_TD: Tensor, num_columns: int) -> bool:
     """Whether logits are few enough to wait for the backward pass, and there will be one."""
     num_bytes = hidden_TD.shape[0] * num_columns * _accumulation_dtype(hidden_TD).itemsize
-    return hidden_TD.device.type == "cpu" and torch.is_grad_enabled() and num_bytes <= _KEPT_BYTES
+    return hidden_TD.device.type == "cpu" and torch.is_grad_enabled() and num_bytes <= KEPT_LOGITS_BYTES
 
 
 def _kernels() -> ModuleType:

@@ -48,6 +48,8 @@ LOGPROB_TILES: Mapping[str, tuple[int, int]] = {"cpu": (1024, 2048), "gpu": (409
 """Tokens and columns of a tile of fp32 logits where none are named. CPU: 8 MiB, which stay in a last-level cache. GPU:
 128 MiB, cut so that little of the gradients' fp32 sums is moved, which are read and written once per tile:
 (V / columns) * T * D + (T / tokens) * V * D numbers for T tokens, V columns and D hidden numbers."""
+KEPT_LOGITS_BYTES = 2**26
+"""Logits of one call that a CPU keeps from forward to backward at most; a GPU keeps none."""
 
 
 class ActorSection(Section):

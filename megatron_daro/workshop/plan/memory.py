@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from megatron_daro.config.actor import LOGPROB_TILES
+from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
@@ -159,6 +159,16 @@ def logits(workload: Workload, layout: ModelLayout, *, on_gpu: bool = True) -> f
     return 2 * tile + hidden + weight + accumulator
 
 
+def _kept_logits(workload: Workload, layout: ModelLayout, kinds: LayerActivations) -> float:
+    """Bytes of the logits that a CPU keeps for the backward pass, beyond the layer that is computed again after it."""
+    rows = padded_vocabulary(workload.shape.vocab, layout.tensor) // layout.tensor
+    kept = 4 * layout.tokens_per_rank * min(rows, workload.shape.vocab)
+    if kept > KEPT_LOGITS_BYTES:
+        return 0.0
+    layer = layer_elements(workload, kinds) / layout.tensor * layout.tokens_per_rank * workload.dtype_bytes
+    return max(kept - layer * (layout.recompute == "full"), 0.0)
+
+
 def static_bytes(
     workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1, *, critic: bool = False
 ) -> tuple[float, float, float, int]:
@@ -224,6 +234,8 @@ def _stage_memory(
         widest = max(widest, workload.critic.hidden)
     last = stage == layout.pipeline - 1
     tiles = logits(workload, layout, on_gpu=on_gpu) if last else 0.0
+    if last and not on_gpu:
+        tiles += _kept_logits(workload, layout, kinds)
     hidden = layout.tokens_per_rank * widest * workload.dtype_bytes
     return Memory(
         weights=weights,

@@ -19,7 +19,7 @@ def logits(request, monkeypatch) -> str:
     """Logits of the forward pass wait for the backward pass, or are computed there once more."""
     torch.manual_seed(20)
     if request.param == "recomputed":
-        monkeypatch.setattr(logprobs_module, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(logprobs_module, "KEPT_LOGITS_BYTES", 0)
     return request.param
 
 
@@ -265,7 +265,7 @@ def test_logits_are_kept_only_for_a_backward_pass_and_where_they_fit(monkeypatch
     with torch.no_grad():
         assert not logprobs_module._keeps_logits(hidden, V)
     assert logprobs_module._keeps_logits(hidden, V) is (logits == "kept")
-    monkeypatch.setattr(logprobs_module, "_KEPT_BYTES", T * V * 4)
+    monkeypatch.setattr(logprobs_module, "KEPT_LOGITS_BYTES", T * V * 4)
     assert logprobs_module._keeps_logits(hidden, V) and not logprobs_module._keeps_logits(hidden, V + 1)
     assert not logprobs_module._keeps_logits(hidden.to("meta"), V)
 
