@@ -229,7 +229,7 @@ class SGLangGroup(SGLangEngine):
             temperature=rollout.temperature,
             probe_tokens=probe_text(
                 min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
-                longest=min(config.data.max_prompt_tokens, rollout.max_response_tokens),
+                longest=config.data.max_prompt_tokens,
             ),
         )
 

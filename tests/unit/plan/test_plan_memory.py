@@ -232,6 +232,13 @@ def test_activations_and_logits_are_within_15_percent_of_a_run(measured, record_
     assert [round(ratio, 3) for ratio in ratios if not 0.85 <= ratio <= 1.15] == [], ratios
 
 
+@pytest.mark.parametrize(("tokens", "whole"), [(4096, 4 * 4096 * 2005), (16384, 0)])
+def test_a_cpu_keeps_logits_for_the_backward_pass_while_they_are_few(tokens, whole):
+    asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", tokens)
+    planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
+    assert planned.logits == memory.logits(asked, layout, on_gpu=False) + whole
+
+
 def of_options(**options):
     made = {"model": {"path": "x"}, "data": {"train": ("x",)}, "actor": {"precision": "bf16", "megatron": options}}
     return workload_of(Config.model_validate(made), read_model_shape(small_experts()))

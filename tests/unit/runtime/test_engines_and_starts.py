@@ -183,7 +183,7 @@ def test_servers_must_have_the_model_and_the_lengths_of_the_run(tmp_path, monkey
     )
     expected = (tmp_path, "qwen2", 24, 40, list, vocabulary, True, False)
     assert dataclasses.astuple(group._expected) == expected
-    assert probes == [(most, 16)] and group._probe_tokens == (1, 2) and group._temperature == 0.75
+    assert probes == [(most, 24)] and group._probe_tokens == (1, 2) and group._temperature == 0.75
     assert [server.name for server in group.fleet.servers] == ["server 0 (http://h:1)"]
 
 
