@@ -18,6 +18,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 import threading
 import time
@@ -366,7 +367,7 @@ def main(arguments: Sequence[str]) -> int:
             given.out.mkdir(parents=True, exist_ok=True)
             print(f"the page: {write_page(given.page, given.out / 'lab.html')}")
             return 0
-        command = "bash examples/lab/run.sh " + " ".join(arguments)
+        command = "bash examples/lab/run.sh " + shlex.join(arguments)
         run_lab(plan, given.out, given.processes, command, given.rates, given.beside)
     except DaroError as error:
         print(f"lab: {error}", file=sys.stderr)
