@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -131,6 +132,18 @@ def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
         return (1 << max(longest - 1, 1023).bit_length()) + 1
 
     rotary.get_rotary_seq_len = rounded  # type: ignore[method-assign]
+
+
+def forget_rotary_tables() -> None:
+    """Let go of the last tables of rotary angles, and of the models that they are of.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: `forward` is an `lru_cache` over the module itself
+    (models/common/embeddings/rotary_pos_embedding.py and yarn_rotary_pos_embedding.py), so a model that is gone
+    otherwise keeps its tables, and its context-parallel group with that group's sockets and threads. Can go: when
+    upstream's cache belongs to the module.
+    """
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()  # type: ignore[attr-defined]
 
 
 def finalize_summed_grads(

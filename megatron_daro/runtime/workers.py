@@ -399,6 +399,7 @@ class TrainWorker:
     def leave(self) -> None:
         """Leave the process groups, and let go of the policy: `setup` comes next. Not collective."""
         from megatron_daro.actor import parallel
+        from megatron_daro.actor.compat import forget_rotary_tables
 
         if self._policy is not None:
             self._policy.end_background_work()
@@ -409,6 +410,7 @@ class TrainWorker:
         self._policy, self._relays, self._snapshot, self._shards = None, {}, None, None
         self._addresses = self._all_addresses = frozenset()
         parallel.shutdown()
+        forget_rotary_tables()
         gc.unfreeze()
         gc.collect()  # what is left of the policy holds process groups, and a GPU's memory
 

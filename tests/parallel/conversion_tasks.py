@@ -64,6 +64,8 @@ def save_with_megatron(path: Path, layout: Any, checkpoint: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     multiprocessing.current_process()._config["daemon"] = False  # its writer starts a process
+    # Megatron would start a fresh interpreter for this queue, and import itself once more, on every rank.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     policy = _policy(path, layout)
     (model,) = policy.chunks
     with quiet():

@@ -79,6 +79,7 @@ def _context() -> Any:
 
 
 def _serve(rank: int, pipe: Any, coloured: bool) -> None:
+    import gc
     import warnings
 
     import torch
@@ -86,8 +87,10 @@ def _serve(rank: int, pipe: Any, coloured: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     from megatron_daro.actor import parallel
+    from megatron_daro.actor.compat import forget_rotary_tables
 
     run = _coloured if coloured else _plain
+    gc.freeze()
     while True:
         function, layout, port, arguments = pipe.recv()
         try:
@@ -97,6 +100,9 @@ def _serve(rank: int, pipe: Any, coloured: bool) -> None:
             pipe.send((False, traceback.format_exc()))
         finally:
             parallel.shutdown()
+            # A model that is still there holds groups, and each has threads that wake a hundred times a second.
+            forget_rotary_tables()
+            gc.collect()
 
 
 def _plain(function: Any, **arguments: Any) -> Any:

@@ -347,8 +347,8 @@ MEMORY = {
             "gradients": 126300160,
             "optimizer": 94721088,
             "activations": 151606886,
-            "logits": 50552832,
-            "buffers": 143153562,
+            "logits": 88965120,
+            "buffers": 104741273.6,
         },
     ),
 }
