@@ -98,6 +98,23 @@ wait_for_sglang() {
     [ "$result" = 0 ] || grep -q 'not needed: this machine has a GPU' "$sglang_log"
 }
 
+# Begins to check types, which takes one core for most of a minute; `wait_for_mypy` waits for its end.
+begin_mypy() {
+    mypy_log=$(mktemp)
+    set -m
+    "$python" -m mypy >"$mypy_log" 2>&1 </dev/null &
+    mypy_pid=$!
+    set +m
+}
+
+wait_for_mypy() {
+    local result=0
+    wait "$mypy_pid" || result=$?
+    mypy_pid=
+    cat "$mypy_log"
+    return "$result"
+}
+
 # Begins the proofs that need environments of their own, one after the other, beside the other stages; of each the log, the
 # seconds, the result and pytest's results file stay in a folder. `wait_for_proofs` waits for their end.
 begin_proofs() {
@@ -138,8 +155,8 @@ wait_for_proofs() {
 # Ends what runs beside the stages, with its children.
 clean_up() {
     local pid
-    for pid in ${sglang_pid:-} ${proofs_pid:-}; do kill -- -"$pid" 2>/dev/null; done
-    rm -rf ${sglang_log:+"$sglang_log"} ${proofs:+"$proofs"}
+    for pid in ${sglang_pid:-} ${mypy_pid:-} ${proofs_pid:-}; do kill -- -"$pid" 2>/dev/null; done
+    rm -rf ${sglang_log:+"$sglang_log"} ${mypy_log:+"$mypy_log"} ${proofs:+"$proofs"}
 }
 
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
@@ -258,7 +275,7 @@ main() {
     }
     stage "ruff check" "$python" -m ruff check . || failed=1
     stage "ruff format" "$python" -m ruff format --check . || failed=1
-    stage mypy "$python" -m mypy || failed=1
+    begin_mypy
     case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
     [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
@@ -269,6 +286,7 @@ main() {
     local failed_before=$failed
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}
+    stage mypy wait_for_mypy || failed=1
     [ "$tier" != all ] || wait_for_proofs
     if [ "$tier" = all ] && [ "$pytest_result" = FAILED ] && run_again; then failed=$failed_before; fi
     summarize

@@ -417,7 +417,8 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     def load_code(self) -> None:
         """Import what `setup` needs, which takes seconds in which others would wait for this process."""
-        from megatron_daro.actor import parallel, policy  # noqa: F401
+        with garbage.paused():
+            from megatron_daro.actor import parallel, policy  # noqa: F401
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
