@@ -3,8 +3,10 @@ optimizer."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +37,18 @@ def test_packs_of_all_lengths_share_few_tables_of_angles():
     compat.bound_rotary_tables(rotary)
     lengths = (1, 1024, 1025, 2048, 2049, 40_000)
     assert [rotary.get_rotary_seq_len(n, packed=True) for n in lengths] == [1025, 1025, 2049, 2049, 4097, 65_537]
+
+
+def test_a_model_that_is_gone_is_kept_by_its_table_of_angles_until_that_is_forgotten():
+    rotary = compat.RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=SimpleNamespace(size=lambda: 1))
+    rotary(16)
+    alive = weakref.ref(rotary)
+    del rotary
+    gc.collect()
+    assert alive() is not None, "upstream keeps it no more: compat.forget_rotary_tables can go"
+    compat.forget_rotary_tables()
+    gc.collect()
+    assert alive() is None
 
 
 def messages(activations, gradients):

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from shard_cases import CASES, checkpoint
 from test_packing import make_batch
 
-from megatron_daro.actor import device, parallel, weights
+from megatron_daro.actor import compat, device, parallel, weights
 from megatron_daro.actor import policy as policy_module
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.convert.mapping import hf_to_megatron, shard
@@ -185,6 +185,7 @@ def test_groups_of_relays_are_closed_with_the_others(own, groups, monkeypatch):
 def test_who_leaves_lets_go_of_everything_but_the_snapshots(own, groups, monkeypatch):
     setup(own, heals=True)
     monkeypatch.setattr(gc, "collect", lambda: groups.closed.append("garbage"))
+    monkeypatch.setattr(compat, "forget_rotary_tables", lambda: groups.closed.append("tables"))
     policy, states = own._policy, own._states
     for name in ("_sender", "_shards"):
         setattr(own, name, SimpleNamespace(close=lambda name=name: groups.closed.append(name)))
@@ -193,13 +194,13 @@ def test_who_leaves_lets_go_of_everything_but_the_snapshots(own, groups, monkeyp
     assert groups.closed == ["_shards"]
     own.leave()
     assert [name for name, *_ in policy.calls] == ["end_background_work"]
-    assert groups.closed == ["_shards", "_sender", "_shards", "groups", "garbage"]
+    assert groups.closed == ["_shards", "_sender", "_shards", "groups", "tables", "garbage"]
     assert (own._policy, own._relays, own._snapshot, own._shards) == (None, {}, None, None)
     own.abort()
     assert groups.aborted[1] == (set(), set()) and own._states is states and gc.get_freeze_count() == 0
     own._sender = None
     own.leave()
-    assert groups.closed[5:] == ["groups", "garbage"]
+    assert groups.closed[6:] == ["groups", "tables", "garbage"]
 
 
 def test_its_place_says_what_part_it_has(own, monkeypatch):
