@@ -19,7 +19,7 @@ COLOURED = {
 others have them with --colours only."""
 
 
-@pytest.fixture(scope="module")  # not longer: idle ranks keep busy threads of gloo
+@pytest.fixture(scope="module")  # not longer: four idle ranks keep a gigabyte
 def rank_pool(request):
     from ranks import RankPool
 

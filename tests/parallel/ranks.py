@@ -18,31 +18,21 @@ from typing import Any
 from megatron_daro.ports import reserve_port
 
 LIMIT_S = 240
-# gloo leaves threads of destroyed groups behind; after many worlds they slow the processes down.
-WORLDS_PER_PROCESS = 60
 PRELOAD = ["torch", "transformers", "megatron_daro.actor.policy", "megatron_daro.actor.parallel"]
 
 
 class RankPool:
     def __init__(self, size: int, *, coloured: bool = False) -> None:
-        self._size, self._coloured = size, coloured
-        self._start()
-
-    def _start(self) -> None:
         context = _context()
-        self._pipes, self._processes, self._worlds = [], [], 0
-        for rank in range(self._size):
+        self._pipes, self._processes = [], []
+        for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, self._coloured), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, coloured), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Any, layout: Any, **arguments: Any) -> list[Any]:
-        if self._worlds == WORLDS_PER_PROCESS:
-            self.close()
-            self._start()
-        self._worlds += 1
         members = self._pipes[: layout.world_size]
         answers = []
         with reserve_port("127.0.0.1") as reserved:  # pytest's other process may look for one at this moment
