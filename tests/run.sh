@@ -79,40 +79,37 @@ for name in ("torch", "megatron-core", "transformers", "ray", "numpy", "math-ver
 PYTHON
 }
 
-# Begins to make the SGLang environment; `wait_for_sglang` waits for its end. On a machine with a GPU the script refuses:
-# there the tests that need servers on a CPU are skipped.
+declare -A beside_pids beside_logs
+
+# beside NAME COMMAND...: begins what runs while the other stages do, in a process group of its own, so that its children
+# end with it. `end_of NAME` waits for it, prints what it said and returns its exit status.
+beside() {
+    local name=$1
+    shift
+    beside_logs[$name]=$(mktemp)
+    set -m
+    "$@" >"${beside_logs[$name]}" 2>&1 </dev/null &
+    beside_pids[$name]=$!
+    set +m
+}
+
+end_of() {
+    local result=0
+    wait "${beside_pids[$1]}" || result=$?
+    unset "beside_pids[$1]"
+    cat "${beside_logs[$1]}"
+    return "$result"
+}
+
+# Begins to make the SGLang environment. On a machine with a GPU the script refuses: there the tests that need servers on a
+# CPU are skipped.
 begin_sglang() {
     export MEGATRON_DARO_SGLANG=${MEGATRON_DARO_SGLANG:-$PWD/.venv-sglang}
-    sglang_log=$(mktemp)
-    set -m # a process group of its own, so that its pip ends with it
-    bash tools/sglang_cpu_env.sh "$MEGATRON_DARO_SGLANG" >"$sglang_log" 2>&1 </dev/null &
-    sglang_pid=$!
-    set +m
+    beside sglang bash tools/sglang_cpu_env.sh "$MEGATRON_DARO_SGLANG"
 }
 
-wait_for_sglang() {
-    local result=0
-    wait "$sglang_pid" || result=$?
-    sglang_pid=
-    cat "$sglang_log"
-    [ "$result" = 0 ] || grep -q 'not needed: this machine has a GPU' "$sglang_log"
-}
-
-# Begins to check types, which takes one core for most of a minute; `wait_for_mypy` waits for its end.
-begin_mypy() {
-    mypy_log=$(mktemp)
-    set -m
-    "$python" -m mypy >"$mypy_log" 2>&1 </dev/null &
-    mypy_pid=$!
-    set +m
-}
-
-wait_for_mypy() {
-    local result=0
-    wait "$mypy_pid" || result=$?
-    mypy_pid=
-    cat "$mypy_log"
-    return "$result"
+end_of_sglang() {
+    end_of sglang || grep -q 'not needed: this machine has a GPU' "${beside_logs[sglang]}"
 }
 
 # Begins the proofs that need environments of their own, one after the other, beside the other stages; of each the log, the
@@ -155,8 +152,8 @@ wait_for_proofs() {
 # Ends what runs beside the stages, with its children.
 clean_up() {
     local pid
-    for pid in ${sglang_pid:-} ${mypy_pid:-} ${proofs_pid:-}; do kill -- -"$pid" 2>/dev/null; done
-    rm -rf ${sglang_log:+"$sglang_log"} ${mypy_log:+"$mypy_log"} ${proofs:+"$proofs"}
+    for pid in "${beside_pids[@]}" ${proofs_pid:-}; do kill -- -"$pid" 2>/dev/null; done
+    rm -rf "${beside_logs[@]}" ${proofs:+"$proofs"}
 }
 
 # "passed failed skipped" from pytest's results file; errors count as failed. No file: pytest itself ended early.
@@ -275,8 +272,8 @@ main() {
     }
     stage "ruff check" "$python" -m ruff check . || failed=1
     stage "ruff format" "$python" -m ruff format --check . || failed=1
-    begin_mypy
-    case "$tier" in default | all) stage sglang wait_for_sglang || failed=1 ;; esac
+    beside mypy "$python" -m mypy # one core, most of a minute
+    case "$tier" in default | all) stage sglang end_of_sglang || failed=1 ;; esac
     [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     [ "$tier" != all ] || stage mooncake bash tests/mooncake_install.sh "$python" "$MEGATRON_DARO_SGLANG/bin/python"
@@ -286,7 +283,7 @@ main() {
     local failed_before=$failed
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}
-    stage mypy wait_for_mypy || failed=1
+    stage mypy end_of mypy || failed=1
     [ "$tier" != all ] || wait_for_proofs
     if [ "$tier" = all ] && [ "$pytest_result" = FAILED ] && run_again; then failed=$failed_before; fi
     summarize
