@@ -145,28 +145,29 @@ def activations(
     return kept * layout.tokens_per_rank * workload.dtype_bytes
 
 
-def logits(workload: Workload, layout: ModelLayout, *, on_gpu: bool = True) -> float:
+def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations | None = None) -> float:
     """Return the bytes of the last stage while log-probs are taken: tiles of logits, gathered hidden states and their
-    fp32 gradient, the gradient of the output layer."""
+    fp32 gradient, the gradient of the output layer. On a CPU few logits wait for the backward pass beside them; a layer
+    that is computed again comes after these are gone, and is counted already.
+
+    Args:
+        workload, layout: what runs.
+        on_cpu: of the layers of a CPU; None: on a GPU.
+    """
     shape, tokens = workload.shape, layout.tokens_per_rank
     rows = padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
-    tile_tokens, tile_columns = LOGPROB_TILES["gpu" if on_gpu else "cpu"]
+    tile_tokens, tile_columns = LOGPROB_TILES["cpu" if on_cpu else "gpu"]
     tile_tokens, tile_columns = workload.chunk_tokens or tile_tokens, workload.chunk_vocab or tile_columns
     tile = min(tile_tokens, tokens) * min(tile_columns, rows) * 4
     hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
     weight = rows * shape.hidden * workload.dtype_bytes
     accumulator = min(tile_columns, rows) * shape.hidden * 4 if workload.dtype_bytes == 2 else 0
-    return 2 * tile + hidden + weight + accumulator
-
-
-def _kept_logits(workload: Workload, layout: ModelLayout, kinds: LayerActivations) -> float:
-    """Bytes of the logits that a CPU keeps for the backward pass, beyond the layer that is computed again after it."""
-    rows = padded_vocabulary(workload.shape.vocab, layout.tensor) // layout.tensor
-    kept = 4 * layout.tokens_per_rank * min(rows, workload.shape.vocab)
-    if kept > KEPT_LOGITS_BYTES:
-        return 0.0
-    layer = layer_elements(workload, kinds) / layout.tensor * layout.tokens_per_rank * workload.dtype_bytes
-    return max(kept - layer * (layout.recompute == "full"), 0.0)
+    kept: float = 4 * tokens * min(rows, shape.vocab)
+    if on_cpu is None or kept > KEPT_LOGITS_BYTES:
+        kept = 0
+    elif layout.recompute == "full":
+        kept -= layer_elements(workload, on_cpu) / layout.tensor * tokens * workload.dtype_bytes
+    return max(kept, 0) + 2 * tile + hidden + weight + accumulator
 
 
 def static_bytes(
@@ -233,9 +234,7 @@ def _stage_memory(
         kept = max(kept, activations(its_own, layout, kinds, stage=stage, micro_batches=micro_batches))
         widest = max(widest, workload.critic.hidden)
     last = stage == layout.pipeline - 1
-    tiles = logits(workload, layout, on_gpu=on_gpu) if last else 0.0
-    if last and not on_gpu:
-        tiles += _kept_logits(workload, layout, kinds)
+    tiles = logits(workload, layout, on_cpu=None if on_gpu else kinds) if last else 0.0
     hidden = layout.tokens_per_rank * widest * workload.dtype_bytes
     return Memory(
         weights=weights,

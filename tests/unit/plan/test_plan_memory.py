@@ -233,10 +233,12 @@ def test_activations_and_logits_are_within_15_percent_of_a_run(measured, record_
 
 
 @pytest.mark.parametrize(("tokens", "whole"), [(4096, 4 * 4096 * 2005), (16384, 0)])
-def test_a_cpu_keeps_logits_for_the_backward_pass_while_they_are_few(tokens, whole):
+def test_a_cpu_keeps_logits_for_the_backward_pass_while_they_are_few(tokens, whole, monkeypatch):
     asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", tokens)
+    found = memory.logits(asked, layout, on_cpu=memory.LOCAL_BF16)
     planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
-    assert planned.logits == memory.logits(asked, layout, on_gpu=False) + whole
+    monkeypatch.setattr(memory, "KEPT_LOGITS_BYTES", 0)
+    assert planned.logits == found == memory.logits(asked, layout, on_cpu=memory.LOCAL_BF16) + whole
 
 
 def of_options(**options):
