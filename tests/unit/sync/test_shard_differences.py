@@ -79,7 +79,7 @@ class Run:
 
 
 DEAREST = {"etp", "fewer_groups_than_both", "virtual_stages"}
-"""Half of the seconds of all cases; whole weights go through them in test_shard_tcp.py."""
+"""Two fifths of the seconds of all cases; whole weights go through them in test_shard_tcp.py."""
 
 
 @pytest.mark.parametrize(
