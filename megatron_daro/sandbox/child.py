@@ -211,9 +211,12 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
     prctl(_SET_CHILD_SUBREAPER, 1)
     prctl(_SET_DUMPABLE, 0)  # the code, of the same user, must not read this process or its descriptors
     report(status, {"started": True})
+    keeper = os.getpid()
     pid = os.fork()
     if pid == 0:
         prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)  # it has ended already
         os.setsid()
         set_limits(settings["limits"])
         os.chdir(directory)

@@ -358,19 +358,52 @@ def test_its_own_processes_have_nothing_of_ours_and_nothing_is_left_open(waiting
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
-def test_a_run_ends_with_whoever_waits_for_it(isolation):
-    code = f"from megatron_daro.sandbox import Sandbox\nSandbox(isolation={isolation!r}).run('input(); input()')"
-    code = code.replace("input(); input()", "import time; time.sleep(100)")
+def runs(isolation):
+    """Code that waits for other code."""
+    return f"Sandbox(isolation={isolation!r}).run('import time; time.sleep(100)')"
+
+
+def outlived_by(code):
+    """Kill an interpreter as soon as the code of its sandbox is started, and return what lives on."""
     owner = subprocess.Popen([sys.executable, "-c", code])
-    while len(line := sandboxed.processes(owner.pid)) < 3 and owner.poll() is None:
+    while len(line := descendants(owner.pid)) < 3 and owner.poll() is None:
         time.sleep(0.01)
     owner.kill()
     owner.wait()
+    assert len(line) == 3
     deadline = time.monotonic() + 30
     while alive(line) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(line) == 3 and not alive(line)
+    return alive(line)
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_a_run_ends_with_whoever_waits_for_it(isolation):
+    assert outlived_by(f"from megatron_daro.sandbox import Sandbox\n{runs(isolation)}") == []
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_so_does_one_that_has_not_asked_the_kernel_for_it_yet(isolation, tmp_path):
+    """Each process asks for the end of its parent to be its own; here the parent has ended before it asks."""
+    late = [
+        "import sys, time",
+        f"sys.path.append({str(Path(child.__file__).parent)!r})",
+        "import child",
+        "asked = child.prctl",
+        "def late(option, value=0):",
+        "    time.sleep(0.5 if option == child._SET_PDEATHSIG else 0)",
+        "    asked(option, value)",
+        "child.prctl = late",
+        "sys.exit(child.main(int(sys.argv[1])))",
+    ]
+    (tmp_path / "child.py").write_text("\n".join(late))
+    lines = [
+        "from pathlib import Path",
+        "from megatron_daro import sandbox",
+        "from megatron_daro.sandbox import Sandbox",
+    ]
+    changed = f"sandbox._CHILD = Path({str(tmp_path)!r}, 'child.py')"
+    assert outlived_by("\n".join([*lines, changed, runs(isolation)])) == []
 
 
 def test_nothing_begins_for_a_parent_that_is_gone():
