@@ -371,16 +371,17 @@ class SGLangEngine:
             self._check_versions(server, rollouts)
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
-            await self._count_failure(server, error)
             if isinstance(error, CutStreamError):
                 self._check_versions(server, error.rollouts)
-                run.take(error.rollouts)
+                if run.take(error.rollouts):
+                    server.succeeded()
+            await self._count_failure(server, error)
             raise
         finally:
             run.ids, run.server = (), None
             last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
             self.fleet.release(server, sum(last.values()))
-        server.progressed()
+        server.succeeded()
         self._last_servers.note(request, server)
         ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
         self.fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")

@@ -72,8 +72,12 @@ class Server:
         return self.failures >= _FAILURES_IN_A_ROW and now - self.failing_since >= _FAILING_S
 
     def progressed(self) -> None:
-        """Note that it did something."""
+        """Note that it did something, right or wrong."""
         self.last_progress = time.monotonic()
+
+    def succeeded(self) -> None:
+        """Note that it gave rollouts, or serves (again): what failed before does not count any more."""
+        self.progressed()
         self.failures = 0
 
 
@@ -105,7 +109,7 @@ class Fleet:
         server.state = state
         if state == "serving":
             server.given_up.clear()
-            server.progressed()
+            server.succeeded()
             server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._notify()
 

@@ -54,8 +54,10 @@ def test_failures_give_a_server_up_when_they_are_many_and_last(monkeypatch):
     monkeypatch.setattr(fleet_module.time, "monotonic", lambda: clock[0])
     assert not any(server.failed() for _ in range(100)), "all at the same moment"
     clock[0] += 2.9
-    assert not server.failed()
     server.progressed()
+    assert server.last_progress == 102.9 and server.failures == 100, "what is no success ends no row"
+    assert not server.failed()
+    server.succeeded()
     clock[0] += 3.0
     assert [server.failed() for _ in range(4)] == [False] * 4, "that one success ended the row"
     clock[0] += 3.0
