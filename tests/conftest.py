@@ -6,11 +6,13 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import os
 import signal
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,12 +55,20 @@ def folder_of(path: Path) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--heavy, and for how long; --colours."""
+    """--heavy, which of them, and for how long; --colours."""
     parser.addoption("--heavy", action="store_true", help="also run the tests that are marked heavy")
+    parser.addoption("--heavy-turn", type=_turn, default=(1, 1), help="K/N: one Nth of the heavy tests, the Kth")
     parser.addoption("--colours", action="store_true", help="run all of tests/parallel with storages of two colours")
     parser.addoption(
         "--heavy-minutes", type=float, default=math.inf, help="heavy tests that would begin later than this are skipped"
     )
+
+
+def _turn(text: str) -> tuple[int, int]:
+    turn, _, turns = text.partition("/")
+    if not (turn.isdecimal() and turns.isdecimal() and 1 <= int(turn) <= int(turns)):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: K/N with 1 <= K <= N, such as 2/3")
+    return int(turn), int(turns)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,10 +93,14 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the tests by folder; skips heavy ones that nobody asked for, and what needs a GPU that is not here."""
-    if not config.getoption("--heavy"):
-        for item in items:
-            if item.get_closest_marker("heavy"):
-                item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
+    turn, turns = config.getoption("--heavy-turn")
+    for item in items:
+        if not item.get_closest_marker("heavy"):
+            continue
+        if not config.getoption("--heavy"):
+            item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
+        elif zlib.crc32(item.nodeid.encode()) % turns != turn - 1:
+            item.add_marker(pytest.mark.skip(reason=f"heavy: in another turn than {turn} of {turns}"))
     tests = Counter(item.path for item in items if not item.get_closest_marker("skip"))
     items.sort(key=lambda item: (*_place(item), -tests[item.path] if folder_of(item.path) == _LAST else 0))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]

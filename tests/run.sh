@@ -6,7 +6,8 @@
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
 #                                              Megatron-core, tests/plugins in the environment of verl, and environments
 #                                              of the package verifiers
-#                                              (MEGATRON_DARO_HEAVY_MINUTES=N: heavy tests that would begin later are skipped)
+#                                              (MEGATRON_DARO_HEAVY_TURN=K/N: one Nth of the tests marked heavy, the Kth;
+#                                              MEGATRON_DARO_HEAVY_MINUTES=N: those that would begin later are skipped)
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
 # Uses the virtual environment that is active, else .venv, which it makes. Packages are installed only when the
@@ -244,11 +245,14 @@ summarize() {
 
 # Sets `tier` (quick, default, all or chosen) and `pytest_arguments`.
 choose_tier() {
-    local heavy_minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
+    local turn=${MEGATRON_DARO_HEAVY_TURN:-} minutes=${MEGATRON_DARO_HEAVY_MINUTES:-}
     local processes=(-n "${MEGATRON_DARO_TEST_PROCESSES:-3}" --no-loadscope-reorder)
     case "${1:-}" in
         '') tier=default pytest_arguments=("${processes[@]}") ;;
-        --all) tier=all pytest_arguments=("${processes[@]}" --heavy ${heavy_minutes:+--heavy-minutes "$heavy_minutes"}) ;;
+        --all)
+            tier=all pytest_arguments=("${processes[@]}" --heavy)
+            pytest_arguments+=(${turn:+--heavy-turn "$turn"} ${minutes:+--heavy-minutes "$minutes"})
+            ;;
         --quick) tier=quick pytest_arguments=("${processes[@]}" tests/unit tests/golden) ;;
         *) tier=chosen pytest_arguments=("$@") ;;
     esac

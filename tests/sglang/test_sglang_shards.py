@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 
@@ -76,10 +77,10 @@ def one_wrong_checksum(monkeypatch):
 
 KINDS = {
     "killed": "",
-    "frozen": "timed out",
+    "frozen": "timed out|no answer within",  # whichever waits less by then: what sends, or the request
     "500": "status 500",
     "pretend": "it did not connect",
-    "bit": "not those that were sent (checksum",
+    "bit": r"not those that were sent \(checksum",
 }
 
 
@@ -113,7 +114,7 @@ def test_a_server_that_is_harmed_while_shards_arrive_fails_alone(pool, models, t
         assert (metrics["sync/servers"], metrics["engine/fenced"]) == (1, 1)
         harmed, serving = sorted(engine.fleet.servers, key=lambda server: server.state == "serving")
         assert (serving.state, serving.version) == ("serving", 2)
-        assert KINDS[kind] in harmed.reason
+        assert re.search(KINDS[kind], harmed.reason)
         assert witness.seen[CALL] == opened + 1, "what had everything was sent everything again"
         rollouts = await collect(engine, wanted)
         assert {r.weight_version for r in rollouts} == {2}

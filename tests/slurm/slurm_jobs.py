@@ -121,13 +121,25 @@ class SlurmJob:
             )
             time.sleep(0.3)
 
-    def start_again(self) -> None:
-        """Let a requeued job start at once: Slurm would hold it back for two minutes."""
+    def start_again(self, attempt: int | None = None) -> None:
+        """Let a requeued job start at once: Slurm would hold it back for two minutes.
+
+        Args:
+            attempt: its number, where Slurm may have started it by now, since nobody looked for minutes.
+        """
+
+        def started() -> bool:
+            return attempt is not None and self.folder_of_attempt().name == f"attempt_{attempt:03d}"
+
         # Not sooner: what is left of the first attempt would end the second one (Slurm takes a batch script's exit for
         # that of the attempt that runs then).
-        self.wait("requeued, and nothing left of it", lambda: self.state == "PENDING" and not self.processes())
-        time.sleep(3)
-        self.slurm.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+        self.wait(
+            "requeued, and nothing left of it",
+            lambda: started() or (self.state == "PENDING" and not self.processes()),
+        )
+        if not started():
+            time.sleep(3)
+            self.slurm.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
     def ended(self, limit_s: float = LIMIT_S) -> str:
         """Wait for the end; the last line of the log."""

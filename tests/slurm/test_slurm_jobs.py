@@ -229,7 +229,7 @@ def test_a_job_without_progress_ends_and_says_what_it_did_last(stalled):
 
 def test_a_frozen_node_costs_an_attempt_and_nothing_else(frozen, unbroken):
     """No connection ends and no process. Ray may miss it first; then it gives no answer when its GPUs are asked for."""
-    frozen.start_again()
+    frozen.start_again(attempt=2)
     missed = ("node2 was lost: no sign of life for 90 s", "node2 gave no answer within 45 s")
     assert any(words in requeued(frozen) for words in missed), requeued(frozen)
     assert frozen.ended().startswith(f"job {frozen.number}: run: ")
