@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,20 +92,22 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the tests by folder; skips heavy ones that nobody asked for, and what needs a GPU that is not here."""
-    turn, turns = config.getoption("--heavy-turn")
-    for item in items:
-        if not item.get_closest_marker("heavy"):
-            continue
-        if not config.getoption("--heavy"):
-            item.add_marker(pytest.mark.skip(reason="heavy: bash tests/run.sh --all runs it, or pytest --heavy"))
-        elif zlib.crc32(item.nodeid.encode()) % turns != turn - 1:
-            item.add_marker(pytest.mark.skip(reason=f"heavy: in another turn than {turn} of {turns}"))
+    _skip_heavy(config, [item for item in items if item.get_closest_marker("heavy")])
     tests = Counter(item.path for item in items if not item.get_closest_marker("skip"))
     items.sort(key=lambda item: (*_place(item), -tests[item.path] if folder_of(item.path) == _LAST else 0))
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
     if for_gpu and not _has_gpu():
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
+
+
+def _skip_heavy(config: pytest.Config, heavy: list[pytest.Item]) -> None:
+    """Those that nobody asked for, or that have their turn another time; cases alike, which last alike, are spread."""
+    turn, turns = config.getoption("--heavy-turn")
+    due = sorted(heavy, key=lambda item: item.nodeid)[turn - 1 :: turns] if config.getoption("--heavy") else []
+    why = f"another turn's than {turn} of {turns}" if due else "bash tests/run.sh --all runs it, or pytest --heavy"
+    for item in {*heavy} - {*due}:
+        item.add_marker(pytest.mark.skip(reason=f"heavy: {why}"))
 
 
 def _place(item: pytest.Item) -> tuple[int, bool]:
