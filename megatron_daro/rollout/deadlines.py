@@ -106,10 +106,15 @@ class Deadlines:
 
 async def _cancel(task: asyncio.Future) -> None:
     """Cancel and wait a moment; a task that ignores it is left behind rather than waited for."""
+    task.add_done_callback(_mark_as_seen)  # also where it ends later, or this wait is cancelled as well
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
-    if task.done() and not task.cancelled():
-        task.exception()  # Marks it as seen: the deadline or the cancellation is the error that is raised.
+
+
+def _mark_as_seen(task: asyncio.Future) -> None:
+    """Keep the event loop from telling this error as forgotten: the deadline or the cancellation is what is raised."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

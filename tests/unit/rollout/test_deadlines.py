@@ -136,6 +136,34 @@ def test_what_fails_while_it_is_cancelled_is_told_by_nobody_else():
     assert told_to_the_loop(scenario) == []
 
 
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_nor_what_fails_after_nobody_waits_for_it_any_more(monkeypatch, cancellations):
+    """It takes longer than the grace, or the wait for that is cancelled as well (a second Ctrl-C)."""
+    monkeypatch.setattr(module, "_GRACE_S", 0.01 if cancellations == 1 else NEVER)
+    ended = []
+
+    async def fails_late():
+        try:
+            await asyncio.sleep(NEVER)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.1)
+            ended.append(True)
+            raise ValueError("while it was cancelled") from None
+
+    async def scenario():
+        waits = asyncio.create_task(Deadlines().within("sync", fails_late()))
+        for _ in range(cancellations):
+            await asyncio.sleep(0.01)
+            waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert not ended
+        await asyncio.sleep(0.2)
+        assert ended
+
+    assert told_to_the_loop(scenario) == []
+
+
 def test_work_goes_on_to_its_end_though_the_caller_is_cancelled():
     ended = []
 
