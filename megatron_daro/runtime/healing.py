@@ -291,8 +291,9 @@ class Healing:
         found a place; those of rounds that failed, for another one died in them, included."""
         names = list(self._ranks.workers)
         if self._pending is not None:
-            await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank
-            self._pending.exception()
+            await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank, or the run closed
+            if not self._pending.cancelled():
+                self._pending.exception()
             self._pending = None
         kept = await self._living()
         if self._ranks.workers.dismissed:
