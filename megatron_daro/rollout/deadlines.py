@@ -106,13 +106,13 @@ class Deadlines:
 
 async def _cancel(task: asyncio.Future) -> None:
     """Cancel and wait a moment; a task that ignores it is left behind rather than waited for."""
-    task.add_done_callback(_mark_as_seen)  # also where it ends later, or this wait is cancelled as well
+    task.add_done_callback(mark_as_seen)  # also where it ends later, or this wait is cancelled as well
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
 
 
-def _mark_as_seen(task: asyncio.Future) -> None:
-    """Keep the event loop from telling this error as forgotten: the deadline or the cancellation is what is raised."""
+def mark_as_seen(task: asyncio.Future) -> None:
+    """Keep the event loop from telling the error of what has ended as forgotten: another one is raised."""
     if not task.cancelled():
         task.exception()
 
@@ -126,8 +126,7 @@ async def to_the_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # Marks it as seen.
+        mark_as_seen(task)
         raise cancelled
     return task.result()
 

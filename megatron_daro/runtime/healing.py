@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import CheckpointError, WorkerError
-from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.deadlines import Deadlines, mark_as_seen
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.replicas import Aside, MovedState, ReplicaPlan, number_of
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
@@ -292,8 +292,7 @@ class Healing:
         names = list(self._ranks.workers)
         if self._pending is not None:
             await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank, or the run closed
-            if not self._pending.cancelled():
-                self._pending.exception()
+            mark_as_seen(self._pending)
             self._pending = None
         kept = await self._living()
         if self._ranks.workers.dismissed:

@@ -27,6 +27,7 @@ from ray.exceptions import (
 )
 
 from megatron_daro.errors import DaroError, WorkerError
+from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime.cluster import plain
 
 remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
@@ -276,10 +277,9 @@ async def supervised(
 
 async def _cancelled(task: asyncio.Future[T]) -> None:
     """Cancel and wait. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
+    task.add_done_callback(mark_as_seen)
     task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
 
 
 async def _first_death(groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]]) -> Exception:

@@ -9,13 +9,7 @@ import pytest
 from aiohttp import web
 from sglang_pool import collect, engine_of, group
 from sglang_stub_fleets import Weights, first, run, serving
-from stub_server import (
-    StubServer,
-    answered,
-    answering,
-    reset,
-    truncated,
-)
+from stub_server import StubServer, answered, answering, reset, truncated
 
 from megatron_daro.engine.sglang import engine as engine_module
 from megatron_daro.engine.sglang import fleet as fleet_module

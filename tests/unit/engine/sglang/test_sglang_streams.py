@@ -7,14 +7,7 @@ import asyncio
 import pytest
 from sglang_pool import collect, group
 from sglang_stub_fleets import first, run, serving
-from stub_server import (
-    StubServer,
-    answered,
-    deltas,
-    one_ends_early,
-    sampling_of,
-    written,
-)
+from stub_server import StubServer, answered, deltas, one_ends_early, sampling_of, written
 
 from megatron_daro.errors import EngineError
 
