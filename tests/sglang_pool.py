@@ -29,7 +29,7 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import DirectAnswers
+from megatron_daro.engine.sglang.generation import DirectAnswers, probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, ManagedProcess
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.ports import reserve_port
@@ -321,7 +321,7 @@ def engine_of(
         warn=told.append,
         run_dir=run_dir,
         temperature=temperature,
-        probe_tokens=range(8),
+        probe_tokens=probe_text(VOCAB, longest=64),
     )
 
 

@@ -173,7 +173,7 @@ class StubServer:
         answers = [self.one([(len(ids) + i) % 30 for i in range(count)]) for ids in inputs]
         if body.get("logprob_start_len") == 0:
             for ids, answer in zip(inputs, answers, strict=True):
-                given = [[None, ids[0], None], *([-0.5 - 0.01 * i, token, None] for i, token in enumerate(ids[1:]))]
+                given = given_logprobs(body | {"input_ids": ids}, lambda i: -0.49 - 0.01 * i, self._vocabulary)
                 answer["meta_info"]["input_token_logprobs"] = given
         return answers
 
@@ -339,7 +339,7 @@ def given_logprobs(body: dict[str, Any], logprob: Callable[[int], float], vocabu
     "[None] + input_token_logprobs[:-1]" and "x if x < self.model_config.vocab_size - 1 else 0", lines 38 and 54 of
     sglang/srt/managers/scheduler_components/logprob_result_processor.py; no text without a tokenizer or
     return_text_in_logprobs: `detokenize_logprob_tokens`, line 3106 of managers/tokenizer_manager.py; 0.5.23.
-    tests/sglang/test_sglang_teacher.py compares this with a real server.
+    tests/contract/test_sglang_ids.py compares this with a real server.
     """
     start = body["logprob_start_len"]
     ids = [i if i < vocabulary - 1 else 0 for i in body["input_ids"][start:]]

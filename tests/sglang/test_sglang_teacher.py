@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import sys
@@ -14,15 +13,10 @@ import torch
 from books import assert_books_add_up
 from cli_runs import trained
 from sglang_pool import logprobs_of, serving
-from stub_server import given_logprobs
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.config.algorithm import DistillSection
-from megatron_daro.engine.sglang.client import SGLangClient
-from megatron_daro.engine.sglang.teacher import Teacher
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
-from megatron_daro.types import Rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
 sys.path.insert(0, str(EXAMPLES))
@@ -31,7 +25,6 @@ import tiny_tools  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
 TOLERANCE = 1e-4
-VOCABULARY = len(tiny_tools.SYMBOLS)
 
 
 @pytest.fixture(scope="module")
@@ -79,33 +72,3 @@ def test_three_steps_train_on_the_log_probs_of_the_teacher(tools, teacher, tmp_p
         assert abs(line["distill/reverse_kl"]) > 10 * TOLERANCE
         # Tokens have the weight 1/N and, in the first pass over them, the ratio 1: the loss is the KL times its factor.
         assert line["loss/policy"] == pytest.approx(0.5 * line["distill/reverse_kl"], abs=TOLERANCE)
-
-
-def test_a_servers_answer_is_what_the_stub_imitates(teacher):
-    """Also of the last id of the vocabulary, which it tells as 0."""
-    model, url = teacher
-    tokens = np.array([1, 5, VOCABULARY - 1, 7, 0, VOCABULARY - 1], np.int32)
-    mask = np.array([1, 1, 0, 1], np.uint8)
-    rollout = Rollout("p", 0, 0, 0, tokens, 2, mask, np.zeros(4, np.float32), "stop", 0)
-    expected = logprobs_of(model, rollout)
-    body = {
-        "input_ids": tokens.tolist(),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 1,
-    }
-
-    async def ask():
-        client, made = SGLangClient(url), Teacher(DistillSection(urls=(url,)))
-        try:
-            answer = await client.post("/generate", body, timeout_s=60)
-            return answer["meta_info"]["input_token_logprobs"], await made.logprobs(rollout)
-        finally:
-            await client.close()
-            await made.close()
-
-    pairs, found = asyncio.run(ask())
-    stub = given_logprobs(body, lambda i: float(expected[i - 2]), VOCABULARY)
-    assert [pair[1:] for pair in pairs] == [pair[1:] for pair in stub] and pairs[0][0] is stub[0][0] is None
-    assert [pair[0] for pair in pairs[1:]] == pytest.approx([pair[0] for pair in stub[1:]], abs=TOLERANCE)
-    np.testing.assert_allclose(found, np.where(mask == 1, expected, 0), atol=TOLERANCE, rtol=0)

@@ -381,21 +381,40 @@ def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: object)
     (sampled,) = rollouts(request, both[:1], version=0, loaded=None, decode=lambda ids: "")
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
-    try:
-        pairs = both[1]["meta_info"]["input_token_logprobs"][1:]  # nothing comes before the first
-        ids, logprobs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise BadAnswerError(f"the probe's answer has no log-probs of the given tokens: {error!r}") from error
-    if ids != list(given[1:]):
-        raise BadAnswerError(f"the probe's answer has log-probs of {len(ids)} other tokens than the given ones")
+    logprobs = given_logprobs(both[1] if len(both) > 1 else None, given[1:])
     fixed = replace(
         sampled,
         tokens=np.asarray(given, dtype=np.int32),
         prompt_length=1,
-        loss_mask=np.ones(len(ids), dtype=np.uint8),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
+        loss_mask=np.ones(len(logprobs), dtype=np.uint8),
+        logprobs=logprobs,
     )
     return fixed, sampled
+
+
+def given_logprobs(answer: object, tokens: Sequence[int]) -> np.ndarray:
+    """Read the log-probs of given tokens, float32 [R], from an answer to a request with `logprob_start_len`.
+
+    A server says nothing of the token at `logprob_start_len` itself, and writes 0 for the last id of its vocabulary,
+    beside the right log-prob. Source: `[None] + input_token_logprobs[:-1]` and `x if x < self.model_config.vocab_size -
+    1 else 0`, lines 38 and 54 of sglang/srt/managers/scheduler_components/logprob_result_processor.py, 0.5.23.
+
+    Args:
+        answer: the JSON of one input. tokens: those that follow the one at `logprob_start_len`.
+
+    Raises:
+        BadAnswerError: the answer has no such log-probs, or those of other tokens.
+    """
+    try:
+        pairs = answer["meta_info"]["input_token_logprobs"][1:]  # type: ignore[index]
+        ids = [int(pair[1]) for pair in pairs]
+        logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float32)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise BadAnswerError(f"it has no log-probs of the given tokens: {error!r}") from error
+    mismatched = {(said, token) for said, token in zip(ids, tokens, strict=False) if said != token}
+    if len(ids) != len(tokens) or len(mismatched) > 1 or any(said != 0 for said, _ in mismatched):
+        raise BadAnswerError(f"it has log-probs of {len(ids)} tokens that are not the {len(tokens)} given ones")
+    return logprobs
 
 
 class LostWorkerError(EngineError):

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_daro.config.algorithm import DistillSection
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.generation import BadAnswerError, given_logprobs
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
@@ -42,8 +43,6 @@ class Teacher:
             EngineError: a server refused, said nothing in 8 tries, or answered of other tokens.
         """
         tokens = rollout.tokens.tolist()
-        # SGLang says None of the token at logprob_start_len: nothing before it was asked for. Source: `[None] +
-        # input_token_logprobs[:-1]` in sglang/srt/managers/scheduler_components/logprob_result_processor.py:38, 0.5.23.
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -53,18 +52,11 @@ class Teacher:
         async with self._places:
             answer = await self._asked(body)
         try:
-            pairs = answer["meta_info"]["input_token_logprobs"][1:]  # type: ignore[index]
-            ids = [int(pair[1]) for pair in pairs]
-            logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float32)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+            logprobs = given_logprobs(answer, tokens[rollout.prompt_length :])
+        except BadAnswerError as error:
             raise EngineError(
-                f"algorithm.distill.urls: an answer has no log-probs of given tokens ({error!r})"
+                f"algorithm.distill.urls: {error}; allowed: SGLang servers, none behind a router that changes requests"
             ) from error
-        if not _same(ids, tokens[rollout.prompt_length :]):
-            raise EngineError(
-                f"algorithm.distill.urls: asked of {rollout.response_length} tokens, it answered of {len(ids)} "
-                "others; allowed: SGLang servers, none behind a router that changes requests"
-            )
         return np.where(rollout.loss_mask == 1, logprobs, np.float32(0))
 
     async def close(self) -> None:
@@ -162,12 +154,3 @@ class Taught:
 async def _next(source: AsyncIterator[tuple[Rollout, ...]]) -> tuple[Rollout, ...] | None:
     """Return what comes next; None at the end."""
     return await anext(source, None)
-
-
-def _same(told: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether an answer is of these tokens. A server tells the last id of its vocabulary as 0, beside its log-prob.
-
-    Source: `x if x < self.model_config.vocab_size - 1 else 0`, line 54 of that file of SGLang.
-    """
-    others = {(said, token) for said, token in zip(told, tokens, strict=False) if said != token}
-    return len(told) == len(tokens) and len(others) <= 1 and all(said == 0 for said, _ in others)

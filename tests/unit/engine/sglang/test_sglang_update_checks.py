@@ -129,7 +129,7 @@ def test_an_answer_that_stays_while_the_policys_changes_fences_the_server(tmp_pa
             moved[0] = -0.01
             metrics = await fleet.publish(weights, 4)
             assert fleet.states == ["fenced", "serving"] and metrics["sync/verified"] == 1
-            assert "weight update, probe: it kept its weights: of 7 given tokens" in fleet.servers[0].reason
+            assert "weight update, probe: it kept its weights" in fleet.servers[0].reason
 
     run(scenario())
 
@@ -149,7 +149,7 @@ def test_a_probe_without_log_probs_of_the_given_tokens_fences_the_server(tmp_pat
 
             stub.answers["/generate"] = answer
             await fleet.publish(weights, 3)
-            assert fleet.states == ["fenced", "serving"] and "the given" in fleet.servers[0].reason
+            assert fleet.states == ["fenced", "serving"] and "given" in fleet.servers[0].reason
 
     run(scenario())
 

@@ -76,7 +76,7 @@ def test_the_last_id_of_the_vocabulary_which_servers_tell_as_0_is_known_again():
     async def other(request, body):
         return web.json_response(said(body | {"input_ids": [3, last, last, 6]}))
 
-    with pytest.raises(EngineError, match="asked of 3 tokens, it answered of 3 others"):
+    with pytest.raises(EngineError, match="log-probs of 3 tokens that are not the 3 given ones"):
         asked(other, rollout())
 
 
@@ -148,9 +148,9 @@ def test_a_try_that_failed_is_made_at_the_next_server_and_each_has_so_many_at_a_
     [
         (
             lambda body: web.json_response(said(body, lambda pairs: pairs[:-1])),
-            "asked of 3 tokens, it answered of 2 others",
+            "log-probs of 2 tokens that are not the 3 given ones",
         ),
-        (lambda body: web.json_response({"meta_info": {}}), "has no log-probs of given tokens"),
+        (lambda body: web.json_response({"meta_info": {}}), "has no log-probs of the given tokens"),
         (
             lambda body: web.json_response(said(body, lambda pairs: [*pairs[:2], [None, 5, None], pairs[3]])),
             "no log-probs",
