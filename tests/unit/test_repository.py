@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: nothing of one machine in it, requirements, links, quoted errors, sizes."""
+"""What holds for the repository as a whole: nothing of one machine in it, requirements, links, quoted errors."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ WORKPLACE = [
 ]
 FORBIDDEN = [re.compile(pattern) for pattern in [*map(re.escape, HOSTS), *MACHINE_PATHS, *WORKPLACE]]
 
-MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_UNTYPED = 600, 80, 15
-LONGER: dict[str, tuple[int, str]] = {}
-"""Allowed lengths above the limit, each with its reason. An entry that is no longer needed fails too."""
+MOST_UNTYPED = 15
 
 NOT_REQUIRED = {
     "transformer_engine": "extra gpu",
@@ -230,33 +228,6 @@ def test_the_errors_that_troubleshooting_quotes_are_those_of_the_code():
         if len(part) >= 4 and not any(part in text for text in texts)
     ]
     assert strange == []
-
-
-def lengths(path: Path) -> dict[str, int]:
-    """Lines of a file, and of each of its functions without the docstring."""
-    text = path.read_text()
-    name = name_of(path)
-    found = {name: len(text.splitlines())}
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0]
-            has_docstring = ast.get_docstring(node) is not None
-            docstring = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
-            lines = (node.end_lineno or 0) - node.lineno + 1 - docstring
-            key = f"{name}:{node.name}"
-            found[key] = max(found.get(key, 0), lines)
-    return found
-
-
-def test_files_and_functions_stay_short():
-    found: dict[str, int] = {}
-    for path in tracked("*.py"):
-        found |= lengths(path)
-    limit = {key: MOST_FUNCTION_LINES if ":" in key else MOST_FILE_LINES for key in found}
-    too_long = {key: lines for key, lines in found.items() if lines > LONGER.get(key, (limit[key],))[0]}
-    assert too_long == {}, "split it, or add it to LONGER with a reason"
-    needless = [key for key in LONGER if found.get(key, 0) <= limit.get(key, 0)]
-    assert needless == [], "short enough by now: remove it from LONGER"
 
 
 def untyped(source: str) -> int:
