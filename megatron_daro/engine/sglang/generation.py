@@ -381,7 +381,7 @@ def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: object)
     (sampled,) = rollouts(request, both[:1], version=0, loaded=None, decode=lambda ids: "")
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
-    logprobs = given_logprobs(both[1] if len(both) > 1 else None, given[1:])
+    logprobs = given_logprobs(both[-1], given[1:])
     fixed = replace(
         sampled,
         tokens=np.asarray(given, dtype=np.int32),
@@ -410,10 +410,10 @@ def given_logprobs(answer: object, tokens: Sequence[int]) -> np.ndarray:
         ids = [int(pair[1]) for pair in pairs]
         logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float32)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise BadAnswerError(f"it has no log-probs of the given tokens: {error!r}") from error
-    mismatched = {(said, token) for said, token in zip(ids, tokens, strict=False) if said != token}
-    if len(ids) != len(tokens) or len(mismatched) > 1 or any(said != 0 for said, _ in mismatched):
-        raise BadAnswerError(f"it has log-probs of {len(ids)} tokens that are not the {len(tokens)} given ones")
+        raise BadAnswerError(f"the answer has no log-probs of the given tokens: {error!r}") from error
+    mismatched = {(written, token) for written, token in zip(ids, tokens, strict=False) if written != token}
+    if len(ids) != len(tokens) or len(mismatched) > 1 or any(written != 0 for written, _ in mismatched):
+        raise BadAnswerError(f"the answer has log-probs of {len(ids)} tokens that are not the {len(tokens)} given ones")
     return logprobs
 
 
