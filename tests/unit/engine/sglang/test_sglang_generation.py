@@ -336,8 +336,7 @@ def test_a_probe_is_two_rollouts():
         (probe_answers((4, 5, 6), sampled=15), "asked for 16 tokens, got 15"),
         (probe_answers((4, 5, 6))[0], "has no log-probs of the given tokens"),
         (probe_answers((4, 5, 6), input_token_logprobs=[[None, 4, None], [None, 5, None]]), "has no log-probs"),
-        (probe_answers((4, 5, 7)), "of 2 tokens that are not the 2 given ones"),
-        (probe_answers((4, 0, 0)), "of 2 tokens that are not the 2 given ones"),
+        (probe_answers((4, 5, 7)), "not the 2 given ones"),
     ],
 )
 def test_a_probe_that_is_answered_otherwise_is_refused(answers, words):
