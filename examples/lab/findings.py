@@ -1,8 +1,9 @@
-"""What the results say, as rows of text: the same tables for the page and for docs/lab.md.
+"""What the results say, as rows of text: the same tables for lab.html and for comparison.md.
 
-    python examples/lab/findings.py examples/lab/results                        # the tables as Markdown
-    python examples/lab/findings.py examples/lab/results --docs docs/lab.md     # put two of them into the page
-    python examples/lab/findings.py examples/lab/results/fresh_seeds --against docs/lab.md    # those against DAPO
+    page=examples/lab/comparison.md
+    python examples/lab/findings.py examples/lab/results                                # the tables as Markdown
+    python examples/lab/findings.py examples/lab/results --into $page                   # put some of them into the page
+    python examples/lab/findings.py examples/lab/results/fresh_seeds --against $page    # those against DAPO
 
 Place in the data flow: outcomes -> rows. An arm that diverged is a row like any other, and says so.
 """
@@ -36,15 +37,16 @@ VERDICT_HEADER = [
 SPEED = 0.7
 """The goal: this share of the baseline's steps."""
 MARKS = (
-    "<!-- findings: python examples/lab/findings.py examples/lab/results --docs docs/lab.md -->",
+    "<!-- findings: python examples/lab/findings.py examples/lab/results --into examples/lab/comparison.md -->",
     "<!-- end of findings -->",
 )
 AGAINST_MARKS = (
-    "<!-- against dapo: python examples/lab/findings.py examples/lab/results/fresh_seeds --against docs/lab.md -->",
+    "<!-- against dapo: python examples/lab/findings.py examples/lab/results/fresh_seeds "
+    "--against examples/lab/comparison.md -->",
     "<!-- end of against dapo -->",
 )
 COMPARED = ["dapo", "daro", "daro_shared", "daro_shared_half_life", "ha_dw", "ppo", "grpo@0.08"]
-"""The arms whose speed the page of the docs shows."""
+"""The arms whose speed comparison.md shows."""
 
 
 def table(arms: Mapping[str, Runs], searched: Sequence[float]) -> list[list[str]]:
@@ -185,7 +187,7 @@ def over_tokens(arms: Mapping[str, Runs], rival: str) -> tuple[list[str], list[l
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table for a page of the docs."""
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -225,8 +227,8 @@ def ladder(rungs: Mapping[str, Runs]) -> tuple[list[str], list[list[str]]]:
     return ["rung", "final accuracy", "less the rung before", "answers"], rows
 
 
-def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
-    """What stands between the marks of docs/lab.md."""
+def comparison(tables: Mapping[str, Mapping[str, Runs]]) -> str:
+    """What stands between `MARKS` of comparison.md: each arm less the baseline."""
     rungs = tables.get(LADDER_WORLD, {})
     of_ladder = f"\nDAPO's ladder in `{LADDER_WORLD}`; answers are those sampled.\n\n{aligned(*ladder(rungs))}\n"
     return (
@@ -239,7 +241,7 @@ def for_docs(tables: Mapping[str, Mapping[str, Runs]]) -> str:
 
 
 def against(tables: Mapping[str, Mapping[str, Runs]], rival: str = PRIMARY[1]) -> str:
-    """What stands between the marks of the docs for the fresh seeds: each arm less one rival."""
+    """What stands between `AGAINST_MARKS` of comparison.md: each arm less one rival."""
     seeds = {len(runs) for table in tables.values() for runs in table.values()}
     of_seeds = f"{min(seeds)} seeds" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
     counted = {world: table for world, table in tables.items() if _has_tokens(table)}
@@ -304,8 +306,8 @@ def put_between(page: Path, marks: tuple[str, str], text: str) -> None:
 
 
 def show(text: str, marks: tuple[str, str], options: Sequence[str]) -> int:
-    """Print a text, or with the options --docs PAGE put it between two lines of that page. Returns the exit code."""
-    if options[:1] == ["--docs"]:
+    """Print a text, or with the options --into PAGE put it between two lines of that page. Returns the exit code."""
+    if options[:1] == ["--into"]:
         put_between(Path(options[1]), marks, text)
     else:
         print(text)
@@ -313,10 +315,10 @@ def show(text: str, marks: tuple[str, str], options: Sequence[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the tables of a folder of results, or put those of the docs into a page."""
+    """Print the tables of a folder of results, or put those of a page into it."""
     folder, *options = arguments
     tables, outcomes, note = compared_worlds(Path(folder))
-    blocks = {"--docs": (MARKS, for_docs), "--against": (AGAINST_MARKS, against)}
+    blocks = {"--into": (MARKS, comparison), "--against": (AGAINST_MARKS, against)}
     if options and options[0] in blocks:
         marks, made = blocks[options[0]]
         put_between(Path(options[1]), marks, made(tables))

@@ -30,7 +30,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import by_pass_rate
 import results
 import tiny_run
 from arms import BASELINE, arm_names, build, control, needs_a_limit, needs_several_updates, options_of
@@ -246,7 +245,6 @@ def run_lab(
     if beside:
         ordered, note = joined(beside, ordered, note)
     results.write(out, ordered, note)
-    by_pass_rate.write(out, ordered, beside)
     path = write_page(out, out / "lab.html")
     print(
         f"CPU seconds of all runs: {note['cpu_seconds']}; that is {cpu_minutes(ordered) / 2:.0f} minutes of two cores"

@@ -1,7 +1,7 @@
 """The lab's page: one HTML file that needs no network, in the look of `megatron-daro report`.
 
 Place in the data flow: RESULTS/*.parquet -> tables (`findings`) and plots -> lab.html. Nothing is computed here that
-`results`, `findings` or `by_pass_rate` does not compute for the docs as well.
+`results` or `findings` does not compute for the pages as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import by_pass_rate
 import findings
 import results
 from arms import BASELINE, is_control, is_daro
@@ -36,12 +35,11 @@ def write_page(folder: Path, target: Path) -> Path:
     outcomes, note = results.read(folder)
     worlds = list(dict.fromkeys(o.job.world for o in outcomes))
     tables = {world: results.compared(outcomes, world) for world in worlds}
-    training = by_pass_rate.read(folder)
     seeds = max((len(runs) for table in tables.values() for runs in table.values()), default=0)
     page = Page(
         title="Lab: DARO and its rivals",
         subtitle=f"{len(worlds)} worlds, up to {seeds} seeds. {note.get('command', '')}",
-        sections=[_section(world, table, training.get(world, {})) for world, table in tables.items()],
+        sections=[_section(world, table) for world, table in tables.items()],
         template="lab.html.j2",
         values=_head(outcomes, tables) | _tail(outcomes, note),
         folder=Path(__file__).parent,
@@ -66,7 +64,7 @@ def _head(outcomes: list[Outcome], tables: Mapping[str, Mapping[str, Runs]]) -> 
     }
 
 
-def _section(world: str, table: Mapping[str, Runs], training: Mapping[str, by_pass_rate.Runs]) -> Section:
+def _section(world: str, table: Mapping[str, Runs]) -> Section:
     plots = [
         _curves(table),
         *([_curves(table, "tokens")] if findings.is_by_tokens(world) else []),
@@ -74,7 +72,6 @@ def _section(world: str, table: Mapping[str, Runs], training: Mapping[str, by_pa
         _by_difficulty(world, table),
         *_pass_at(world, table),
         *_weights(table),
-        *_training({arm: training[arm] for arm in _drawn(table) if arm in training}),
     ]
     return Section(f"{world}: {_about(world)}", plots)
 
@@ -219,82 +216,6 @@ def _weights(table: Mapping[str, Runs]) -> list[Plot]:
         caption = "Mean over seeds of the learned weight of each pass rate k/K; a line at 10 or 0.1 sits at the clamp."
         plots.append(Plot(f"Weights of {arm}", caption, traces, layout("weight", **ticks)))
     return plots
-
-
-def _training(arms: Mapping[str, by_pass_rate.Runs]) -> list[Plot]:
-    """What training did at each pass rate: nothing where the results have no steps."""
-    if not arms:
-        return []
-    return [*(_loss_over_training(arm, runs) for arm, runs in arms.items()), *_at_the_end(arms)]
-
-
-def _loss_over_training(arm: str, runs: by_pass_rate.Runs) -> Plot:
-    """Areas, one above the other: the share of each pass rate in the loss of every five steps; dots: as predicted."""
-    length = min(len(run) for run in runs.values())
-    span = min(5, length)
-    places = range(0, length - span + 1, span)
-    shares = {
-        predicted: [
-            by_pass_rate.loss_shares(arm, (s for run in runs.values() for s in run[i : i + span]), predicted=predicted)
-            for i in places
-        ]
-        for predicted in (False, True)
-    }
-    steps, size = [i + span for i in places], len(shares[False][0]) - 1
-    traces: list[Trace] = []
-    for k in range(1, size):
-        look = {"type": "scatter", "mode": "lines", "x": steps, "y": [_short(row[k]) for row in shares[False]]}
-        colour = {"color": COLOURS[(k - 1) % len(COLOURS)], "width": 1}
-        traces.append(look | {"name": f"{k}/{size}", "stackgroup": "all", "line": colour})
-    for k in range(1, size):
-        tops = [_short(sum(row[1 : k + 1])) for row in shares[True]]
-        dots = {"type": "scatter", "mode": "markers", "x": steps, "y": tops, "marker": {"color": "#1f2430", "size": 4}}
-        shown = {"name": "predicted", "legendgroup": "predicted", "showlegend": k == 1, "hoverinfo": "skip"}
-        traces.append(dots | shown)
-    caption = (
-        "Share of each pass rate k/K in the loss of each five steps and all seeds, without its sign; dots: as the "
-        "lengths of right and wrong answers predict it."
-    )
-    axes = layout("share of the loss", tickformat=".0%", range=[0, 1])
-    return Plot(f"Share of the loss by pass rate: {arm}", caption, traces, axes)
-
-
-def _at_the_end(arms: Mapping[str, by_pass_rate.Runs]) -> list[Plot]:
-    """Lengths, entropy and pass@k, each with a line for an arm."""
-    some = next(iter(next(iter(arms.values())).values()))
-    size, steps = len(some[0].groups) - 1, [step.step for step in some]
-    ks = by_pass_rate.powers(arms)
-    lengths, entropies, chances = list[Trace](), list[Trace](), list[Trace]()
-    for index, (arm, runs) in enumerate(arms.items()):
-        line, whole = _line(arm, index), [step for run in runs.values() for step in run]
-        look: Trace = {"type": "scatter", "mode": "lines", "name": arm, "line": line, "legendgroup": arm}
-        for verdict, mark in (("right", "circle"), ("wrong", "x")):
-            means = [_short(by_pass_rate.mean_length(whole, k, verdict)) for k in range(1, size)]
-            marked = {"mode": "lines+markers", "marker": {"symbol": mark, "size": 7}, "name": f"{arm}, {verdict}"}
-            lengths.append(look | marked | {"x": [f"{k}/{size}" for k in range(1, size)], "y": means})
-        by_step = zip(*runs.values(), strict=False)
-        entropies.append(look | {"x": steps, "y": [_short(fmean(s.entropy for s in column)) for column in by_step]})
-        last = [by_pass_rate.quarter(run, last=True) for run in runs.values()]
-        means = [_short(fmean(by_pass_rate.pass_at(run, k) for run in last)) for k in ks]
-        chances.append(look | {"mode": "lines+markers", "x": [str(k) for k in ks], "y": means})
-    category = {"title": {"text": "pass rate"}, "type": "category"}
-    of_k = {"title": {"text": "k"}, "type": "category"}
-    seen = "Chance that one of k answers is right to a problem sampled in the last quarter of the steps"
-    return [
-        Plot(
-            "Length of right and wrong answers",
-            "Mean trained tokens of an answer by the pass rate of its group; whole runs, all seeds.",
-            lengths,
-            {"xaxis": category, "yaxis": {"title": {"text": "tokens"}}},
-        ),
-        Plot("Entropy", "Of the sampled tokens; mean over seeds.", entropies, layout("nats")),
-        Plot(
-            "pass@k of new problems",
-            f"{seen}, each seen for the first time; mean over seeds.",
-            chances,
-            {"xaxis": of_k, "yaxis": {"title": {"text": "accuracy"}, "tickformat": ".0%"}},
-        ),
-    ]
 
 
 def _tail(outcomes: list[Outcome], note: Mapping[str, str]) -> dict[str, Table]:

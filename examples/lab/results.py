@@ -201,31 +201,31 @@ def final_accuracy(runs: Mapping[int, Outcome]) -> Interval:
     return Interval.of([o.final for o in runs.values()])
 
 
-def paired(own: Mapping[int, float], others: Mapping[int, float]) -> Interval:
-    """One number of each seed less another's, over the seeds that both have."""
-    return Interval.of([own[seed] - others[seed] for seed in sorted(own.keys() & others.keys())])
+def differences(runs: Mapping[int, Outcome], other: Mapping[int, Outcome], measure: str) -> list[float]:
+    """One arm less another, for each seed that both have.
+
+    Args:
+        measure: "final" for the final accuracy, or "tokens" or "answers" for accuracy averaged over these up to where
+            the first of the two ends.
+    """
+    pairs = [(runs[seed], other[seed]) for seed in sorted(runs.keys() & other.keys())]
+    if measure == "final":
+        return [own.final - others.final for own, others in pairs]
+    budgets = [min(outcome.records[-1][measure] for outcome in pair) for pair in pairs]
+    return [
+        own.mean_accuracy(budget, measure) - others.mean_accuracy(budget, measure)
+        for (own, others), budget in zip(pairs, budgets, strict=True)
+    ]
 
 
 def difference(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
-    """Final accuracy of one arm less another's, seed by seed."""
-    return paired(*({seed: outcome.final for seed, outcome in some.items()} for some in (runs, other)))
-
-
-def differences_over(runs: Mapping[int, Outcome], other: Mapping[int, Outcome], axis: str) -> list[float]:
-    """Accuracy averaged over an axis, one arm less another, for each seed that both have, up to where the first of the
-    two ends. axis: as in `Outcome.steps_to`."""
-    found = []
-    for seed in sorted(runs.keys() & other.keys()):
-        pair = (runs[seed], other[seed])
-        budget = min(outcome.records[-1][axis] for outcome in pair)
-        own, others = (outcome.mean_accuracy(budget, axis) for outcome in pair)
-        found.append(own - others)
-    return found
+    """Final accuracy of one arm less another's, with its interval over the seeds."""
+    return Interval.of(differences(runs, other, "final"))
 
 
 def difference_over_tokens(runs: Mapping[int, Outcome], other: Mapping[int, Outcome]) -> Interval:
-    """The same over tokens generated, with its interval over the seeds."""
-    return Interval.of(differences_over(runs, other, "tokens"))
+    """The same of accuracy averaged over the tokens generated."""
+    return Interval.of(differences(runs, other, "tokens"))
 
 
 def p_value(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
-"""What the comparison of docs/lab_sign.md says: paired differences, their intervals, and p values corrected as written.
+"""What the comparison of sign_weights.md says: paired differences, their intervals, and p values corrected as written.
 
-    python examples/lab/sign_findings.py examples/lab/results/sign                              # the tables
-    python examples/lab/sign_findings.py examples/lab/results/sign --docs docs/lab_sign.md      # put them into the page
+    python examples/lab/sign_findings.py examples/lab/results/sign                                      # the tables
+    python examples/lab/sign_findings.py examples/lab/results/sign --into examples/lab/sign_weights.md  # into the page
 
 Place in the data flow: results of the lab -> text. Refuses results without the arms of the comparison.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from findings import Runs, aligned, compared_worlds, percent, points, show
-from results import LEVEL, Interval, benjamini_hochberg, differences_over, final_accuracy, holm, p_value
+from results import LEVEL, Interval, benjamini_hochberg, differences, final_accuracy, holm, p_value
 
 from megatron_daro.errors import DataError
 
@@ -26,14 +26,6 @@ AFTERWARDS = (("daro_taught", "dapo@0.08"), ("daro_taught_unfiltered", "grpo@0.0
 """Contrasts that were made when the results had been seen: at equal rates, and what DARO without the sign does."""
 MEASURES = ("tokens", "answers", "final")
 MARKS = ("<!-- sign findings -->", "<!-- end of sign findings -->")
-
-
-def differences(runs: Runs, other: Runs, measure: str) -> list[float]:
-    """One arm less another, seed by seed: accuracy averaged over tokens or answers up to where the first of the pair
-    ends, or the final one."""
-    if measure != "final":
-        return differences_over(runs, other, measure)
-    return [runs[seed].final - other[seed].final for seed in sorted(runs.keys() & other.keys())]
 
 
 def report(tables: Mapping[str, Mapping[str, Runs]]) -> str:
@@ -127,7 +119,7 @@ def main(arguments: list[str]) -> int:
     lacking = [f"{arm} in {world}" for world, table in tables.items() for arm in (*NEW, *RIVALS) if arm not in table]
     if lacking or not tables:
         raise DataError(
-            f"{folder}: got results without {', '.join(lacking) or 'worlds'}; docs/lab_sign.md has the command"
+            f"{folder}: got results without {', '.join(lacking) or 'worlds'}; sign_weights.md has the command"
         )
     text = report(tables)
     return show(text, MARKS, options)

@@ -2,7 +2,7 @@
 
 `DaroSign` has a weight per pass rate and verdict, learnt from loss magnitudes as DARO's are. `DaroTaught` has one per
 band of pass rates and verdict, learnt from gradients. Where each comes to rest, and why magnitudes say little about a
-verdict, is derived in docs/lab_sign.md. In a configuration: `sign_weights:DaroSign`; `DaroTaught` needs the closed-form
+verdict, is derived in sign_weights.md. In a configuration: `sign_weights:DaroSign`; `DaroTaught` needs the closed-form
 worlds, which hand it gradients.
 
 Shape letters: N samples, K rollouts per prompt, B = K+1 bins, C cells, R losses, D parameters. A cell is a bin, or a

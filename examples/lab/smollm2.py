@@ -1,7 +1,7 @@
 """The world `smollm2`: SmolLM2-135M-Instruct on the short problems of examples/smollm2, by the real product.
 
 Place in the data flow: PyPI's wheel -> base model and problems -> the runs of `tiny_run`. What is compared in it was
-written down before the first run: docs/lab_smollm2.md. Refuses what examples/smollm2/from_gguf.py refuses.
+written down before the first run: smollm2.md. Refuses what examples/smollm2/from_gguf.py refuses.
 """
 
 from __future__ import annotations

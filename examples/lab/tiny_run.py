@@ -101,7 +101,7 @@ def run_arm(dials: ModelDials, arm: str, learning_rate: float, seed: int, folder
     Raises:
         DaroError: the run failed for another reason than numbers that are not finite.
     """
-    run_dir = run_directory(folder, arm, learning_rate, seed)
+    run_dir = folder / f"{arm}-{learning_rate:g}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     ended, config = "", config_of(dials, arm, learning_rate, seed, base_of(dials, folder), run_dir)
     try:
@@ -111,11 +111,6 @@ def run_arm(dials: ModelDials, arm: str, learning_rate: float, seed: int, folder
     except DaroError as error:
         raise type(error)(f"{dials.kind} world: {arm}, seed {seed}: the run failed: {error}") from error
     return Run(read_records(run_dir, dials), ended)
-
-
-def run_directory(folder: Path, arm: str, learning_rate: float, seed: int) -> Path:
-    """Where `run_arm` puts a run."""
-    return folder / f"{arm}-{learning_rate:g}-{seed}"
 
 
 def config_of(dials: ModelDials, arm: str, learning_rate: float, seed: int, base: Path, run_dir: Path) -> Config:

@@ -181,7 +181,12 @@ RESULTS = "benchmarks/results"
 
 @pytest.mark.parametrize(
     "path",
-    [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"],
+    [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "examples").glob("*/*.md")),
+        ROOT / "tests" / "README.md",
+    ],
     ids=name_of,
 )
 def test_every_link_leads_somewhere(path):

@@ -16,6 +16,7 @@ import lab
 import psutil
 import pytest
 import results
+import sign_findings
 import smollm2_findings
 from results import Interval, Job, Outcome
 
@@ -195,7 +196,7 @@ def test_each_rung_of_the_ladder_stands_beside_the_one_before_it():
     assert rows[0][1].startswith("40.5 ± ") and len(header) == len(rows[0])
     tables = {"skewed": {"grpo": rungs["grpo"]}, "chains_ladder": rungs}
     assert findings.matrix(tables) == (["arm", "skewed"], []) and len(findings.speeds(tables)[1]) == 1
-    assert "ladder_dapo" in findings.for_docs(tables)
+    assert "ladder_dapo" in findings.comparison(tables)
 
 
 def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypatch):
@@ -334,16 +335,31 @@ def test_what_is_asked_wrongly_is_refused_before_anything_starts(options, words,
 
 
 ROOT = Path(findings.__file__).resolve().parents[2]
+RESULTS = ROOT / "examples/lab/results"
 
 
 @pytest.mark.parametrize(
-    ("folder", "marks", "made"),
-    [("", findings.MARKS, findings.for_docs), ("fresh_seeds", findings.AGAINST_MARKS, findings.against)],
+    ("page", "marks", "main", "folder", "option"),
+    [
+        ("examples/lab/comparison.md", findings.MARKS, findings.main, "", "--into"),
+        ("examples/lab/comparison.md", findings.AGAINST_MARKS, findings.main, "fresh_seeds", "--against"),
+        ("examples/lab/sign_weights.md", sign_findings.MARKS, sign_findings.main, "sign", "--into"),
+        ("examples/lab/smollm2.md", smollm2_findings.MARKS, smollm2_findings.main, "smollm2", "--into"),
+    ],
 )
-def test_the_page_of_the_docs_has_the_tables_of_the_results(folder, marks, made):
-    tables, _, _ = findings.compared_worlds(ROOT / "examples/lab/results" / folder)
-    _, _, rest = (ROOT / "docs/lab.md").read_text().partition(marks[0] + "\n")
-    assert rest.partition(marks[1])[0] == made(tables)
+def test_the_pages_have_the_tables_of_the_results(page, marks, main, folder, option, tmp_path):
+    text = (ROOT / page).read_text()
+    before, _, rest = text.partition(marks[0] + "\n")
+    copy = tmp_path / "page.md"
+    copy.write_text(f"{before}{marks[0]}\n{marks[1]}{rest.partition(marks[1])[2]}")
+    assert main([str(RESULTS / folder), option, str(copy)]) == 0
+    assert copy.read_text() == text
+
+
+def test_the_page_of_runs_with_a_language_model_has_kinds_of_problems_and_tokens(tmp_path):
+    assert lab.main(["--page", str(RESULTS / "smollm2"), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "lab.html").read_text()
+    assert "Held-out accuracy by tokens generated" in page and "kind of problem" in page
 
 
 def test_arms_are_compared_with_a_rival_by_final_accuracy_and_over_tokens():

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import closed_run
-import findings
 import pytest
-import sign_findings
 import torch
 from closed_world import Dials
 from sign_weights import DaroSign, DaroTaught, best_weights
@@ -168,10 +165,3 @@ def test_a_verdict_adds_one_dimension_to_what_a_step_is_expected_to_do():
     per_bin = torch.linalg.lstsq(of_right + of_wrong, of_ha_dw[:, None]).solution[:, 0]
     torch.testing.assert_close((of_right + of_wrong) @ per_bin, of_ha_dw, rtol=1e-10, atol=0)
     assert [round(w, 2) for w in per_bin.tolist()] == [1.45, 1.12, 0.98, 0.92, 0.98, 1.12, 1.45]
-
-
-def test_the_page_has_the_tables_of_the_results():
-    root = Path(sign_findings.__file__).resolve().parents[2]
-    tables, _, _ = findings.compared_worlds(root / "examples/lab/results/sign")
-    _, _, rest = (root / "docs/lab_sign.md").read_text().partition(sign_findings.MARKS[0] + "\n")
-    assert rest.partition(sign_findings.MARKS[1])[0] == sign_findings.report(tables)
