@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import arms
+import contrasts
 import findings
 import lab
 import psutil
@@ -341,6 +342,7 @@ RESULTS = ROOT / "examples/lab/results"
 @pytest.mark.parametrize(
     ("page", "marks", "main", "folder", "option"),
     [
+        ("docs/lab.md", contrasts.MARKS, contrasts.main, "", "--into"),
         ("examples/lab/comparison.md", findings.MARKS, findings.main, "", "--into"),
         ("examples/lab/comparison.md", findings.AGAINST_MARKS, findings.main, "fresh_seeds", "--against"),
         ("examples/lab/sign_weights.md", sign_findings.MARKS, sign_findings.main, "sign", "--into"),
