@@ -54,30 +54,6 @@ def test_the_ranks_of_a_node_are_replaced_on_a_spare_one(slurm_with_spares, tiny
 
 
 @LONG
-def test_a_replica_of_a_lost_node_is_left_out(slurm_with_spares, tiny, tmp_path):
-    """No node is spare: the run ends with the other replica, in the same attempt."""
-    slurm, site = slurm_with_spares, {"nodes": 3, "lost_nodes": 1, "cpus_per_node": 2}
-    healing = ["trainer.replace_lost_ranks=true", "trainer.fewer_replicas_after_s=10"]
-    job = SlurmJob(slurm, tiny.config, tmp_path / "run", site, *OPTIONS, *healing)
-    job.wait("some steps", lambda: job.steps() >= 3)
-    victim = max(job.nodes_of("TrainWorker") - job.nodes_of("EngineWorker") - {"node1"})
-    slurm.lose(victim)
-    for process in job.processes():
-        with suppress(psutil.NoSuchProcess):
-            if process.environ().get("SLURMD_NODENAME") == victim:
-                process.kill()
-    assert job.ended(400).startswith(f"job {job.number}: run: ")
-    assert job.state == "COMPLETED"
-    assert len(list((job.run_dir / "slurm").glob("attempt_*"))) == 1
-    rows = read_metrics(job.run_dir)
-    assert [row["step"] for row in rows] == list(range(rows[0]["step"], 61))
-    assert {row["recovery/replicas"] for row in rows if row["step"]} == {2.0, 1.0} and rows[-1][
-        "recovery/replicas"
-    ] == 1
-    job.wait("all processes gone", lambda: not job.processes(), limit_s=60)
-
-
-@LONG
 def test_the_loss_of_the_first_node_requeues_the_job(slurm_with_spares, tiny, tmp_path):
     """With it go the batch script, srun and the training: Slurm itself puts the job back, in spite of --no-kill."""
     slurm = slurm_with_spares

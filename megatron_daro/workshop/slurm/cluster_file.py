@@ -139,9 +139,6 @@ class ClusterFile(Section):
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     """Further nodes of a job, which stay idle: as many may be lost, and the run goes on in place. Needs
     trainer.replace_lost_ranks."""
-    lost_nodes: Annotated[int, Field(ge=0)] = 0
-    """Nodes that an attempt may lose beyond these, while the run goes on with fewer data-parallel replicas. Needs
-    trainer.fewer_replicas_after_s."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
     """GPUs per node; 0: a cluster without GPUs, which needs `nodes`."""
     gpu_option: Literal["auto", "gpus-per-node", "gres", "none"] = "auto"
@@ -184,11 +181,6 @@ class ClusterFile(Section):
     """Requeue without the nodes whose health check failed; off: the job ends and names them."""
     free_disk_gib: Annotated[float, Field(ge=0)] = 10.0
     """Least free space in the run directory, GiB."""
-
-    @property
-    def may_lose(self) -> int:
-        """Nodes that an attempt may lose and go on."""
-        return self.spare_nodes + self.lost_nodes
 
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> ClusterFile:

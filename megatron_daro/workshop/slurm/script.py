@@ -57,7 +57,7 @@ def script_of(job: Job, cluster: ClusterFile) -> str:
         container=" ".join(container),
         enter=_enter(job, cluster),
         lost_node=_lost_node(cluster),
-        end_of_spares=_END_OF_SPARES.replace("GRACE", str(_grace_s(cluster))) if cluster.may_lose else "",
+        end_of_spares=_END_OF_SPARES.replace("GRACE", str(_grace_s(cluster))) if cluster.spare_nodes else "",
         node_command=" \\\n        ".join(_node_command(job, cluster)),
         exclude="yes" if cluster.exclude_bad_nodes else "",
     )
@@ -65,7 +65,7 @@ def script_of(job: Job, cluster: ClusterFile) -> str:
 
 def _lost_node(cluster: ClusterFile) -> str:
     """Return srun's options for the end of a node: that of all, or of no other where one may be lost."""
-    if cluster.may_lose:
+    if cluster.spare_nodes:
         return "--no-kill --kill-on-bad-exit=0 --wait=0"
     return f"--kill-on-bad-exit=1 --wait={_grace_s(cluster)}"
 
@@ -111,7 +111,7 @@ def _options(job: Job, cluster: ClusterFile) -> Iterator[str]:
     if cluster.qos:
         yield f"--qos={cluster.qos}"
     yield f"--nodes={job.nodes}"
-    if cluster.may_lose:
+    if cluster.spare_nodes:
         yield "--no-kill"  # the job outlives a node
     yield "--ntasks-per-node=1"
     if cluster.gpus_per_node and cluster.gpu_option != "none":
@@ -174,8 +174,8 @@ def _node_command(job: Job, cluster: ClusterFile) -> Iterator[str]:
     yield f"--run-dir {_quoted(job.run_dir)} --gpus {cluster.gpus_per_node} --free-disk-gib {cluster.free_disk_gib:g}"
     yield f"--check-minutes {cluster.check_minutes:g} --stall-minutes {cluster.stall_minutes:g}"
     yield f"--term-grace-s {cluster.term_grace_s:g}"
-    if cluster.may_lose:
-        yield f"--may-lose {cluster.may_lose}"
+    if cluster.spare_nodes:
+        yield f"--may-lose {cluster.spare_nodes}"
     if cluster.cpus_per_node and not cluster.gpus_per_node:
         yield f"--cores {cluster.cpus_per_node}"
     if cluster.network_interface:

@@ -91,11 +91,6 @@ def job_of(
             f"spare_nodes: got {cluster.spare_nodes} without trainer.replace_lost_ranks, so that a lost node ends the "
             "attempt whatever is spare; allowed: 0; fix: set trainer.replace_lost_ranks=true, or spare_nodes to 0"
         )
-    if cluster.lost_nodes and config.trainer.fewer_replicas_after_s is None:
-        raise ConfigError(
-            f"lost_nodes: got {cluster.lost_nodes} without trainer.fewer_replicas_after_s, so that a node that is not "
-            "replaced ends the attempt; allowed: 0; fix: set trainer.fewer_replicas_after_s=60, or lost_nodes to 0"
-        )
     most = seconds_of(cluster.time) // 2
     return Job(
         name=re.sub(r"[^\w.-]", "-", run_dir.name)[:_LONGEST_NAME] or "megatron-daro",

@@ -43,7 +43,6 @@ def config(**sections: object) -> Config:
         {"container": {"image": "docker://x/y", "runtime": "apptainer", "mounts": ("/a:/a",)}},
         {"setup": ("module load cuda",), "environment": {"A": "it's $HOME"}, "exclude_bad_nodes": True},
         {"spare_nodes": 1},
-        {"lost_nodes": 1},
     ],
 )
 def test_bash_reads_every_script(fields):
@@ -136,12 +135,6 @@ def test_spare_nodes_are_asked_for_and_the_end_of_a_node_is_not_that_of_the_othe
     assert 'kill -KILL "$payload"' in text and "--kill-on-bad-exit=1 --wait=25" in plain
     with pytest.raises(ConfigError, match=r"spare_nodes: got 2 without trainer\.replace_lost_ranks"):
         job_of(config(trainer={"run_dir": str(tmp_path)}), Path("r.yaml"), [], site)
-    site = cluster(nodes=3, spare_nodes=2, lost_nodes=1)
-    fewer = {"run_dir": str(tmp_path), "replace_lost_ranks": True, "fewer_replicas_after_s": 60}
-    assert job_of(config(trainer=fewer), Path("r.yaml"), [], site).nodes == 5
-    assert "--may-lose 3" in script_of(JOB, site)
-    with pytest.raises(ConfigError, match=r"lost_nodes: got 1 without trainer\.fewer_replicas_after_s"):
-        job_of(recipe, Path("r.yaml"), [], site)
 
 
 def test_the_job_has_absolute_paths(tmp_path, monkeypatch):
