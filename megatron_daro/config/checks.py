@@ -62,23 +62,6 @@ def colocation(config: Config) -> Iterator[Problem]:
     yield from _sizes(config)
 
 
-def fewer_replicas(config: Config) -> Iterator[Problem]:
-    """Yield what keeps a run from going on without a data-parallel replica."""
-    trainer, actor, field = config.trainer, config.actor, "trainer.fewer_replicas_after_s"
-    if trainer.fewer_replicas_after_s is None:
-        return
-    got, also = f"{trainer.fewer_replicas_after_s:g}", "trainer.replace_lost_ranks"
-    if not trainer.replace_lost_ranks:
-        yield Problem(field, f"{got} without {also}", "unset without it", f"set {also}=true", also=(also,))
-    if actor.data_parallel == 1:
-        also = "actor.data_parallel"
-        yield Problem(field, f"{got} with {also}=1", "unset with one replica", f"set {field}=null", also=(also,))
-    if not actor.optimizer.distributed:
-        also = "actor.optimizer.distributed"
-        got += " with an optimizer that is not distributed"
-        yield Problem(field, got, "unset without it", f"set {also}=true", also=(also,))
-
-
 def communication(config: Config) -> Iterator[Problem]:
     """Yield what would give a server another way to hand out its GPU's memory than the ranks have."""
     sglang, name = config.engine.sglang, "NCCL_CUMEM_ENABLE"
@@ -407,7 +390,6 @@ _CHECKS: tuple[tuple[str, _Find, _Find, Callable[[_Context], str]], ...] = (
             check_engine.engine(c.config, c.hardware),
             colocation(c.config),
             communication(c.config),
-            fewer_replicas(c.config),
             check_engine.routing_replay(c.config, c.shape),
             server_precision(c.config, c.shape, c.hardware),
         ),

@@ -427,9 +427,6 @@ class TrainerSection(Section):
     """Ranks that are replaced within an hour; one more ends the run."""
     hung_rank_s: float = Field(default=120.0, ge=1, le=86_400)
     """Seconds after which a rank whose process answers nothing, not even that it lives, is killed and replaced."""
-    fewer_replicas_after_s: float | None = Field(default=None, ge=1, le=86_400)
-    """Seconds for which a lost rank may look for a place before the run goes on without its data-parallel replica,
-    until there is one again. Unset: it never does. Needs trainer.replace_lost_ranks."""
 
     @property
     def steps_per_batch(self) -> int:

@@ -7,11 +7,6 @@ around new groups, and fill it from the snapshot. The step that came after it, i
 the next step begins when the snapshot before it counts. Whatever cannot be healed ends the run with the cause, as
 without all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
 
-Where a lost rank finds no place and `HealingLimits.fewer_after_s` allows it, the policy goes on with the replicas that
-are whole (replicas.py). Their ranks do not have the state in its new division: all snapshots are written as files,
-which any layout loads; from then on these are what is gone back to, until the new ranks have taken a snapshot. Other
-processes wait. When those that are missing have a place again, all train again, from files that are made alike.
-
 PolicyGroup calls this with its lock held; the watch over the processes is the only other caller.
 """
 
@@ -20,20 +15,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from megatron_daro.config.actor import ActorSection
-from megatron_daro.errors import CheckpointError, WorkerError
+from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import Deadlines, mark_as_seen
 from megatron_daro.runtime.kept_states import Kept, Source
-from megatron_daro.runtime.replicas import Aside, MovedState, ReplicaPlan, number_of
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather, translated, unhurried
 from megatron_daro.runtime.workers import Place
@@ -45,22 +37,16 @@ _ANSWER_S = 30.0
 """Until a living process says what it keeps, whatever else it does."""
 _LEAVE_S = 120.0
 """Until a rank whose collective calls were aborted has left its groups."""
-"""Looks at a process within `HealingLimits.hung_s`. They are counted, so that a driver that was suspended itself does
-not take everybody for hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealingLimits:
     """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
-    hung_s: until a process that answers nothing is killed. fewer_after_s: how long a lost rank may look for a place
-    before the others go on without its replica; None: they never do. folder: for the files that this takes, and for
-    nothing else."""
+    hung_s: until a process that answers nothing is killed."""
 
     memory_gib: float | None
     per_hour: int
     hung_s: float
-    fewer_after_s: float | None = None
-    folder: Path | None = None
 
 
 class Ranks(Protocol):
@@ -72,15 +58,8 @@ class Ranks(Protocol):
     def places(self) -> list[Place]:
         """Each rank's part."""
 
-    @property
-    def actor(self) -> ActorSection:
-        """The layout as configured."""
-
     def start_process(self, rank: int) -> ActorHandle:
         """Return a new process for this rank, in its place or in one that is free."""
-
-    def consist_of(self, workers: Mapping[str, ActorHandle], replicas: int) -> None:
-        """Have these processes be the ranks from the next `join` on."""
 
     async def join(self) -> None:
         """Have all processes meet in new groups, and build a policy that is restored next."""
@@ -101,11 +80,6 @@ class Healing:
         """How often ranks were replaced."""
         self.counts = dict.fromkeys(("recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"), 0.0)
         """Metrics, since the run began or was resumed."""
-        self.changed = asyncio.Event()
-        """Set when other processes are the ranks."""
-        self._plan: ReplicaPlan | None = None
-        self._moved = MovedState(limits.folder)
-        self._aside = Aside(ranks.start_process)
         self._peers: list[int | None] = []
         self._sent: list[tuple[MemoryKind, ...]] = []
         self._serial = 0
@@ -121,15 +95,6 @@ class Healing:
 
     async def prepare(self) -> None:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
-        self._plan = ReplicaPlan(self._ranks.actor, list(self._ranks.workers), self._ranks.places)
-        self.counts["recovery/replicas"] = float(self._plan.most)
-        self._moved.clear()  # of a run before, whose end came in between
-        await self._deal_out()
-        if self.keeps != "none":
-            await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
-            await self.snapshot_now()
-
-    async def _deal_out(self) -> None:
         answers = await self._all(lambda worker: worker.snapshot_bytes.remote())
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
         places = self._ranks.places
@@ -143,6 +108,9 @@ class Healing:
             "none": "a lost rank ends the run, and --resume goes back to the newest checkpoint: "
             + ("there is one rank only" if len(places) == 1 else f"snapshots would take {memory}"),
         }[self.keeps]
+        if self.keeps != "none":
+            await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
+            await self.snapshot_now()
 
     def watched(self, name: str, worker: ActorHandle) -> None:
         """Have the others stop waiting for a process of the group that is gone."""
@@ -181,7 +149,7 @@ class Healing:
 
     async def lost_ranks(self) -> bool:
         """Whether processes are gone, and not replaced yet. Looks at all of them."""
-        if self.keeps == "none" and self._moved.directory is None:
+        if self.keeps == "none":
             return False
         await self._look()
         return bool(self._dead)
@@ -239,10 +207,6 @@ class Healing:
             to = None if peer is None else workers[peer]
             calls[name] = worker.finish_snapshot.remote(serial, keep, to, self._sent[rank])
         await gather(calls)
-        self._counts(serial)
-
-    def _counts(self, serial: int) -> None:
-        """Go back to this snapshot from now on; the steps that it has are not repeated."""
         self._committed = serial
         self._updates = [update for update in self._updates if update[0] > serial]
 
@@ -259,11 +223,9 @@ class Healing:
             raise error
 
     def close(self) -> None:
-        """Give up the snapshot that is under way, and end the processes that take no part. May be called twice."""
+        """Give up the snapshot that is under way. May be called twice."""
         if self._pending is not None:
             self._pending.cancel()
-        self._aside.close()
-        self._moved.clear()
 
     async def heal(self) -> None:
         """Replace every rank that is known to be dead; nothing where none is.
@@ -273,7 +235,7 @@ class Healing:
         """
         if self._failure:
             raise self._failure
-        started, died = time.perf_counter(), list[tuple[str, bool]]()
+        started, died = time.perf_counter(), list[int]()
         while self._dead:
             self._under_way = True
             try:
@@ -286,9 +248,9 @@ class Healing:
             finally:
                 self._under_way = False
 
-    async def _replace(self, started: float, died: list[tuple[str, bool]]) -> None:
-        """Replace the dead and go back to the snapshot. started: when this began. died: ranks so far, and whether they
-        found a place; those of rounds that failed, for another one died in them, included."""
+    async def _replace(self, started: float, died: list[int]) -> None:
+        """Replace the dead and go back to the snapshot. started: when this began. died: ranks so far, those of rounds
+        that failed, for another one died in them, included."""
         names = list(self._ranks.workers)
         if self._pending is not None:
             await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank, or the run closed
@@ -298,170 +260,68 @@ class Healing:
         if self._ranks.workers.dismissed:
             raise _FinalError("a rank died while the run ended")
         dead = sorted(names.index(name) for name in self._dead)
-        self._check_limit(len(dead), dead)
+        self._check_limit(dead)
         for rank in dead:
             ray.kill(self._ranks.workers[names[rank]], no_restart=True)
-            self._ranks.workers[names[rank]] = self._ranks.start_process(number_of(names[rank]))
-        away = await self._answered_first(names, dead)
-        died += [(names[rank].removeprefix("actor "), rank not in away) for rank in dead]
-        for _ in away:
-            self._replaced.pop()  # nobody was
-        if away:
-            await self._write_files(kept)
-            self._go_on_without([names[rank] for rank in away])
+            self._ranks.workers[names[rank]] = self._ranks.start_process(rank)
+        await self._answered_first(names, dead)
+        died += dead
         repeated = await self._go_back(kept)
         self.epoch += 1
-        seconds, what = time.perf_counter() - started, ", ".join(dict.fromkeys(name for name, _ in died))
-        replaced, how = sum(found for _, found in died), "died and was replaced in"
-        self._count(replaced, repeated, seconds)
-        if replaced < len(died):
-            how = f"died, and {len(died) - replaced} found no place; {self._replicas_now()} go on, after"
-        self._warn(f"{what} {how} {seconds:.1f} s; steps repeated: {repeated}")
-
-    def _count(self, replaced: int, repeated: int, seconds: float) -> None:
-        self.counts["recovery/ranks_replaced"] += replaced
+        seconds, what = time.perf_counter() - started, ", ".join(f"rank {rank}" for rank in dict.fromkeys(died))
+        self.counts["recovery/ranks_replaced"] += len(died)
         self.counts["recovery/steps_repeated"] += repeated
         self.counts["recovery/total_s"] += seconds
-
-    def _replicas_now(self) -> str:
-        assert self._plan, "prepare comes first"
-        return f"{self._plan.replicas(self._ranks.workers)} of {self._plan.most} data-parallel replicas"
-
-    async def _write_files(self, kept: Mapping[int, Kept]) -> None:
-        """Have the newest snapshot that all have in files, unless files are what counts already."""
-        if self._moved.directory is None:
-            workers = dict(self._ranks.workers)
-            serial, sources = self._newest(kept, list(workers.values()))
-            await self._moved.write(serial, workers, sources)
-            self._counts(serial)
-            self._committed = None
-
-    def _go_on_without(self, away: Collection[str]) -> None:
-        """Have the replicas that are whole be the policy. Raises WorkerError: none is."""
-        assert self._plan, "prepare comes first"
-        names = self._plan.names({*away, *self._aside.workers})
-        if not names:
-            raise _FinalError(f"{', '.join(away)} found no place, and no data-parallel replica is whole without")
-        self._take(names)
-
-    def _take(self, names: Sequence[str]) -> None:
-        """Have these processes be the ranks, and the others wait."""
-        assert self._plan, "prepare comes first"
-        everybody = {**self._aside.workers, **self._ranks.workers}
-        replicas = self._plan.replicas(names)
-        self._aside.workers = {name: worker for name, worker in everybody.items() if name not in names}
-        self._ranks.consist_of({name: everybody[name] for name in names}, replicas)
-        self.counts["recovery/replicas"] = float(replicas)
-        self.changed.set()
-
-    async def grow(self) -> None:
-        """Take in the replicas that are whole again. Between two steps, when the snapshot of the last one counts.
-
-        Raises:
-            WorkerError: ranks were lost meanwhile, and it cannot be healed.
-        """
-        if not self._aside.workers or self._plan is None:
-            return
-        names = self._plan.names(self._aside.workers.keys() - self._aside.back())
-        if len(names) <= len(self._ranks.workers):
-            return
-        started = time.perf_counter()
-        try:
-            await self._deadlines.within("heal", self._grow_to(names), what=f"{len(names)} ranks")
-        except CheckpointError as error:  # nothing has changed yet
-            self._warn(f"{self._replicas_now()} go on, although others have a place: {error}")
-            return
-        except WorkerError:
-            if not await self.lost_ranks():
-                raise
-            await self.heal()
-            return
-        self.epoch += 1
-        seconds = time.perf_counter() - started
-        self._count(0, 0, seconds)
-        self._warn(f"{self._replicas_now()} train again, after {seconds:.1f} s")
-
-    async def _grow_to(self, names: Sequence[str]) -> None:
-        if self.keeps == "none":
-            self._serial += 1
-            serial = self._serial
-            await self._all(lambda worker: worker.start_snapshot.remote(serial, None))
-            await self._all(lambda worker: worker.finish_snapshot.remote(serial, None, None, ()))
-            self._counts(serial)
-        await self._write_files(await self._look())
-        await self._all(lambda worker: worker.leave.remote())
-        self._take(names)
-        await self._go_back({})
+        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {repeated}")
 
     async def _living(self) -> dict[int, Kept]:
         """Return what living processes keep when all have left their groups. Raises WorkerError."""
         workers = dict(self._ranks.workers)
-        names, kept = list(workers), await self._look()
-        living = {rank: workers[names[rank]] for rank in kept}
-        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S, kept)
-        await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S, kept)
+        names = list(workers)
+        living = {rank: workers[names[rank]] for rank in await self._look()}
+        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S)
+        await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S)
         return await self._look()  # by now the snapshots that were being taken are whole
 
-    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> list[int]:
-        """Wait until new processes answer. Returns the ranks without a place, where the others may go on without them.
-
-        Raises:
-            WorkerError: one died, found no place, or is frozen.
-        """
-        limit_s, fewer_s = self._deadlines.placement + self._deadlines.workers_start, self._limits.fewer_after_s
-        limit_s = limit_s if fewer_s is None else min(limit_s, fewer_s)
+    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> None:
+        """Wait until new processes answer. Raises WorkerError: one died, found no place, or is frozen."""
+        limit_s = self._deadlines.placement + self._deadlines.workers_start
         self._starting = {names[rank] for rank in started}
         self._dead -= self._starting
-        calls = {rank: asyncio.ensure_future(self._ranks.workers[names[rank]].kept.remote()) for rank in started}
+        calls = {rank: self._ranks.workers[names[rank]].kept.remote() for rank in started}
         try:
-            await asyncio.wait(calls.values(), timeout=limit_s)
+            await self._each(names, calls, limit_s)
         finally:
             self._starting = set()
-        late = [rank for rank, call in calls.items() if not call.done()]
-        self._dead |= {names[rank] for rank, call in calls.items() if call.done() and call.exception()}
-        if fewer_s is None:
-            self._dead |= {names[rank] for rank in late}
         if failed := sorted(self._dead):
-            for rank in late:
-                calls[rank].cancel()
             raise WorkerError(f"{', '.join(failed)} did not start within {limit_s:g} s")
-        for rank in late:
-            self._aside.wait_for(names[rank], calls[rank])
-        return late
 
-    async def _each(
-        self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float, kept: dict[int, Kept]
-    ) -> None:
+    async def _each(self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float) -> None:
         """Wait for calls to living ranks; those that do not answer in time count as dead."""
         tasks = {rank: asyncio.ensure_future(_answer(call, limit_s, default=True)) for rank, call in calls.items()}
         for rank, task in tasks.items():
             if await task is None:
                 self._dead.add(names[rank])
-                kept.pop(rank, None)
 
-    def _check_limit(self, count: int, dead: Sequence[int]) -> None:
+    def _check_limit(self, dead: Sequence[int]) -> None:
         now = time.monotonic()
         while self._replaced and now - self._replaced[0] > _HOUR_S:
             self._replaced.popleft()
-        if len(self._replaced) + count > self._limits.per_hour:
+        if len(self._replaced) + len(dead) > self._limits.per_hour:
             raise _FinalError(
                 f"rank {', '.join(map(str, dead))} died, and {len(self._replaced)} ranks were replaced within the last "
                 f"hour; allowed: {self._limits.per_hour} (trainer.max_replacements)"
             )
-        self._replaced.extend([now] * count)
+        self._replaced.extend([now] * len(dead))
 
     async def _go_back(self, kept: Mapping[int, Kept]) -> int:
-        """Bring all ranks to the newest state that counts, and repeat what came after it. Returns how many steps."""
-        serial = 0
-        if self._moved.directory is None:
-            serial = await self._back_to_snapshot(kept)
-        else:
-            await self._back_to_files(self._moved.directory)
+        """Bring all ranks to the newest snapshot that all have, and repeat what came after it. Returns how many
+        steps."""
+        serial = await self._back_to_snapshot(kept)
         updates = [update for update in self._updates if update[0] > serial]
         for _, batch, step in updates:
             await self._ranks.repeat(batch, step)
         await self.snapshot_now()
-        self._moved.clear()
         return len(updates)
 
     async def _back_to_snapshot(self, kept: Mapping[int, Kept]) -> int:
@@ -474,30 +334,18 @@ class Healing:
         await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
         await gather({names[rank]: workers[rank].load_code.remote() for rank in lost})
         await gather({names[rank]: workers[rank].adopt.remote(serial, parts) for rank, parts in sources.items()})
-        await self._join()
+        if await self.lost_ranks():  # who meets without them can neither go on nor leave
+            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
+        await self._ranks.join()
         self._peers = peers_of([place.host for place in self._ranks.places])
         self._sent = kinds_sent(self._ranks.places, self.keeps)
         await self._all(lambda worker: worker.restore.remote(serial))
         return serial
 
-    async def _back_to_files(self, directory: Path) -> None:
-        """Bring all ranks to the state that files have, and settle anew who keeps what."""
-        await self._all(lambda worker: worker.load_code.remote())
-        await self._join()
-        await self._all(lambda worker: worker.load_moved.remote(directory))
-        await self._deal_out()
-        await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
-
-    async def _join(self) -> None:
-        if await self.lost_ranks():  # who meets without them can neither go on nor leave
-            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
-        await self._ranks.join()
-
     def _newest(self, kept: Mapping[int, Kept], workers: Sequence[ActorHandle]) -> tuple[int, dict[int, list[Source]]]:
         """Return the newest snapshot that every rank has or gets, which may be one whose copies were just sealed, and
         from where. Raises WorkerError: there is none."""
-        if self._committed is None:
-            raise _FinalError("a rank died, and no snapshot is kept")
+        assert self._committed is not None, "prepare comes first"
         missing = 0
         for serial in sorted({self._serial, self._committed}, reverse=True):
             sources = sources_of(serial, kept, self._ranks.places, workers)

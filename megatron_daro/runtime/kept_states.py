@@ -36,11 +36,11 @@ class Kept:
 class Source:
     """Where a rank gets a part of a snapshot.
 
-    worker: None: the process that asks. owner: the rank whose state it is in that process; None: that process's own.
-    kinds: of memory. rest: whether what is small comes from there too.
+    owner: the rank whose state it is in that process; None: that process's own. kinds: of memory. rest: whether what is
+    small comes from there too.
     """
 
-    worker: ActorHandle | None
+    worker: ActorHandle
     owner: int | None
     kinds: tuple[MemoryKind, ...]
     rest: bool
@@ -140,43 +140,22 @@ class KeptStates:
     def adopt(self, serial: int, sources: Collection[Source]) -> None:
         """Make this process's own snapshot of what others have. Raises WorkerError: they do not have all of it;
         RayError: one of them is gone."""
-        self._assemble(self.own.open(None), serial, sources)
-
-    def of_rank(self, serial: int, sources: Collection[Source]) -> Slot:
-        """Return another rank's snapshot, put together of what this process and others have; this process's own where
-        there are no sources. Raises as `adopt`."""
-        if not sources:
-            return self.whole(serial)
-        slot = Slot()
-        self._assemble(slot, serial, sources)
-        return slot
-
-    def _assemble(self, slot: Slot, serial: int, sources: Collection[Source]) -> None:
+        slot = self.own.open(None)
         slot.layout, slot.rest = {}, {}
         got: Counter[MemoryKind] = Counter()
         for source in sources:
-            found = self._description(source, serial)
+            found = cast(Description, ray.get(source.worker.describe.remote(source.owner, serial), timeout=SEND_S))
             slot.rest = found.rest if source.rest else slot.rest
             for kind in source.kinds:
                 slot.layout[kind] = found.layout[kind]
                 for number in range(found.blocks[kind]):
-                    block = self._block_of(source, serial, kind, number)
+                    taken: object = source.worker.block.remote(source.owner, serial, kind, number)
+                    block = cast(np.ndarray, ray.get(taken, timeout=SEND_S))
                     _fill(slot.blocks.setdefault(kind, []), number, block)
                     got[kind] += len(block)
         slot.layout = {kind: slot.layout[kind] for kind in KINDS}
         _check_bytes(slot.layout, got, f"snapshot {serial}")
         slot.serial = serial
-
-    def _description(self, source: Source, serial: int) -> Description:
-        if source.worker is None:
-            return self.describe(source.owner, serial)
-        return cast(Description, ray.get(source.worker.describe.remote(source.owner, serial), timeout=SEND_S))
-
-    def _block_of(self, source: Source, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
-        if source.worker is None:
-            return self.block(source.owner, serial, kind, number)
-        taken: object = source.worker.block.remote(source.owner, serial, kind, number)
-        return cast(np.ndarray, ray.get(taken, timeout=SEND_S))
 
     def whole(self, serial: int) -> Slot:
         """Return this process's own snapshot of this number. Raises WorkerError: there is none."""

@@ -311,14 +311,7 @@ def policy_group(
     told: dict[str, Any] = {"warn": warn} if warn else {}
     if config.trainer.replace_lost_ranks and warn:
         trainer = config.trainer
-        limits = HealingLimits(
-            trainer.snapshot_gib,
-            trainer.max_replacements,
-            trainer.hung_rank_s,
-            trainer.fewer_replicas_after_s,
-            run_directory(config) / "moved",
-        )
-        told["healing"] = limits
+        told["healing"] = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
     return kind(
         policy_settings(config),
         config.actor,

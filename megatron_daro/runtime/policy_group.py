@@ -33,7 +33,6 @@ from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
-from megatron_daro.runtime.replicas import name_of
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
@@ -142,7 +141,6 @@ class PolicyGroup:
         warn: tells a person of a rank that was replaced, or is slow."""
         self._logs = logs
         self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
-        self.actor = actor
         self._timeout_s = collective_timeout_s
         self._placement = placement
         self._passes = algorithm.passes(token_columns)
@@ -158,8 +156,6 @@ class PolicyGroup:
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
         self._healing = Healing(self, healing, placement.deadlines, warn) if healing else None
-        self._movable = healing is not None and healing.fewer_after_s is not None
-        self._saves = 0  # that are being written
         self._slow, self._warn = SlowReplicas(), warn
 
     async def start(self) -> None:
@@ -169,7 +165,7 @@ class PolicyGroup:
 
     async def start_processes(self) -> None:
         """Start the processes, and tell the placement their GPUs. They use none before `build`. Raises WorkerError."""
-        self.workers.update({name_of(rank): self.start_process(rank) for rank in range(self._actor.world_size)})
+        self.workers.update({f"actor rank {rank}": self.start_process(rank) for rank in range(self._actor.world_size)})
         gpus = await self._all(lambda worker: worker.gpu.remote())
         self._placement.take_gpus(dict(enumerate(gpus)))
 
@@ -189,20 +185,9 @@ class PolicyGroup:
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
-        options = {"heals": self.heals, "to_be_restored": to_be_restored, "movable": self._movable}
-        await gather(
-            {
-                name: worker.setup.remote(rank, *arguments, **options)
-                async for rank, (name, worker) in unhurried(enumerate(self.workers.items()))
-            }
-        )
+        options = {"heals": self.heals, "to_be_restored": to_be_restored}
+        await self._all(lambda worker: worker.setup.remote(*arguments, **options))
         self._places, self._relayed = await self._all(lambda worker: worker.place.remote()), set()
-
-    def consist_of(self, workers: Mapping[str, ActorHandle], replicas: int) -> None:
-        """Have these processes be the ranks, in this order, from the next `join` on: so many data-parallel replicas."""
-        self.workers.data = dict(workers)
-        self._actor = self.actor.model_copy(update={"data_parallel": replicas})
-        self._prepared.clear()  # their shards are those of another number of replicas
 
     @property
     def heals(self) -> bool:
@@ -226,10 +211,7 @@ class PolicyGroup:
 
     async def _ended(self, healing: Healing) -> Exception:
         while True:
-            death = await self._next_death(healing)
-            if death is None:
-                continue
-            name, worker = death
+            name, worker, _ = await first_death(self.workers)
             # The calls that wait for it end; where one of them is under way it heals before its lock is free.
             healing.watched(name, worker)
             async with self._busy:
@@ -239,17 +221,6 @@ class PolicyGroup:
                     if not self.workers.dismissed:
                         return failure
                     await asyncio.Future()  # for ever: the run has ended already, for a reason of its own
-
-    async def _next_death(self, healing: Healing) -> tuple[str, ActorHandle] | None:
-        """Return who died; None where other processes are the ranks by now."""
-        death, changed = asyncio.ensure_future(first_death(self.workers)), asyncio.ensure_future(healing.changed.wait())
-        try:
-            await asyncio.wait({death, changed}, return_when=asyncio.FIRST_COMPLETED)
-            healing.changed.clear()
-            return death.result()[:2] if death.done() else None
-        finally:
-            death.cancel()
-            changed.cancel()
 
     async def _repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives, done again where a rank was lost and replaced meanwhile."""
@@ -293,8 +264,6 @@ class PolicyGroup:
         async with self._busy:
             if self._healing:
                 await self._healing.settle()
-                if not self._saves:  # its files are of the ranks as they are
-                    await self._healing.grow()
             result = await self._repeated(lambda: self.repeat(batch, step))
             if self._healing:
                 await self._healing.trained(batch, step)
@@ -398,14 +367,11 @@ class PolicyGroup:
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
             version, epoch = self._version, self._healing.epoch if self._healing else 0
-            self._saves += 1
         captured()
         try:
             await self._all(lambda worker: worker.finish_save.remote())
         except WorkerError as error:
             await self._save_again(directory, version, epoch, error)
-        finally:
-            self._saves -= 1
 
     async def _start_save(self, directory: Path) -> None:
         if self._healing:  # what an earlier try left behind goes

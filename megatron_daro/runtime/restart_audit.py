@@ -50,7 +50,6 @@ algorithm.critic.offload algorithm.distill.timeout_s reward.workers environment.
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
 trainer.deadline_scale trainer.export_hf trainer.export_critic
 trainer.replace_lost_ranks trainer.snapshot_gib trainer.max_replacements trainer.hung_rank_s
-trainer.fewer_replicas_after_s
 cluster.nodes cluster.gpus_per_node cluster.gpu
 observe.progress observe.tensorboard observe.save_rollouts
 observe.wandb.enabled observe.wandb.project observe.wandb.name

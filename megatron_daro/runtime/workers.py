@@ -32,7 +32,6 @@ from megatron_daro.actor.double_buffer import Layout
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
@@ -46,6 +45,7 @@ from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 if TYPE_CHECKING:
+    from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.send import Sender
 
@@ -107,8 +107,8 @@ class TrainWorker:
         self._relays: dict[tuple[int, ...], Any] = {}
         self._states = KeptStates()
         self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
-        self._reference: tuple[tuple[int, ...], Any] | None = None  # of which part of the model, and its weights
-        self._heals = self._movable = False
+        self._reference: HostCopy | None = None
+        self._heals = False
         # Where the process groups listen: those of this rank, and of all.
         self._addresses: frozenset[Address] = frozenset()
         self._all_addresses: frozenset[Address] = frozenset()
@@ -136,7 +136,6 @@ class TrainWorker:
     @logs.failures_logged
     def setup(
         self,
-        rank: int,
         init_method: str,
         settings: PolicySettings,
         actor: ActorSection,
@@ -146,16 +145,10 @@ class TrainWorker:
         *,
         heals: bool = False,
         to_be_restored: bool = False,
-        movable: bool = False,
     ) -> None:
-        """Join the process group and build the policy. Collective.
-
-        Args:
-            rank: in this group; it changes where the policy goes on with fewer replicas. heals: the process outlives
-                its groups. to_be_restored: `restore` or `load_moved` comes next. movable: its snapshots can be written
-                for another layout.
-        """
-        self._rank, self._movable, self._actor = rank, movable, actor
+        """Join the process group and build the policy. Collective. heals: the process outlives its groups.
+        to_be_restored: `restore` comes next."""
+        self._actor = actor
         if heals:
             # Else torch ends the process when a peer is gone. Source: torch 2.13, ProcessGroupNCCL.hpp,
             # ErrorHandlingMode; the caller of `abort` ends what waits.
@@ -173,10 +166,10 @@ class TrainWorker:
         self._note_addresses(before)
         if self._reserved is not None:
             self._reserved.close()  # torch listens on it
-        key, part = parallel.weights_key(), self._reference
-        reference = part[1] if part is not None and part[0] == key else None
-        self._policy = MegatronPolicy(settings, actor, algorithm, to_be_restored=to_be_restored, reference=reference)
-        self._reference = key, self._policy.reference
+        self._policy = MegatronPolicy(
+            settings, actor, algorithm, to_be_restored=to_be_restored, reference=self._reference
+        )
+        self._reference = self._policy.reference
         gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 
     @ray.method(concurrency_group="work")
@@ -340,7 +333,7 @@ class TrainWorker:
     @logs.failures_logged
     def start_snapshot(self, serial: int, keep: int | None) -> None:
         """Begin snapshot `serial`; `keep` stays."""
-        self._snapshot = serial, self._policy.start_snapshot(self._states.own.open(keep), serial, movable=self._movable)
+        self._snapshot = serial, self._policy.start_snapshot(self._states.own.open(keep), serial)
 
     @ray.method(concurrency_group="snapshot")
     @logs.failures_logged
@@ -425,23 +418,6 @@ class TrainWorker:
     def adopt(self, serial: int, sources: Sequence[Source]) -> None:
         """Take a snapshot of this rank from others that have it."""
         self._states.adopt(serial, sources)
-
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
-    def write_snapshot(
-        self, serial: int, rank: int, sources: Sequence[Source], directory: Path
-    ) -> dict[str, list[StoredShard]]:
-        """Write a rank's snapshot for another layout; without sources it is this process's own. Returns what the index
-        in the folder of each model is to say."""
-        from megatron_daro.actor import snapshot_files
-
-        return snapshot_files.write(self._states.of_rank(serial, sources), directory, rank)
-
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
-    def load_moved(self, directory: Path) -> None:
-        """Go on from files that were written so. Collective."""
-        self._policy.load_moved(directory)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

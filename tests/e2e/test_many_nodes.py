@@ -213,34 +213,6 @@ def test_ranks_of_a_lost_node_are_replaced_on_a_spare_one(nodes, tiny, tmp_path)
     assert metric_lines(run_dir) == metric_lines(alone, range(7))
 
 
-@pytest.mark.heavy
-@pytest.mark.timeout(900)
-@pytest.mark.skipif("MEGATRON_DARO_LONG" not in os.environ, reason="two minutes: MEGATRON_DARO_LONG=1 runs it")
-@pytest.mark.parametrize("nodes", [{"num_cpus": 2}], indirect=True)
-def test_a_replica_of_a_lost_node_is_left_out_until_there_is_another_node(nodes, tiny, tmp_path):
-    path = tiny.write_config(tmp_path / "two.yaml", {"actor": LAYOUT | {"data_parallel": 2}})
-    run_dir = tmp_path / "run"
-    command = ["train", path, "trainer.steps=100000", f"trainer.run_dir={run_dir}", "trainer.replace_lost_ranks=true"]
-
-    def replicas() -> list[float]:
-        return [line.get("recovery/replicas", 2.0) for line in read_metrics(run_dir)]
-
-    options = ["trainer.fewer_replicas_after_s=5", "trainer.save_every_steps=2"]
-    with started([*command, *options], tmp_path / "log", {"RAY_ADDRESS": nodes.address}) as run:
-        run.wait_until(lambda: last_step(run_dir) >= 2, "second step")
-        nodes.kill_one()
-        run.wait_until(lambda: replicas()[-2:] == [1.0, 1.0], "step with a replica less")
-        nodes.add(num_cpus=2)
-        run.wait_until(lambda: 1.0 in replicas() and replicas()[-2:] == [2.0, 2.0], "step with both again")
-        run.interrupt()
-        finished = run.finish()
-    said = " ".join((finished.stdout + finished.stderr).split())
-    assert finished.code == 130, said[-4000:]
-    assert "1 of 2 data-parallel replicas go on" in said and "2 of 2 data-parallel replicas train again" in said
-    lines = read_metrics(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-
-
 def node_of(nodes: Nodes, words: str) -> Any:
     """A node below whose Ray process one runs with these words in its command."""
     for node in nodes.nodes:

@@ -1,9 +1,8 @@
 """`megatron-daro` whose ranks kill themselves at exact places of a step.
 
-Arguments: PLAN FOLDER, then those of megatron-daro. PLAN: `PLACE:RANK:COUNT[:SIGNAL[:gone]]`, several with commas
-between. The rank sends itself the signal (SIGKILL) when it is at PLACE for the COUNT-th time, over all processes of
-that rank, and leaves a file PLACE.RANK.COUNT in FOLDER. gone: no other process of this rank begins to answer before
-there is a file `back` in FOLDER, as if there were no node for it. Places:
+Arguments: PLAN FOLDER, then those of megatron-daro. PLAN: `PLACE:RANK:COUNT[:SIGNAL]`, several with commas between. The
+rank sends itself the signal (SIGKILL) when it is at PLACE for the COUNT-th time, over all processes of that rank, and
+leaves a file PLACE.RANK.COUNT in FOLDER. Places:
 
     idle          after its part of a step, while answers are generated
     old_logprobs, ref_logprobs    a pass before the step begins
@@ -51,8 +50,6 @@ def _doomed(plan: str, folder: Path, rank_class: Any) -> Any:
         count.write_text(str(number))
         death = deaths.get((place, str(rank), str(number)))
         if death is not None:
-            if death[1:]:
-                (folder / f"gone.{rank}").touch()
             (folder / f"{place}.{rank}.{number}").touch()
             os.kill(os.getpid(), getattr(signal, death[0] if death else "SIGKILL"))
             time.sleep(60)
@@ -68,8 +65,6 @@ def _doomed(plan: str, folder: Path, rank_class: Any) -> Any:
 
     class DoomedWorker(rank_class):  # type: ignore[misc]
         def __init__(self, rank: int, log_folder: Path | None = None) -> None:
-            while (folder / f"gone.{rank}").exists() and not (folder / "back").exists():
-                time.sleep(0.1)
             super().__init__(rank, log_folder)
             from megatron_daro.actor import step
             from megatron_daro.runtime.kept_states import KeptStates

@@ -15,7 +15,6 @@ from cli_runs import assert_same_run, checkpoint, digests, last_step, metric_lin
 from sglang_pool import cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.rollout.recorder import read_step
 
 HEALS = "trainer.replace_lost_ranks=true"
 AS_REFERENCE = ["trainer.eval_every_steps=4", "observe.tensorboard=true"]
@@ -147,58 +146,6 @@ def test_a_rank_that_is_frozen_is_killed_and_replaced(tiny, unbroken, tmp_path):
     """Stopped in its forward pass, where the others wait for it in a collective call."""
     plan, options = "forward:1:3:SIGSTOP", [*LARGE, "trainer.hung_rank_s=20"]
     assert assert_heals(tiny, unbroken, tmp_path, plan, options) == [0]
-
-
-EXACT = ("loss/", "difficulty/loss/", "difficulty/weight/")
-
-
-def assert_as_exact(run_dir, reference, steps):
-    """Losses, gradients and learned weights of one process, up to the order of fp32 sums; the rollouts are the same."""
-    for line, wanted in zip(metric_lines(run_dir, steps), metric_lines(reference, steps), strict=True):
-        compared = [name for name in wanted if name.startswith(EXACT)]
-        assert {"loss/grad_norm", "loss/policy"} <= set(compared)
-        expected = pytest.approx({n: wanted[n] for n in compared}, rel=1e-5, abs=1e-9)
-        assert {n: line[n] for n in compared} == expected, line["step"]
-    for step in steps:
-        for (one, _), (other, _) in zip(read_step(run_dir, step), read_step(reference, step), strict=True):
-            for mine, theirs in zip(one.rollouts, other.rollouts, strict=True):
-                assert mine.tokens.tolist() == theirs.tokens.tolist()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=LONG)])
-def test_a_rank_without_a_place_leaves_its_replica_out_until_there_is_one(tiny, tmp_path, tensor):
-    """Three replicas, then two, then three again: each step is that of one process."""
-    run_dir, layout = tmp_path / "run", [f"actor.tensor_parallel={tensor}", "actor.data_parallel=3"]
-    options = [f"trainer.run_dir={run_dir}", HEALS, "trainer.fewer_replicas_after_s=2", "trainer.steps=100000"]
-    rank = 2 * tensor
-    plan = f"backward:{rank}:3:SIGKILL:gone"
-    with with_dying_ranks(["train", tiny.config, *layout, *options], tmp_path / "log", plan) as run:
-        run.wait_until(lambda: replicas(run_dir) == [3, 2], "step without a replica")
-        without = last_step(run_dir)
-        run.wait_until(lambda: last_step(run_dir) > without + 1, "another one")
-        (run.fired / "back").touch()
-        run.wait_until(lambda: replicas(run_dir) == [3, 2, 3], "step with all again")
-        again = last_step(run_dir)
-        run.wait_until(lambda: last_step(run_dir) > again, "another one")
-        run.interrupt()
-        finished = run.finish()
-        assert run.left_behind() == []
-    assert finished.code == 130, plain(finished)[-4000:]
-    assert re.search(rf"rank {rank} died, and 1 found no place; 2 of 3 data-parallel replicas go on", plain(finished))
-    assert not (run_dir / "moved").exists()
-    last, reference = last_step(run_dir), tmp_path / "one"
-    one = ["actor.tensor_parallel=1", "actor.data_parallel=1", f"trainer.steps={last}", f"trainer.run_dir={reference}"]
-    trained(["train", tiny.config, *one], tmp_path / "one.log")
-    assert_as_exact(run_dir, reference, range(1, last + 1))
-
-
-def replicas(run_dir):
-    """How many train, each time that it changed."""
-    if last_step(run_dir) < 1:
-        return []
-    numbers = [line["recovery/replicas"] for line in read_metrics(run_dir) if "recovery/replicas" in line]
-    return [number for number, before in zip(numbers, [None, *numbers], strict=False) if number != before]
 
 
 @pytest.mark.heavy

@@ -475,8 +475,7 @@ CHECKS: dict[str, Check] = {
     "training, PP 2 with 2 virtual stages": partial(gpu_processes.training, pipeline=2, virtual_pipeline=2),
     "training, EP 2 of experts": partial(gpu_processes.training, family="qwen3_moe", data=2, expert=2),
     "training, TP 2 PP 2 DP 2": partial(gpu_processes.training, tensor=2, pipeline=2, data=2),
-    "a rank killed in a step is replaced, DP 2": partial(gpu_runs.lost_rank, data=2),
-    "a rank killed in a step, its replica left out and back, DP 3": partial(gpu_runs.lost_rank, data=3, left_out=True),
+    "a rank killed in a step is replaced, DP 2": gpu_runs.lost_rank,
     "ten steps, GPUs shared with a server": partial(gpu_runs.ten_steps, servers=1, colocate=True),
     "ten steps, a server beside": partial(gpu_runs.ten_steps, servers=1),
     "ten steps, a server beside, weights from shards to shards": partial(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,37 +108,23 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
     return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
 
 
-def lost_rank(device: torch.device, directory: Path, *, data: int, left_out: bool = False) -> Outcome:
-    """Steps in one of which a rank kills itself before it reduces gradients, while the others wait for it in a
-    collective call: the largest difference of a loss to a run in which nobody dies.
-
-    left_out: there is no place for another process at first, so that its replica takes no part for a while. It fails
-    where the run does not go on as it should.
-    """
+def lost_rank(device: torch.device, directory: Path) -> Outcome:
+    """Steps in one of which a rank of two kills itself before it reduces gradients, while the other waits for it in a
+    collective call: the largest difference of a loss to a run in which nobody dies."""
     import cli_runs
 
     from megatron_daro.observe.metrics import read_metrics
 
-    need_gpus(device, data, "ranks")
-    command = [*_without_servers(device, directory), f"actor.data_parallel={data}"]
+    need_gpus(device, 2, "ranks")
+    command = [*_without_servers(device, directory), "actor.data_parallel=2", f"trainer.steps={STEPS}"]
     command += ["trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
-    healing = ["trainer.replace_lost_ranks=true", *(["trainer.fewer_replicas_after_s=5"] if left_out else [])]
     run_dir, alone = directory / "run", directory / "alone"
-    plan = "backward:1:3:SIGKILL" + (":gone" if left_out else "")
-    steps = 100_000 if left_out else STEPS
-    options = [*healing, f"trainer.run_dir={run_dir}", f"trainer.steps={steps}"]
-    with cli_runs.with_dying_ranks([*command, *options], directory / "log", plan) as run:
-        if left_out:
-            for replicas in (data - 1, data):
-                done = cli_runs.last_step(run_dir) + 1
-                run.wait_until(partial(_trains_with, run_dir, replicas, done), f"{replicas} replicas", START_LIMIT_S)
-                (run.fired / "back").touch()
-            run.interrupt()
+    options = ["trainer.replace_lost_ranks=true", f"trainer.run_dir={run_dir}"]
+    with cli_runs.with_dying_ranks([*command, *options], directory / "log", "backward:1:3") as run:
         finished = run.finish(START_LIMIT_S)
-    if finished.code != (130 if left_out else 0):
+    if finished.code != 0:
         raise RuntimeError(finished.last_line)
-    last = cli_runs.last_step(run_dir)
-    cli_runs.trained([*command, f"trainer.run_dir={alone}", f"trainer.steps={last}"], directory / "alone.log")
+    cli_runs.trained([*command, f"trainer.run_dir={alone}"], directory / "alone.log")
     healed, unbroken = ({row["step"]: row["loss/policy"] for row in read_metrics(path)} for path in (run_dir, alone))
     if sorted(healed) != sorted(unbroken):
         raise RuntimeError(f"steps {sorted(healed)}, those of an unbroken run are {sorted(unbroken)}")
@@ -155,17 +140,6 @@ def _without_servers(device: torch.device, directory: Path) -> list[str]:
     if on_gpu:  # a width of the heads that fused kernels have
         tiny_task.pretrain(task.model, family="Qwen3Config", head_dim=64)
     return ["train", str(task.config), "actor.tensor_parallel=1", f"actor.precision={'bf16' if on_gpu else 'fp32'}"]
-
-
-def _trains_with(run_dir: Path, replicas: int, since: int) -> bool:
-    """Whether a step from `since` on was done by so many data-parallel replicas."""
-    import cli_runs
-
-    from megatron_daro.observe.metrics import read_metrics
-
-    if cli_runs.last_step(run_dir) < since:
-        return False
-    return any(row["step"] >= since and row["recovery/replicas"] == replicas for row in read_metrics(run_dir))
 
 
 def _wait_for_a_broadcast(run: Any, run_dir: Path) -> int:

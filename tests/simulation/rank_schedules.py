@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -24,7 +24,7 @@ from virtual_loop import VirtualLoop, collecting_after_runs, run
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime import healing, policy_group, replicas, supervisor
+from megatron_daro.runtime import healing, policy_group, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.policy_group import PolicyGroup, Shard
 from megatron_daro.runtime.supervisor import supervised
@@ -60,8 +60,6 @@ class Schedule:
     shuffled: bool
     per_hour: int
     faults: tuple[Fault, ...]
-    fewer_after_s: float | None = None
-    batches: tuple[int, ...] = BATCHES
 
 
 def draw(seed: int) -> Schedule:
@@ -91,19 +89,6 @@ def draw(seed: int) -> Schedule:
     )
 
 
-def draw_scarce(seed: int) -> Schedule:
-    """Worlds in which there may be no place for another process for a while, so that the policy goes on without."""
-    schedule, random = draw(seed), Random(seed + 3)
-    tensor, data = random.choice(((1, 2), (2, 2), (1, 3), (1, 3)))
-    faults = tuple(
-        replace(fault, rank=random.randrange(tensor * data), gone_s=random.choice((0.0, 3.0, 8.0, 20.0, 1e6)))
-        for fault in schedule.faults
-    )
-    return replace(
-        schedule, tensor=tensor, data=data, faults=faults, fewer_after_s=5.0, batches=(*BATCHES, 404, 505, 606)
-    )
-
-
 @contextmanager
 def no_ray():
     """What the driver imports of Ray and of the model's files, for the time of many schedules."""
@@ -112,8 +97,6 @@ def no_ray():
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
         patch.setattr(policy_group, "_empty", lambda directory: None)
-        patch.setattr(replicas, "_write_indices", lambda directory, shards: None)
-        patch.setattr(replicas, "shutil", SimpleNamespace(rmtree=lambda folder, ignore_errors: None))
         yield patch
 
 
@@ -179,7 +162,6 @@ class Outcome:
     """What a schedule did."""
 
     cluster: Cluster
-    batches: tuple[int, ...] = BATCHES
     done: int = 0
     error: BaseException | None = None
     lost_saves: int = 0
@@ -193,7 +175,7 @@ class Outcome:
 
     def expected(self, rank: int, steps: int) -> int:
         """A rank's weights after so many steps."""
-        return unbroken(rank % self.cluster.tensor, list(self.batches[:steps]))
+        return unbroken(rank % self.cluster.tensor, list(BATCHES[:steps]))
 
 
 async def _drive(group: Group, outcome: Outcome) -> None:
@@ -202,7 +184,7 @@ async def _drive(group: Group, outcome: Outcome) -> None:
     extras = list[asyncio.Future]()
     try:
         await sync.publish(0)
-        for step, number in enumerate(outcome.batches, 1):
+        for step, number in enumerate(BATCHES, 1):
             batch = await group.prepare(Batch(number, np.zeros(3)))
             result = await group.train(batch, step)
             assert result.metrics["loss"] == outcome.expected(0, step), "metrics of another state"
@@ -212,8 +194,6 @@ async def _drive(group: Group, outcome: Outcome) -> None:
             await sync.publish(step)
             assert engine.version == step
             if step % 2 == 0:
-                if saving is not None:
-                    await saving
                 captured = asyncio.Event()
                 saving = asyncio.ensure_future(_save(group, outcome, step, captured))
                 waiting = asyncio.ensure_future(captured.wait())
@@ -235,7 +215,7 @@ async def _save(group: Group, outcome: Outcome, step: int, captured: asyncio.Eve
     except LostSaveError:
         outcome.lost_saves += 1
         return
-    for rank in range(len(group.workers)):
+    for rank in range(outcome.cluster.world):
         held = outcome.cluster.disk.get((directory, rank))
         assert held and held[:2] == (step, outcome.expected(rank, step)), f"a checkpoint without rank {rank}: {held}"
     outcome.saved.append(step)
@@ -252,7 +232,7 @@ async def _run(group: Group, outcome: Outcome) -> None:
         outcome.error = error
 
 
-def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
+def simulate(schedule: Schedule) -> Outcome:
     """Run a schedule, and check its laws. Raises AssertionError: one is broken."""
     random = Random(schedule.seed + 1)
     loop = VirtualLoop(random, deadline_s=DEADLINE_S, shuffled=schedule.shuffled)
@@ -266,7 +246,7 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
         gloo=schedule.gloo,
         faults=list(schedule.faults),
     )
-    outcome = Outcome(cluster, schedule.batches)
+    outcome = Outcome(cluster)
     actor = _actor(schedule.data, schedule.tensor)
     names = ("old_logprobs",) if schedule.passes else ()
     algorithm = SimpleNamespace(passes=lambda columns: names, old_logprobs="recompute")
@@ -278,9 +258,7 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
         seed=0,
         updates_per_batch=1,
         placement=placement,
-        healing=HealingLimits(
-            None, schedule.per_hour, hung_s=60.0, fewer_after_s=schedule.fewer_after_s, folder=Path("/moved")
-        ),
+        healing=HealingLimits(None, schedule.per_hour, hung_s=60.0),
         warn=outcome.warnings.append,
     )
     group.cluster, group.outcome, outcome.group = cluster, outcome, group
@@ -290,8 +268,7 @@ def simulate(schedule: Schedule, *, checked: bool = True) -> Outcome:
             if hasattr(module, "time"):
                 patch.setattr(module, "time", SimpleNamespace(perf_counter=loop.time, monotonic=loop.time))
         run(loop, _run(group, outcome))
-    if checked:
-        _check(schedule, outcome)
+    _check(schedule, outcome)
     return outcome
 
 
@@ -311,14 +288,8 @@ def _note_death(outcome: Outcome, process: Any) -> None:
     processes = [handle.process for handle in workers.values()]
     if not outcome.ready or workers.dismissed or process not in processes:
         return
-    if heal.keeps == "none":  # one rank of several is left
-        outcome.unhealable = True
-    elif (
-        heal._moved.directory is not None
-        or heal._under_way
-        or heal._dead
-        or not all(process.alive and not process.frozen for process in processes)
-    ):
+    all_are_well = all(process.alive and not process.frozen for process in processes)
+    if heal._under_way or heal._dead or not all_are_well:
         outcome.together.add(rank)
     else:
         outcome.together = {rank}
@@ -338,20 +309,16 @@ def _check(schedule: Schedule, outcome: Outcome) -> None:
     repeated = [int(line.rsplit(" ", 1)[1]) for line in outcome.warnings if "steps repeated" in line]
     assert max(repeated, default=0) <= 1, outcome.warnings
     if outcome.error is None:
-        assert outcome.done == len(outcome.batches)
-        assert len(outcome.saved) + outcome.lost_saves == len(outcome.batches) // 2
+        assert outcome.done == len(BATCHES)
+        assert len(outcome.saved) + outcome.lost_saves == len(BATCHES) // 2
         return
     heal = outcome.group._healing
     text, peers = str(outcome.error), heal._peers
     outcome.unhealable |= heal.keeps == "peer" and heal._serial != heal._committed
-    if schedule.fewer_after_s and heal.keeps == "none":
-        assert outcome.unhealable, (text, happened)
-    elif "trainer.max_replacements" in text:
+    if "trainer.max_replacements" in text:
         assert outcome.unhealable or len(happened) > schedule.per_hour, (text, happened)
     elif "nobody has the state" in text:
         both = any(peers[rank] in outcome.together for rank in outcome.together)
         assert outcome.unhealable or both, (text, happened)
-    elif "no data-parallel replica is whole" in text:
-        assert schedule.fewer_after_s and sum(fault.gone_s > 0 for fault in happened) > 0, (text, happened)
     else:
         raise AssertionError(f"a run that ends for no reason that a person is told of: {text}")

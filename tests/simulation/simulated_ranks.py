@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import cache, partial
 from types import CoroutineType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from virtual_loop import VirtualLoop
 
-from megatron_daro.actor.double_buffer import KINDS, Slot
+from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import kept_states
 from megatron_daro.runtime.kept_states import KeptStates
@@ -47,22 +46,15 @@ def unbroken(key: int, batches: list[int]) -> int:
     return state
 
 
-def trained(key: int, history: Iterable[tuple[int, int]]) -> int:
-    """The chain of a rank after these (batch, step)."""
-    return reduce(lambda state, update: chained(state, *update), history, chained(key))
-
-
 @dataclass(slots=True)
 class Fault:
     """What befalls a rank's process. how: "dies" or "freezes". at_s: virtual seconds, or None. call: else before the
-    call of this number, of all calls that the processes of this rank get. gone_s: for so long there is no place for
-    another one."""
+    call of this number, of all calls that the processes of this rank get."""
 
     rank: int
     how: str
     at_s: float | None = None
     call: int | None = None
-    gone_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -89,9 +81,7 @@ class Cluster:
         self.faults, self.happened = faults, list[Fault]()
         self.processes = list[Process]()
         self.meetings: dict[str, Meeting] = {}
-        self.disk: dict[tuple[Any, int], tuple[int, int, int, tuple]] = {}
-        self.moved: dict[Any, dict[int, tuple[int, int, tuple]]] = defaultdict(dict)
-        self.gone_until: dict[int, float] = defaultdict(float)
+        self.disk: dict[tuple[Any, int], tuple[int, int, int]] = {}
         self.sent: tuple[int, int] | None = None
         self.restored = list[int]()
         self.on_death: Any = lambda process: None
@@ -105,19 +95,18 @@ class Cluster:
                 self.loop.call_later(fault.at_s, self._befall, fault)
 
     def _befall(self, fault: Fault) -> None:
-        process = next((p for p in reversed(self.processes) if p.number == fault.rank), None)
+        process = next((p for p in reversed(self.processes) if p.rank == fault.rank), None)
         if process is not None and process.alive and not process.frozen:
             self.happened.append(fault)
-            self.gone_until[fault.rank] = self.loop.time() + fault.gone_s
             process.freeze() if fault.how == "freezes" else process.die()
 
     def called(self, process: Process) -> None:
         """Count a call of a rank; the faults of this number come before it."""
         if not self.armed:
             return
-        number = self.calls[process.number] = self.calls[process.number] + 1
+        number = self.calls[process.rank] = self.calls[process.rank] + 1
         for fault in self.faults:
-            if fault.rank == process.number and fault.call == number:
+            if fault.rank == process.rank and fault.call == number:
                 self._befall(fault)
 
     def start(self, rank: int) -> Handle:
@@ -155,8 +144,7 @@ class Process:
     """One process. Calls of a concurrency group run one after the other, those of one caller in their order."""
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
-        self.cluster, self.loop, self.number = cluster, cluster.loop, rank
-        self.rank, self.world = rank, cluster.world  # where the policy goes on with fewer replicas these change
+        self.cluster, self.loop, self.rank = cluster, cluster.loop, rank
         self.alive, self.frozen = True, False
         self.policy: Any = None
         self.states = KeptStates()
@@ -166,7 +154,7 @@ class Process:
         self._pending: dict[asyncio.Future, Process | None] = {}
         self._last_arrival: dict[Any, float] = {}
         self._tasks: dict[asyncio.Task, None] = {}  # in order, unlike a set: they are cancelled in it
-        self._ready_at = max(self.loop.time(), cluster.gone_until[rank]) + cluster.delay(2.0)
+        self._ready_at = self.loop.time() + cluster.delay(2.0)
 
     # What Ray does.
 
@@ -303,11 +291,9 @@ class Process:
         meetings[address] = Meeting(self.cluster.world, self.cluster.gloo)
         return address
 
-    async def setup(self, rank: int, address: str, *settings: Any, to_be_restored: bool, **options: Any) -> None:
+    async def setup(self, address: str, *settings: Any, heals: bool, to_be_restored: bool) -> None:
         """`dist.init_process_group` waits in a store, where nothing reaches it but the time-out."""
         meeting = self.cluster.meetings[address]
-        self.rank, self.world = rank, settings[1].world_size
-        meeting.world = self.world
         arrived = meeting.arrived["setup"]
         arrived[self.rank] = self.loop.create_future()
         if len(arrived) == meeting.world:
@@ -324,7 +310,6 @@ class Process:
             step=0,
             weights=chained(key) if start is None else 1,
             optimizer=chained(1000 + self.rank) if start is None else 1,
-            history=(),
             snapshot=None,
             save=None,
         )
@@ -338,7 +323,7 @@ class Process:
             exports=rank < tensor,
             sends=rank == 0,
             answers=rank % tensor == 0,
-            host=f"host {self.number * self.cluster.hosts // self.cluster.world}",
+            host=f"host {rank * self.cluster.hosts // self.cluster.world}",
             weights_key=(rank % tensor,),
         )
 
@@ -353,7 +338,7 @@ class Process:
         await self._spend(self.cluster.delay(0.02))
         policy.optimizer = chained(policy.optimizer, batch.number, step)
         await self._meet()
-        policy.step, policy.history = step, (*policy.history, (batch.number, step))
+        policy.step = step
         return StepResult(step, {"loss": policy.weights} if self.rank % self.cluster.tensor == 0 else {})
 
     async def run_pass(self, name: str, batch: Any, micro_batches: Any) -> np.ndarray | None:
@@ -392,7 +377,7 @@ class Process:
         policy.save = self._background(self._write(directory, policy))
 
     async def _write(self, directory: Any, policy: Any) -> None:
-        held = policy.step, policy.weights, policy.optimizer, policy.history
+        held = policy.step, policy.weights, policy.optimizer
         await self._spend(self.cluster.delay(0.5))
         self.cluster.disk[directory, self.rank] = held
 
@@ -403,14 +388,8 @@ class Process:
         await self._meet()
         policy = self.policy
         await self._settled(policy.save, policy.snapshot)
-        self._go_on_from(self.cluster.disk[directory, 0][3])  # in any layout
+        policy.step, policy.weights, policy.optimizer = self.cluster.disk[directory, self.rank]
         await self._meet()
-
-    def _go_on_from(self, history: tuple) -> None:
-        policy = self.policy
-        policy.weights = trained(self.rank % self.cluster.tensor, history)
-        policy.optimizer = trained(1000 + self.rank, history)
-        policy.step, policy.history = history[-1][1] if history else 0, history
 
     def snapshot_bytes(self) -> tuple[dict, int]:
         return dict.fromkeys(KINDS, 8), self.cluster.free
@@ -423,7 +402,7 @@ class Process:
         policy = self.policy
         await self._settled(policy.snapshot)
         slot = self.states.own.open(keep)
-        slot.layout, slot.rest = LAYOUT, {"rank": self.rank, "step": policy.step, "history": policy.history}
+        slot.layout, slot.rest = LAYOUT, {"rank": self.rank, "step": policy.step}
         policy.snapshot = self._background(self._copy(slot, serial, policy))
         self.snapshot = serial, policy.snapshot
 
@@ -489,23 +468,16 @@ class Process:
 
     async def adopt(self, serial: int, sources: Any) -> None:
         """`KeptStates.adopt`, whose thread waits where this awaits."""
-        await self._assemble(self.states.own.open(None), serial, sources)
-
-    async def _assemble(self, slot: Any, serial: int, sources: Any) -> None:
+        slot = self.states.own.open(None)
         slot.layout, slot.rest = {}, {}
         for source in sources:
-            worker = source.worker and Handle(source.worker.process, self)
-            found = (
-                await self._get(worker.describe.remote(source.owner, serial))
-                if worker
-                else self.describe(source.owner, serial)
-            )
+            worker = Handle(source.worker.process, self)
+            found = await self._get(worker.describe.remote(source.owner, serial))
             slot.rest = found.rest if source.rest else slot.rest
             for kind in source.kinds:
                 slot.layout[kind] = found.layout[kind]
                 for number in range(found.blocks[kind]):
-                    asked = source.owner, serial, kind, number
-                    block = await self._get(worker.block.remote(*asked)) if worker else self.block(*asked)
+                    block = await self._get(worker.block.remote(source.owner, serial, kind, number))
                     kept_states._fill(slot.blocks.setdefault(kind, []), number, block)
         slot.layout = {kind: slot.layout[kind] for kind in KINDS}
         slot.serial = serial
@@ -517,32 +489,8 @@ class Process:
         assert slot.rest["rank"] == self.rank, "the snapshot of another rank"
         for kind in KINDS:
             setattr(policy, kind, int(slot.blocks[kind][0].numpy().view(np.int64)[0]))
-        policy.step, policy.history = slot.rest["step"], slot.rest["history"]
+        policy.step = slot.rest["step"]
         self.cluster.restored.append(policy.step)
-
-    async def write_snapshot(self, serial: int, rank: int, sources: Any, directory: Any) -> dict:
-        """`KeptStates.of_rank`, then actor/snapshot_files.py."""
-        slot = Slot() if sources else self.states.whole(serial)
-        if sources:
-            await self._assemble(slot, serial, sources)
-        await self._spend(self.cluster.delay(0.3))
-        assert slot.rest["rank"] == rank, "the snapshot of another rank"
-        weights, optimizer = (int(slot.blocks[kind][0].numpy().view(np.int64)[0]) for kind in KINDS)
-        self.cluster.moved[directory][rank] = weights, optimizer, slot.rest["history"]
-        return {}
-
-    async def load_moved(self, directory: Any) -> None:
-        """Collective. What was written must be one state of all ranks of the layout before."""
-        await self._meet()
-        written = self.cluster.moved[directory]
-        (history,) = {history for *_, history in written.values()}
-        assert sorted(written) == list(range(len(written))), f"a rank is missing in the files: {sorted(written)}"
-        for rank, (weights, optimizer, _) in written.items():
-            assert weights == trained(rank % self.cluster.tensor, history), "weights of another state are in the files"
-            assert optimizer == trained(1000 + rank, history), "an optimizer of another state is in the files"
-        await self._spend(self.cluster.delay(0.3))
-        self._go_on_from(history)
-        await self._meet()
 
 
 async def _ended(future: asyncio.Future) -> None:

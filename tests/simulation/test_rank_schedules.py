@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from rank_schedules import draw, draw_scarce, no_ray, simulate
-from simulated_ranks import Fault
+from rank_schedules import draw, no_ray, simulate
 
-from megatron_daro.errors import CheckpointError
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import Healing
-from megatron_daro.runtime.replicas import MovedState, ReplicaPlan
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +18,7 @@ def patched():
         yield patch
 
 
-def run_all(seeds, draw=draw):
+def run_all(seeds):
     """Every schedule must hold its laws; returns how many healed, and how many ended the run for a good reason."""
     ends = Counter()
     for seed in seeds:
@@ -34,8 +29,6 @@ def run_all(seeds, draw=draw):
             error.add_note(f"tests/simulation: seed {seed} of ranks: {schedule}")
             raise
         ends["ended" if outcome.error else "healed" if outcome.warnings else "quiet"] += 1
-        for how in ("go on, after", "train again"):
-            ends[how] += any(how in line for line in outcome.warnings)
     return ends
 
 
@@ -44,40 +37,11 @@ def test_five_hundred_schedules():
     assert ends["healed"] > 100 and ends["ended"] > 25 and ends["quiet"] > 50, ends
 
 
-def test_five_hundred_schedules_without_a_place_for_the_next_process():
-    ends = run_all(range(500), draw_scarce)
-    assert ends["go on, after"] > 100 and ends["train again"] > 40 and ends["ended"] > 25, ends
-
-
-@pytest.mark.parametrize("draw", [draw, draw_scarce])
-def test_a_seed_gives_the_same_schedule_every_time(draw):
+def test_a_seed_gives_the_same_schedule_every_time():
     """Nothing may depend on where objects lie in memory, as the order of a set of tasks does."""
     for seed in range(100):
         first, again = (simulate(draw(seed)).cluster.random.getstate() for _ in range(2))
         assert first == again, f"seed {seed} draws other numbers the second time"
-
-
-@pytest.mark.parametrize("writes", [(), (2,), (1,)], ids=["room", "full_when_it_grows", "full_when_it_shrinks"])
-def test_a_full_disk_ends_a_run_only_where_it_needs_the_files(monkeypatch, writes):
-    """A rank is away for 8 s: its replica is left out and taken in again, with files that may find no room."""
-    count, original = itertools.count(1), MovedState.write
-
-    async def write(self, serial, workers, sources):
-        if next(count) in writes:
-            raise CheckpointError("no space left on the device")
-        await original(self, serial, workers, sources)
-
-    monkeypatch.setattr(MovedState, "write", write)
-    fault = Fault(2, "dies", at_s=3.0, gone_s=8.0)
-    schedule = replace(draw_scarce(1), tensor=1, data=3, hosts=1, keeps="both", per_hour=9, faults=(fault,))
-    outcome = simulate(replace(schedule, batches=tuple(range(1, 20))), checked=1 not in writes)
-    said = " ".join(outcome.warnings)
-    if 1 in writes:
-        assert "no space left" in str(outcome.error) and outcome.done < 19
-        return
-    assert outcome.error is None and "2 of 3 data-parallel replicas go on" in said
-    assert "3 of 3 data-parallel replicas train again" in said
-    assert ("although others have a place: no space left" in said) == (2 in writes)
 
 
 @pytest.mark.heavy
@@ -111,7 +75,8 @@ def commit_before_the_copies(patch):
     original = Healing._commit
 
     async def early(self, serial, keep):
-        self._counts(serial)
+        self._committed = serial
+        self._updates = [update for update in self._updates if update[0] > serial]
         await original(self, serial, keep)
 
     patch.setattr(Healing, "_commit", early)
@@ -181,63 +146,20 @@ def take_any_failure_for_the_last(patch):
     patch.setattr(Healing, "heal", once)
 
 
-def forget_that_files_have_a_step(patch):
-    """The step that is in the files is done once more."""
-    original = Healing._write_files
-
-    async def without(self, kept):
-        updates = list(self._updates)
-        await original(self, kept)
-        self._updates = updates
-
-    patch.setattr(Healing, "_write_files", without)
-
-
-def leave_the_lost_out_of_the_files(patch):
-    original = MovedState.write
-
-    async def torn(self, serial, workers, sources):
-        lost = [name for rank, name in enumerate(workers) if rank in sources]
-        await original(self, serial, {n: w for n, w in workers.items() if n not in lost}, {})
-
-    patch.setattr(MovedState, "write", torn)
-
-
-def take_ranks_of_a_torn_replica(patch):
-    patch.setattr(ReplicaPlan, "names", lambda self, gone: [name for name in self._replica if name not in gone][::-1])
-
-
-def grow_from_what_is_older(patch):
-    """From the snapshot before the newest."""
-
-    async def old(self, names):
-        self._serial, self._committed = self._serial - 1, self._committed - 1
-        await grow(self, names)
-
-    grow = Healing._grow_to
-    patch.setattr(Healing, "_grow_to", old)
-
-
-OF_DEATHS = [
-    commit_before_the_copies,
-    repeat_what_the_snapshot_has,
-    repeat_no_step,
-    heal_again_after_the_end,
-    leave_nobody,
-    look_for_no_hung_process,
-    restore_the_dead_alone,
-    take_any_failure_for_the_last,
-]
-OF_REPLICAS = [
-    forget_that_files_have_a_step,
-    leave_the_lost_out_of_the_files,
-    take_ranks_of_a_torn_replica,
-    grow_from_what_is_older,
-]
-
-
-@pytest.mark.parametrize("plant", OF_DEATHS + OF_REPLICAS)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        commit_before_the_copies,
+        repeat_what_the_snapshot_has,
+        repeat_no_step,
+        heal_again_after_the_end,
+        leave_nobody,
+        look_for_no_hung_process,
+        restore_the_dead_alone,
+        take_any_failure_for_the_last,
+    ],
+)
 def test_a_planted_fault_is_found(patched, plant):
     plant(patched)
     with pytest.raises((AssertionError, RuntimeError)):
-        run_all(range(400), draw_scarce if plant in OF_REPLICAS else draw)
+        run_all(range(400))

@@ -49,24 +49,6 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "actor.data_parallel",
             "got 3, but an update has 2 samples",
         ),
-        (
-            ["trainer.fewer_replicas_after_s=60", "actor.data_parallel=2"],
-            "trainer.fewer_replicas_after_s",
-            "got 60 without trainer.replace_lost_ranks",
-        ),
-        (
-            ["trainer.fewer_replicas_after_s=60", "trainer.replace_lost_ranks=true"],
-            "trainer.fewer_replicas_after_s",
-            "got 60 with actor.data_parallel=1",
-        ),
-        (
-            [
-                *("trainer.fewer_replicas_after_s=60", "trainer.replace_lost_ranks=true", "actor.data_parallel=2"),
-                "actor.optimizer.distributed=false",
-            ],
-            "trainer.fewer_replicas_after_s",
-            "an optimizer that is not distributed",
-        ),
         (["actor.micro_batch_tokens=5000"], "actor.micro_batch_tokens", "set actor.micro_batch_tokens=5120"),
         (["rollout.max_response_tokens=8000"], "rollout.max_response_tokens", "at most 8192, the model's max_position"),
         (

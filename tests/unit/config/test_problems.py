@@ -38,12 +38,6 @@ TURNS actor.megatron.nccl_ub=true | actor.megatron.nccl_ub | engine.colocate | a
 TURNS engine.sglang.tensor_parallel=3 | engine.sglang.tensor_parallel | engine.colocate actor.tensor_parallel |
 TURNS engine.sglang.tensor_parallel=16 | engine.sglang.tensor_parallel | engine.colocate |
 TURNS engine.replicas=2 | engine.replicas | engine.colocate engine.sglang.tensor_parallel |
-trainer.fewer_replicas_after_s=60 actor.data_parallel=2 | trainer.fewer_replicas_after_s |
-  trainer.replace_lost_ranks |
-trainer.fewer_replicas_after_s=60 trainer.replace_lost_ranks=true | trainer.fewer_replicas_after_s |
-  actor.data_parallel |
-trainer.fewer_replicas_after_s=60 actor.optimizer.distributed=false | trainer.fewer_replicas_after_s |
-  actor.optimizer.distributed |
 cluster.gpus_per_node=8 actor.data_parallel=9 | actor | PARALLEL | actor.data_parallel=8
 cluster.gpus_per_node=3 cluster.nodes=3 actor.tensor_parallel=2 actor.data_parallel=4 | actor.tensor_parallel |
   PARALLEL | actor.data_parallel=3

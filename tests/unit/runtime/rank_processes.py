@@ -19,10 +19,9 @@ from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.convert.daro_format import INDEX_FILE, StoredShard
-from megatron_daro.errors import CheckpointError, WorkerError
+from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime import healing, kept_states, policy_group, replicas, supervisor
+from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
@@ -54,7 +53,7 @@ class Rank:
     no place, or is frozen."""
 
     def __init__(self, world, number, options):
-        self.world, self.number, self.options = world, number, options
+        self.world, self.rank, self.options = world, number, options
         self.alive, self.dies_at, self.waits = True, "", False
         self.states, self.seen, self.log = KeptStates(), None, []
         self._open, self._queue = [], []
@@ -107,7 +106,7 @@ class Rank:
                 answer.exception()
 
     def do_gpu(self):
-        return f"{self.number}"
+        return f"{self.rank}"
 
     def do_rendezvous(self):
         folder = self.world.folder / f"meeting_{len(self.world.meetings)}"
@@ -115,8 +114,8 @@ class Rank:
         self.world.meetings.append(folder)
         return f"file://{folder}/ranks"
 
-    def do_setup(self, rank, address, settings, actor, algorithm, seed, timeout_s, **options):
-        self.rank, self.actor = rank, actor
+    def do_setup(self, address, settings, actor, algorithm, seed, timeout_s, **options):
+        self.actor = actor
         self.arguments = (address, settings, actor, algorithm, seed, timeout_s), options
         self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
 
@@ -201,30 +200,11 @@ class Rank:
         pass
 
     def do_restore(self, serial):
-        self._take(self.states.whole(serial))
-
-    def _take(self, slot):
+        slot = self.states.whole(serial)
         assert slot.rest == {"key": self.do_place().weights_key}
         for kind in KINDS:
             (block,) = slot.blocks[kind]
             self.seen[kind] = [0, *(int(step) for step in block if step)]
-
-    def do_write_snapshot(self, serial, rank, sources, directory):
-        slot = self.states.of_rank(serial, sources)
-        if self.world.disk_is_full:
-            raise CheckpointError("the disk is full")
-        directory.mkdir(parents=True, exist_ok=True)
-        steps = {kind: [0, *(int(step) for step in slot.blocks[kind][0] if step)] for kind in KINDS}
-        (directory / f"rank_{rank}").write_text(json.dumps(steps))
-        return {".": [StoredShard(f"part {rank}", f"rank_{rank}", "0", (0,), (1,), (1,))]}
-
-    def do_load_moved(self, directory):
-        files = sorted(directory.glob("rank_*"))
-        index = json.loads((directory / INDEX_FILE).read_text())
-        assert [row[1] for row in index["shards"]] == [file.name for file in files]
-        self.seen, *others = [json.loads(file.read_text()) for file in files]
-        assert all(other == self.seen for other in others)
-        self.world.moved_from.append([file.name for file in files])
 
     def do_export(self, plan, group=(), *, critic=False):
         self.world.exported.append((self.rank, group, critic))
@@ -260,9 +240,9 @@ class World:
 
     def __init__(self, monkeypatch, folder, *, limits=None, actor=None, algorithm=None, deadlines=None, **options):
         self.folder, self.started, self.meetings, self.killed, self.warnings = folder, [], [], [], []
-        self.exported, self.joined, self.relayed, self.offered, self.moved_from = [], [], [], [], []
+        self.exported, self.joined, self.relayed, self.offered = [], [], [], []
         self.slow, self.skips, self.puts = (), (), 0
-        self.device, self.memory, self.snapshots_wait, self.disk_is_full = "cpu", 10**6, False, False
+        self.device, self.memory, self.snapshots_wait = "cpu", 10**6, False
         self.no_place, self.next_deaths = set(), []  # of the processes that are started next
         self.actor = actor or ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
         self.hosts = ["a"] * self.actor.world_size
@@ -272,7 +252,7 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, kept_states, policy_group, replicas, supervisor):
+        for module in (healing, kept_states, policy_group, supervisor):
             monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(
             policy_group,
@@ -309,7 +289,7 @@ class World:
 
     def _kill(self, handle, no_restart):
         assert no_restart
-        self.killed.append(handle.process.number)
+        self.killed.append(handle.process.rank)
         handle.process.die()
 
     def _put(self, value):

@@ -268,13 +268,12 @@ def test_without_a_policy_engine_and_verifiers_start_after_their_places():
 
 def test_ranks_that_may_be_replaced_have_the_limits_of_the_run(tmp_path):
     trainer = {"run_dir": tmp_path, "replace_lost_ranks": True, "snapshot_gib": 3.0, "max_replacements": 4}
-    config = configured(trainer={**trainer, "hung_rank_s": 70.0, "fewer_replicas_after_s": 9.0})
+    config = configured(trainer={**trainer, "hung_rank_s": 70.0})
 
     def made(warn):
         return parts.policy_group(config, "where", kind=lambda *sections, **options: options, warn=warn)
 
-    limits = parts.HealingLimits(3.0, 4, 70.0, 9.0, tmp_path / "moved")
-    assert made(print)["healing"] == limits and made(print)["warn"] is print
+    assert made(print)["healing"] == parts.HealingLimits(3.0, 4, 70.0) and made(print)["warn"] is print
     assert not {"healing", "warn"} & made(None).keys()
 
 

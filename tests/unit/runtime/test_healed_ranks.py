@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
 from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing, kept_states
@@ -114,7 +113,6 @@ class World:
 
     def __init__(self, deaths):
         self._deaths, self.calls, self.warnings = list(deaths), -(10**6), []
-        self.actor = ActorSection(tensor_parallel=2, data_parallel=2)
         self.places = [
             Place(rank // 2, 0, exports=False, sends=False, answers=False, host="a", weights_key=(rank % 2,))
             for rank in range(WORLD)

@@ -127,24 +127,6 @@ def test_nobody_has_what_is_adopted():
         KeptStates().adopt(7, [Source(Handle(KeptStates()), None, KINDS, rest=True)])
 
 
-def test_a_snapshot_is_put_together_of_what_this_process_and_others_have():
-    """That of a rank that is lost, in the process that keeps its copy; without sources it is the process's own."""
-    rank, keeper, replica = KeptStates(), KeptStates(), KeptStates()
-    take(rank, 3)
-    take(replica, 3)
-    take(keeper, 3)
-    rank.send(5, 3, None, Handle(keeper), ("optimizer",))
-    sources = [Source(Handle(replica), None, ("weights",), rest=False), Source(None, 5, ("optimizer",), rest=True)]
-    slot = keeper.of_rank(3, sources)
-    assert slot.layout == STORAGES and list(slot.layout) == list(KINDS)
-    assert (slot.serial, slot.rest) == (3, {"serial": 3})
-    for kind in KINDS:
-        np.testing.assert_array_equal(held(slot, kind), content(3, kind))
-    assert keeper.of_rank(3, ()) is keeper.whole(3) and slot is not keeper.whole(3)
-    with pytest.raises(WorkerError, match="snapshot 4"):
-        keeper.of_rank(4, ())
-
-
 def test_blocks_of_another_size_take_the_place_of_those_that_are_there():
     rank, peer = KeptStates(), KeptStates()
     take(rank, 1)

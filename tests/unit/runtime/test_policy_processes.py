@@ -17,7 +17,7 @@ from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import Rollout
 
 
-@pytest.mark.parametrize("limits", [None, LIMITS, dataclasses.replace(LIMITS, fewer_after_s=5.0)])
+@pytest.mark.parametrize("limits", [None, LIMITS])
 def test_each_rank_is_told_its_number_the_layout_and_where_all_meet(world, tmp_path, limits):
     one = world(limits, logs=tmp_path / "logs", collective_timeout_s=77.0)
 
@@ -26,7 +26,7 @@ def test_each_rank_is_told_its_number_the_layout_and_where_all_meet(world, tmp_p
         ranks = [one.process(rank) for rank in range(4)]
         assert [process.rank for process in ranks] == [0, 1, 2, 3]
         wanted = f"file://{tmp_path / 'meeting_0'}/ranks", one.settings, one.actor, one.algorithm, 5, 77.0
-        options = {"heals": limits is not None, "to_be_restored": False, "movable": limits not in (None, LIMITS)}
+        options = {"heals": limits is not None, "to_be_restored": False}
         assert [process.arguments[0] for process in ranks] == [wanted] * 4
         assert all(process.arguments[1] == options for process in ranks)
         assert one.policy.heals == (limits is not None)

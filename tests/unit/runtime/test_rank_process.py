@@ -95,9 +95,8 @@ def test_memory_moves_away_and_back_and_checkpoints_go_to_the_policy(own, tmp_pa
     own.start_save(tmp_path)
     own.finish_save()
     own.load(tmp_path)
-    own.load_moved(tmp_path)
-    names = ["offload", "onload", "start_save", "finish_save", "load", "load_moved"]
-    arguments = [(("weights",),), (("optimizer",),), (tmp_path,), (), (tmp_path,), (tmp_path,)]
+    names = ["offload", "onload", "start_save", "finish_save", "load"]
+    arguments = [(("weights",),), (("optimizer",),), (tmp_path,), (), (tmp_path,)]
     assert own._policy.calls == [(name, given, {}) for name, given in zip(names, arguments, strict=True)]
     held, free = own.snapshot_bytes()
     assert held == {"weights": 8} and free > 2**20
@@ -106,7 +105,7 @@ def test_memory_moves_away_and_back_and_checkpoints_go_to_the_policy(own, tmp_pa
 @pytest.fixture
 def groups(monkeypatch):
     """What the process groups of this process are asked for; listens: at which ports, one more with every group."""
-    asked = SimpleNamespace(joined=[], listens={1}, closed=[], key=(0, 1), aborted=[])
+    asked = SimpleNamespace(joined=[], listens={1}, closed=[], aborted=[])
 
     def initialize(layout, **options):
         asked.joined.append((layout, options))
@@ -116,7 +115,6 @@ def groups(monkeypatch):
     monkeypatch.setattr(parallel, "initialize", initialize)
     monkeypatch.setattr(parallel, "listening", lambda: frozenset(asked.listens))
     monkeypatch.setattr(parallel, "gathered_addresses", lambda own: frozenset({*own, "of others"}))
-    monkeypatch.setattr(parallel, "weights_key", lambda: asked.key)
     monkeypatch.setattr(parallel, "abort", lambda *addresses: asked.aborted.append(addresses))
     monkeypatch.setattr(parallel, "shutdown", lambda: asked.closed.append("groups"))
     monkeypatch.setattr(policy_module, "MegatronPolicy", Policy)
@@ -126,18 +124,18 @@ def groups(monkeypatch):
     gc.unfreeze()
 
 
-def setup(own, rank=1, place="file:///here", **options):
+def setup(own, place="file:///here", **options):
     settings = SimpleNamespace(expandable_segments=True)
-    own.setup(rank, place, settings, ActorSection(tensor_parallel=2), "algorithm", 5, 77.0, **options)
+    own.setup(place, settings, ActorSection(tensor_parallel=2), "algorithm", 5, 77.0, **options)
     return settings
 
 
 @pytest.mark.parametrize("heals", [True, False])
 def test_a_rank_joins_its_groups_and_builds_its_policy(own, groups, heals):
     own._reserved = SimpleNamespace(close=lambda: groups.closed.append("port"))
-    settings = setup(own, heals=heals, to_be_restored=True, movable=True)
+    settings = setup(own, heals=heals, to_be_restored=True)
     ((layout, options),) = groups.joined
-    assert layout.tensor == 2 and options == {"rank": 1, "init_method": "file:///here", "seed": 5, "timeout_s": 77.0}
+    assert layout.tensor == 2 and options == {"rank": 3, "init_method": "file:///here", "seed": 5, "timeout_s": 77.0}
     assert groups.closed == ["port"]
     arguments, options = own._policy.made
     assert arguments == (settings, ActorSection(tensor_parallel=2), "algorithm")
@@ -147,8 +145,6 @@ def test_a_rank_joins_its_groups_and_builds_its_policy(own, groups, heals):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and gc.get_freeze_count() > 1000
     own.abort()
     assert groups.aborted == [({2}, {2, "of others"}) if heals else (set(), set())]
-    own.start_snapshot(1, None)
-    assert own._policy.calls[0][2] == {"movable": True}
 
 
 def test_on_several_nodes_gloo_is_not_told_to_stay_on_loopback(own, groups):
@@ -156,14 +152,11 @@ def test_on_several_nodes_gloo_is_not_told_to_stay_on_loopback(own, groups):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "before"
 
 
-def test_weights_of_the_reference_stay_where_the_rank_has_the_same_part_again(own, groups):
+def test_weights_of_the_reference_stay_when_the_policy_is_built_again(own, groups):
     setup(own, heals=True)
     first = own._policy.reference
     setup(own)
     assert own._policy.made[1]["reference"] is first and own._policy.made[1]["to_be_restored"] is False
-    groups.key = (1, 1)
-    setup(own)
-    assert own._policy.made[1]["reference"] is None
 
 
 def test_groups_of_relays_are_closed_with_the_others(own, groups, monkeypatch):
