@@ -16,7 +16,6 @@ that the files do not cover completely.
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import json
@@ -24,7 +23,7 @@ import math
 import pickle
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,47 +310,6 @@ def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
         raise _refused(directory, error) from error
     parameters = sum(p.numel() for chunk in train_state.chunks for p in chunk.module.parameters())
     return PendingSave(directory, file, most_copied=_COPIED_BYTES * parameters)
-
-
-def parts_of_save(train_state: TrainedModel) -> tuple[list[OwnBox], dict[tuple[str, str], str], dict[str, Any]]:
-    """Return what this rank would write now, without writing it. Not collective.
-
-    Returns:
-        Boxes, whose data are views of the live tensors; the key of each object, by (place of its chunk, name in that
-        one's state dict); what is not sharded.
-
-    Raises:
-        CheckpointError: the optimizer is not distributed, or a box is no run of its tensor's elements.
-    """
-    if not is_distributed(train_state.optimizer):
-        raise CheckpointError("the optimizer is not split over the data-parallel ranks: actor.optimizer.distributed")
-    with quiet():
-        state = _state(train_state, is_loading=False)
-        own = own_boxes(train_state.optimizer, state["model"])
-        objects = {
-            (place, name): item.unique_key
-            for place, chunk in state["model"].items()
-            for name, item in chunk.items()
-            if isinstance(item, ShardedObject) and is_main_replica(item.replica_id)
-        }
-        sharded, common = save_preprocess(state, validate_access_integrity=False)
-    main = [item for item in nested_values(sharded) if is_main_replica(item.replica_id)]
-    boxes = [*(_stored(item) for item in main if isinstance(item, ShardedTensor)), *own]
-    if wrong := sorted({box.key for box in boxes if not box.data.is_contiguous()}):
-        raise CheckpointError(f"{wrong[0]}: a part of it is no run of its elements")
-    return boxes, objects, common
-
-
-def small_parts(train_state: TrainedModel, objects: Collection[tuple[str, str]]) -> dict[str, Any]:
-    """Return copies of what a save has beside weights and optimizer state. Not collective. Args: objects: of
-    `parts_of_save`, whose bytes (uint8 [bytes]) are by the same names."""
-    states = {str(place): chunk.module.state_dict() for place, chunk in enumerate(train_state.chunks)}
-    with quiet():
-        common = {"optimizer": common_state(train_state.optimizer), "scheduler": train_state.scheduler.state_dict()}
-    return {
-        "common": copy.deepcopy(common),
-        "objects": {(place, name): _bytes_of(states[place][name], name) for place, name in objects},
-    }
 
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:

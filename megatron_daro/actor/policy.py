@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, critic, device, snapshot, snapshot_files
+from megatron_daro.actor import checkpoint, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
@@ -149,7 +149,6 @@ class MegatronPolicy:
         """
         self._pending_saves: list[checkpoint.PendingSave] = []
         self._pending_snapshot: snapshot.PendingSnapshot | None = None
-        self._catalogues: list[snapshot_files.Catalogue] | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
         self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
         self._output = OutputSettings(
@@ -340,8 +339,8 @@ class MegatronPolicy:
         for pending in self._pending_saves:
             pending.wait()
         self._pending_saves = []
-        models = self._models()
-        for (name, model), folder in zip(models.items(), snapshot_files.folders(directory, len(models)), strict=True):
+        for name, model in self._models().items():
+            folder = directory / critic.FOLDER if name == "critic" else directory
             folder.mkdir(exist_ok=True)
             self._take_turn(name)  # one that is saved is copied first
             self._pending_saves.append(checkpoint.start_save(model, folder))
@@ -358,31 +357,18 @@ class MegatronPolicy:
         if self._pending_snapshot is not None:
             self._pending_snapshot.wait()
 
-    def start_snapshot(self, slot: Slot, serial: int, *, movable: bool = False) -> snapshot.PendingSnapshot:
+    def start_snapshot(self, slot: Slot, serial: int) -> snapshot.PendingSnapshot:
         """Begin to copy what training changes to the host; training may go on, and waits before its next update until
-        that is done. Not collective.
+        that is done. Not collective. Raises WorkerError: the one before failed.
 
         Args:
-            slot: what is filled. serial: its number. movable: files for another layout can be made of it.
-
-        Raises:
-            WorkerError: the one before failed. CheckpointError: it cannot be movable.
+            slot: what is filled. serial: its number.
         """
         self._needs("weights", "optimizer")
         if self._pending_snapshot is not None:
             self._pending_snapshot.wait()
-        if movable and self._catalogues is None:
-            self._catalogues = snapshot.catalogues(*self._for_snapshots())
-        catalogues = self._catalogues if movable else None
-        self._pending_snapshot = snapshot.begin(*self._for_snapshots(), slot, serial, catalogues)
+        self._pending_snapshot = snapshot.begin(*self._for_snapshots(), slot, serial)
         return self._pending_snapshot
-
-    def load_moved(self, directory: Path) -> None:
-        """Load files that were made of the snapshots of another layout. Collective. Raises CheckpointError."""
-        self.load(directory)
-        models = list(self._models().values())
-        for model, folder in zip(models, snapshot_files.folders(directory, len(models)), strict=True):
-            snapshot.put_fields(model, snapshot_files.fields_in(folder))
 
     def restore(self, slot: Slot) -> None:
         """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""

@@ -6,8 +6,7 @@ which of them every rank has (runtime/healing.py).
 
 What a snapshot holds is what the rank's checkpoint holds, and the states of the random generators: storages bit for
 bit, options and age of the optimizer's groups, the schedule, the buffers and extra states of modules, and what the
-algorithm has learned. It fits a rank of the same layout, model and options only, which `restore` checks; with a
-catalogue, files for other layouts can be made of it (actor/snapshot_files.py).
+algorithm has learned. It fits a rank of the same layout, model and options only, which `restore` checks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import copy
 import random
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -25,11 +24,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
-from megatron_daro.actor.checkpoint import parts_of_save, small_parts
 from megatron_daro.actor.compat import allocate_optimizer_state, optimizer_parts
 from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
-from megatron_daro.actor.snapshot_files import Catalogue, catalogue_of
 from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
@@ -100,29 +97,14 @@ def layout_of(storages: Storages) -> Layout:
     return {kind: tuple(storage.nbytes() for storage in own) for kind, own in storages.items()}
 
 
-def catalogues(memory: HostMemory, models: Sequence[TrainedModel]) -> list[Catalogue]:
-    """Return where in this rank's snapshots the boxes of each model's checkpoint lie. Raises CheckpointError."""
-    storages = storages_of(memory, models)
-    return [catalogue_of(*parts_of_save(model), storages) for model in models]
-
-
-def begin(
-    memory: HostMemory,
-    models: Sequence[TrainedModel],
-    slot: Slot,
-    serial: int,
-    catalogues: Sequence[Catalogue] | None = None,
-) -> PendingSnapshot:
+def begin(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot, serial: int) -> PendingSnapshot:
     """Begin a snapshot of what the models are now. Not collective.
 
     Args:
         memory: of the rank. models: the policy, and a critic. slot: of `DoubleBuffer.open`. serial: its number.
-        catalogues: of the models, so that ranks of another layout can have it too; None: none will.
     """
     storages = storages_of(memory, models)
-    rest: dict[str, Any] = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
-    for model, kept, catalogue in zip(models, rest["models"], catalogues or (), strict=False):
-        kept.update(catalogue=catalogue, **small_parts(model, catalogue.objects))
+    rest = {"models": [_rest_of(model, memory) for model in models], "random": _random_states()}
     return PendingSnapshot(storages, slot, serial, rest)
 
 
@@ -168,12 +150,6 @@ def _buffers(model: TrainedModel) -> list[Tensor]:
     return [buffer for chunk in model.chunks for buffer in chunk.module.buffers()]
 
 
-def put_fields(model: TrainedModel, fields_of_it: Mapping[str, Any]) -> None:
-    """Set the plain values of a trained model that a snapshot had."""
-    for name, value in fields_of_it.items():
-        setattr(model, name, copy.deepcopy(value))
-
-
 def _rest_of(model: TrainedModel, memory: HostMemory) -> dict[str, Any]:
     rest = {
         "groups": [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in _groups(model)],
@@ -202,7 +178,8 @@ def _put_back(model: TrainedModel, memory: HostMemory, rest: dict[str, Any]) -> 
         module.set_extra_state(copy.deepcopy(state))
     if isinstance(model, TrainState):
         model.algorithm.load_state_dict(copy.deepcopy(rest["algorithm"]))
-    put_fields(model, rest["fields"])
+    for name, value in rest["fields"].items():
+        setattr(model, name, copy.deepcopy(value))
 
 
 def _random_states() -> dict[str, Any]:

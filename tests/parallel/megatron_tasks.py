@@ -309,35 +309,6 @@ def go_back(
     return {"results": results, "numbers": numbers}
 
 
-def snapshot_as_files(
-    path: Path, layout: Any, batches: list[TrainBatch], algorithm: dict[str, Any], to: Path, **options: Any
-) -> dict[str, Any]:
-    """A step, then a checkpoint and a snapshot, of which files are made after a second step. Returns their index."""
-    import torch.distributed as dist
-
-    from megatron_daro.actor import snapshot_files
-    from megatron_daro.actor.double_buffer import DoubleBuffer
-
-    policy, buffer = _trainee(path, layout, algorithm, **options), DoubleBuffer()
-    first, second = (_shard(batch, layout, 2) for batch in batches)
-    _whole_step(policy, *first, step=1)
-    policy.save(to / "saved")
-    policy.train_state.begun = True  # as after a first update that was not applied
-    policy.start_snapshot(buffer.open(None), 1, movable=True).wait()
-    _whole_step(policy, *second, step=2)
-    return snapshot_files.write(buffer.whole(1), to / "moved", dist.get_rank())
-
-
-def load_moved(
-    path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any], moved: Path, **options: Any
-) -> Any:
-    """Whether a batch has begun, and what there is after a step, in a policy that such files were loaded into."""
-    policy = _trainee(path, layout, algorithm, to_be_restored=True, **options)
-    policy.load_moved(moved)
-    begun = policy.train_state.begun
-    return begun, _after(policy, _shard(batch, layout, 2))
-
-
 def _whole_step(policy: Any, batch: TrainBatch, micro_batches: list[list[int]], *, step: int) -> dict[str, float]:
     """A step with the passes before it, on one pipeline stage."""
     if policy.reference:

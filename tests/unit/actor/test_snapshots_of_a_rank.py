@@ -1,24 +1,21 @@
-"""Snapshots of one rank: going back bit for bit, files that a checkpoint of the same moment equals, and refusals."""
+"""Snapshots of one rank: going back bit for bit, and refusals."""
 
 from __future__ import annotations
 
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from equal_checkpoints import assert_same_tensors
 from policy_tasks import everything, uneven_split
 from single_rank import policy_of, with_passes
 from small_models import random_batch
 
-from megatron_daro.actor import checkpoint, host_memory, shards, snapshot, snapshot_files
+from megatron_daro.actor import host_memory, snapshot
 from megatron_daro.actor.double_buffer import DoubleBuffer, Slot, num_bytes
 from megatron_daro.actor.host_memory import bytes_of
-from megatron_daro.convert.daro_format import DaroPieces, write_index
-from megatron_daro.errors import CheckpointError, WorkerError
+from megatron_daro.errors import WorkerError
 
 PPO = {"name": "ppo", "critic": {"learning_rate": 1e-3}}
 KL = {"name": "daro", "kl": {"coefficient": 0.1}}
@@ -137,96 +134,6 @@ def test_before_an_update_the_snapshot_is_whole(model, monkeypatch):
     assert copy is snapshot.PendingSnapshot._copy
 
 
-def test_files_of_a_snapshot_are_the_checkpoint(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 10_000)
-    policy, slot = policy_of(model, PPO, optimizer={"warmup_steps": 3}), Slot()
-    step(policy, 0, 1)
-    policy.start_snapshot(slot, 1, movable=True).wait()  # the catalogue is made once, the rest each time
-    step(policy, 1, 2)
-    (tmp_path / "saved").mkdir()
-    policy.save(tmp_path / "saved")
-    policy.train_state.begun = True
-    policy.start_snapshot(slot, 2, movable=True).wait()
-    end = everything(policy)
-    step(policy, 2, 3)
-    index = snapshot_files.write(slot, tmp_path / "moved", 0)
-    assert list(index) == [".", "critic"]
-    for folder, stored in index.items():
-        assert {one.file for one in stored} == {"shard_00000.safetensors"}
-        write_index(tmp_path / "moved" / folder, stored)
-        assert_same_tensors(tmp_path / "moved" / folder, tmp_path / "saved" / folder)
-    again = policy_of(model, PPO, to_be_restored=True, optimizer={"warmup_steps": 3})
-    again.load_moved(tmp_path / "moved")
-    assert again.train_state.begun is True
-    after = everything(again)
-    assert [name for name, value in end.items() if not np.array_equal(after[name], value)] == []
-    assert again.train_state.algorithm.state_dict() == policy.train_state.algorithm.state_dict()
-
-
-def test_another_rank_writes_its_shard_and_nothing_that_all_have(model, tmp_path):
-    policy, slot = policy_of(model, {"name": "daro"}), Slot()
-    policy.start_snapshot(slot, 1, movable=True).wait()
-    (stored,) = snapshot_files.write(slot, tmp_path / "deep" / "moved", 12).values()
-    assert [path.name for path in (tmp_path / "deep" / "moved").iterdir()] == ["shard_00012.safetensors"]
-    assert [one.name for one in stored] == [str(number) for number in range(len(stored))]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"file: the state of rank 12 could not be written: "):
-        snapshot_files.write(slot, tmp_path / "file", 12)
-
-
-def test_an_optimizer_that_is_not_split_has_no_boxes_of_its_own(model):
-    policy = policy_of(model, {"name": "daro"}, optimizer={"distributed": False})
-    with pytest.raises(CheckpointError, match=r"not split over the data-parallel ranks: actor\.optimizer\.distributed"):
-        policy.start_snapshot(Slot(), 1, movable=True)
-    policy.start_snapshot(Slot(), 1).wait()
-
-
-def test_a_tensor_elsewhere_is_named(model):
-    box = shards.OwnBox("layer.weight", torch.zeros(2), (0,), (2,), (2,))
-    with pytest.raises(CheckpointError, match=r"^layer\.weight lies on cpu, outside of what snapshots have; fix: "):
-        snapshot_files.catalogue_of([box], {}, {}, {"weights": [torch.zeros(2).untyped_storage()]})
-
-
-def catalogue(boxes):
-    return snapshot_files.Catalogue(tuple(boxes), {}, {})
-
-
-def test_a_box_is_where_the_catalogue_says_over_the_ends_of_blocks():
-    """Two storages of 12 and 20 bytes in blocks of 8, 16 and 24; the box begins at the second number of the second."""
-    first, second = torch.arange(3.0), torch.arange(10.0, 15.0)
-    storages = {"optimizer": [], "weights": [first.untyped_storage(), second.untyped_storage()]}
-    box = shards.OwnBox("w", second[1:], (4,), (4,), (9,))
-    (placed,) = snapshot_files.catalogue_of([box], {}, {}, storages).boxes
-    assert (placed.kind, placed.storage, placed.start, placed.dtype) == ("weights", 1, 4, torch.float32)
-    assert (placed.key, placed.offset, placed.shape, placed.global_shape) == ("w", (4,), (4,), (9,))
-    data = torch.cat([first, second]).view(torch.uint8)
-    blocks = [data[:8], data[8:24], torch.cat([data[24:], torch.full((16,), 255, dtype=torch.uint8)])]
-    slot = Slot(1, {"weights": (12, 20)}, {"weights": blocks})
-    assert snapshot_files._values(slot, placed).tolist() == [11, 12, 13, 14]
-    slot.blocks["weights"] = blocks[:2]
-    with pytest.raises(CheckpointError, match=r"^w: 8 of 16 bytes are in the snapshot: it is torn"):
-        snapshot_files._values(slot, placed)
-
-
-def test_a_model_without_parts_on_a_rank_makes_no_file(tmp_path):
-    model = {"catalogue": catalogue([]), "objects": {}}
-    assert snapshot_files._write_model(Slot(1), model, tmp_path / "shard") == []
-    assert not list(tmp_path.iterdir())
-
-
-def test_objects_come_after_the_boxes_with_their_bytes(tmp_path):
-    named = snapshot_files.Catalogue((), {("0", "a._extra_state"): "a/shard_0_1"}, {})
-    bytes_B = torch.tensor([3, 4, 5], dtype=torch.uint8)
-    model = {"catalogue": named, "objects": {("0", "a._extra_state"): bytes_B}}
-    (stored,) = snapshot_files._write_model(Slot(1), model, tmp_path / "shard_00000.safetensors")
-    assert (stored.key, stored.name, stored.offset, stored.shape, stored.global_shape) == (
-        *("a/shard_0_1", "0", (0,)),
-        *((3,), (3,)),
-    )
-    write_index(tmp_path, [stored])
-    assert DaroPieces(tmp_path).read("a/shard_0_1", [0], [3]).tolist() == [3, 4, 5]
-
-
 class Scales(torch.nn.Module):
     """With a state of its own, as Transformer Engine's layers, and a buffer."""
 
@@ -252,24 +159,6 @@ def test_buffers_and_extra_states_of_modules_go_back_too(model):
         policy.restore(slot)
         assert scales.amax == [1.0] and scales.count.tolist() == [0.0]
         scales.amax[0] = 7.0
-
-
-def test_fields_are_set_by_name_and_copied():
-    model, value = SimpleNamespace(begun=False), {"a": [1]}
-    snapshot.put_fields(model, {"begun": True, "value": value})
-    value["a"].append(2)
-    assert model.begun is True and model.value == {"a": [1]}
-
-
-def test_small_parts_are_copies(model):
-    policy = policy_of(model, {"name": "daro"})
-    step(policy, 0, 1)
-    _, objects, _ = checkpoint.parts_of_save(policy.train_state)
-    parts = checkpoint.small_parts(policy.train_state, objects)
-    assert parts["common"]["scheduler"]["num_steps"] == 1
-    before = str(parts["common"])
-    step(policy, 1, 2)
-    assert str(parts["common"]) == before and parts["objects"].keys() == objects.keys()
 
 
 def test_the_generators_of_the_gpu_and_of_the_host_go_back_apart(monkeypatch):
