@@ -52,10 +52,6 @@ def engine(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if sglang.shards_over != "tcp" and sglang.sync != "shards":
         got = f"{sglang.shards_over} with sync {sglang.sync}"
         yield Problem(f"{field}.shards_over", got, "only with sync shards", f"set {field}.sync=shards or remove it")
-    if sglang.shard_differences and (sglang.sync, sglang.shards_over) != ("shards", "tcp"):
-        got = f"true with sync {sglang.sync} over {sglang.shards_over}"
-        fix = f"set {field}.sync=shards {field}.shards_over=tcp or remove it"
-        yield Problem(f"{field}.shard_differences", got, "only with sync shards over tcp", fix)
     if sglang.sync_dir and sglang.sync != "disk":
         got = f"{str(sglang.sync_dir)!r} with sync {sglang.sync}"
         yield Problem(f"{field}.sync_dir", got, "only with sync disk", f"set {field}.sync=disk or remove it")

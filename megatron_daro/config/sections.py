@@ -254,9 +254,6 @@ class SGLangSection(Section):
     shards_over: Literal["tcp", "rdma", "mooncake_tcp"] = "tcp"
     """What carries the bytes of sync shards. tcp: through host memory; rdma: Mooncake's transfer engine, from GPU to
     GPU (mooncake-transfer-engine in both environments); mooncake_tcp: the same without its hardware, to try it."""
-    shard_differences: bool = False
-    """Over tcp, send a server what changed since its last update where that is fewer bytes. Each rank keeps what it
-    sent last in host memory, 2 bytes for each bf16 weight."""
     fp8_blocks: bool = False
     """Send the layers' matrices as fp8 blocks of 128 x 128 (compute capability 8.9 or 9.0, SGLang 0.5.23)."""
     sync_dir: ExpandedPath | None = None

@@ -41,8 +41,7 @@ engine.kind engine.options engine.replicas engine.colocate engine.embedded.batch
 engine.embedded.max_restarts engine.embedded.hung_s
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.nodes engine.sglang.fp8_blocks
-engine.sglang.sync engine.sglang.shards_over engine.sglang.shard_differences engine.sglang.sync_dir
-engine.sglang.bucket_mib engine.sglang.verify
+engine.sglang.sync engine.sglang.shards_over engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
 engine.sglang.max_tokens_in_flight engine.sglang.stream_tokens engine.sglang.start_timeout_s
 engine.sglang.request_timeout_s engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s
 engine.sglang.max_restarts

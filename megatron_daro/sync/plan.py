@@ -65,8 +65,7 @@ class SendPlan:
     remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
     result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the
     matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards;
-    shards_over: what carries them, as engine.sglang.shards_over has it; update: a new name for what is sent, if
-    receivers get differences from an earlier one, else empty.
+    shards_over: what carries them, as engine.sglang.shards_over has it.
     """
 
     transport: Transport
@@ -81,7 +80,6 @@ class SendPlan:
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
     shards_over: str = "tcp"
-    update: str = ""
 
     @property
     def world_size(self) -> int:
@@ -117,8 +115,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What was sent. whole_bytes: of the weights that went as differences, or as they are (from shards to shards).
-    digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
+    """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
     blocks. files: HF name -> (file name, bytes), for disk. failures: receiver -> what went wrong; if there is one, none
     may be taken to have the new weights, unless they are `apart`: then all others have them."""
 
@@ -130,7 +127,6 @@ class SendReport:
     failures: Mapping[str, SendFailure] = field(default_factory=dict)
     fp8_blocks: tuple[str, ...] = ()
     apart: bool = False
-    whole_bytes: int = 0
 
     def joined(self, other: SendReport) -> SendReport:
         """Both together: those of two pipeline stages."""
@@ -142,7 +138,6 @@ class SendReport:
             {**self.files, **other.files},
             {**self.failures, **other.failures},
             self.fp8_blocks + other.fp8_blocks,
-            whole_bytes=self.whole_bytes + other.whole_bytes,
         )
 
     def beside(self, other: SendReport) -> SendReport:

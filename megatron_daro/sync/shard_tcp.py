@@ -42,7 +42,6 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     SLOTS,
     Engine,
     bundle_bytes,
-    chained,
     checksum_of,
     checksum_of_words,
     engine_of,
@@ -53,7 +52,6 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     start_of_checksum,
 )
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.shard_differences import SentPieces
 from megatron_daro.sync.shard_plan import Box, Write
 
 Receiver = tuple[int, int]
@@ -90,13 +88,12 @@ class ShardSender:
         """Listen to nothing. Args: host: address of this rank as servers reach it. calls: to servers."""
         self._host, self._calls = host, calls
         self._serving: _Serving | None = None
-        self._sent = SentPieces()
 
     def offer(self, writes: Iterable[Write], wanted: tuple[int, ...]) -> Offer:
         """Begin to listen for those that these writes are for; an earlier offer is withdrawn. Args: wanted: see
         `Offer`."""
-        self._withdraw()
-        self._serving = _Serving(self._host, writes, wanted, self._sent)
+        self.close()
+        self._serving = _Serving(self._host, writes, wanted)
         return self._serving.offer
 
     def send(self, tensors: Mapping[str, Tensor], plan: SendPlan, offers: Sequence[Offer] = ()) -> SendReport:
@@ -115,15 +112,10 @@ class ShardSender:
         try:
             return serving.serve(tensors, plan, calling)
         finally:
-            self._withdraw()
+            self.close()
 
     def close(self) -> None:
-        """Withdraw the offer; who is being served loses the connection. What was sent is forgotten, so that everything
-        is sent next. May be called twice, from any thread."""
-        self._withdraw()
-        self._sent = SentPieces()
-
-    def _withdraw(self) -> None:
+        """Withdraw the offer; who is being served loses the connection. May be called twice, from any thread."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
@@ -135,7 +127,7 @@ class ShardSender:
     async def _call(self, post: Post, plan: SendPlan, offers: Sequence[Offer], server: int) -> None:
         """Have a server's ranks connect; its senders are told how that ended."""
         target = plan.targets[server]
-        requests = [request_for((server, rank), offers, plan) for rank in range(target.ranks)]
+        requests = [request_for((server, rank), offers, plan.timeout_s) for rank in range(target.ranks)]
         body = {"serialized_named_tensors": requests, "load_format": LOADER, "flush_cache": False, "selector": "target"}
         told: dict[str, Any] = {"server": server, "lost": _NOT_CONNECTED}
         try:
@@ -159,7 +151,7 @@ def check_offers(offers: Sequence[Offer], servers: int) -> None:
             )
 
 
-def request_for(receiver: Receiver, offers: Sequence[Offer], plan: SendPlan) -> str:
+def request_for(receiver: Receiver, offers: Sequence[Offer], timeout_s: float) -> str:
     """Return a receiver's part of the call: the base64 of what SGLang unpickles as its named tensors."""
     senders = [offer for offer in offers if receiver in offer.entries]
     turn = sum(receiver) % max(1, len(senders))
@@ -168,8 +160,7 @@ def request_for(receiver: Receiver, offers: Sequence[Offer], plan: SendPlan) -> 
         "server": receiver[0],
         "rank": receiver[1],
         "entries": sum(offer.entries[receiver] for offer in senders),
-        "timeout_s": plan.timeout_s,
-        "update": plan.update,
+        "timeout_s": timeout_s,
     }
     # Its unpickler takes tensors that were pickled plainly (utils/common.py, SafeUnpickler).
     return base64.b64encode(pickle.dumps([(json.dumps(request), torch.zeros(1))])).decode()
@@ -187,9 +178,7 @@ def _tell(offer: Offer, content: Mapping[str, Any]) -> None:
 class _Serving:
     """One offer."""
 
-    def __init__(self, host: str, writes: Iterable[Write], wanted: tuple[int, ...], sent: SentPieces) -> None:
-        self._sent = sent
-        self._sent_bytes: dict[Receiver, int] = {}
+    def __init__(self, host: str, writes: Iterable[Write], wanted: tuple[int, ...]) -> None:
         self._writes: dict[Receiver, list[Write]] = {}
         for write in writes:
             self._writes.setdefault((write.server, write.rank), []).append(write)
@@ -208,31 +197,6 @@ class _Serving:
         """See `ShardSender.send`. calling: the call to the servers, where it comes from this rank."""
         started = time.perf_counter()
         self._tensors, self._plan = tensors, plan
-        if plan.update:
-            self._number = self._sent.begin(plan.update)
-        try:
-            self._serve_all(calling)
-        finally:
-            if plan.update:
-                self._sent.end()
-        failures: dict[str, SendFailure] = {}
-        for (server, rank), failure in sorted(self._ended.items()):
-            if failure is not None:
-                text = f"rank {rank}: {failure.text}"
-                failures.setdefault(plan.targets[server].name, SendFailure(failure.kind, text))
-        whole = [receiver for receiver, failure in self._ended.items() if failure is None]
-        whole_bytes = sum(_bytes_of(self._writes[receiver], tensors) for receiver in whole)
-        return SendReport(
-            num_bytes=sum(map(self._sent_bytes.__getitem__, whole)) if plan.update else whole_bytes,
-            num_buckets=sum(len(self._writes[receiver]) for receiver in whole),
-            send_s=time.perf_counter() - started,
-            failures=failures,
-            apart=True,
-            whole_bytes=whole_bytes,
-        )
-
-    def _serve_all(self, calling: Future[None] | None) -> None:
-        """Return when nobody is left to be served."""
         in_thread(self._accept)
         join_by = time.monotonic() + _LONGEST_JOIN_S
         with self._changed:
@@ -244,6 +208,19 @@ class _Serving:
             calling.result()
         if self._crash is not None:
             raise self._crash
+        failures: dict[str, SendFailure] = {}
+        for (server, rank), failure in sorted(self._ended.items()):
+            if failure is not None:
+                text = f"rank {rank}: {failure.text}"
+                failures.setdefault(plan.targets[server].name, SendFailure(failure.kind, text))
+        whole = [receiver for receiver, failure in self._ended.items() if failure is None]
+        return SendReport(
+            num_bytes=sum(_bytes_of(self._writes[receiver], tensors) for receiver in whole),
+            num_buckets=sum(len(self._writes[receiver]) for receiver in whole),
+            send_s=time.perf_counter() - started,
+            failures=failures,
+            apart=True,
+        )
 
     def close(self) -> None:
         """End everything that still waits."""
@@ -280,7 +257,7 @@ class _Serving:
                     self._lose(hello)
                 else:
                     receiver = self._begin(hello, connection)
-                    failure = self._stream(connection, receiver)
+                    failure = self._stream(connection, self._writes[receiver])
         except (OSError, ValueError) as error:
             failure = SendFailure("unanswered", f"the connection was lost: {error}")
         except BaseException as error:  # raised by `serve`
@@ -320,24 +297,19 @@ class _Serving:
         for receiver in self._writes.keys() - self._connected.keys():
             self._ended.setdefault(receiver, SendFailure("unanswered", why))
 
-    def _stream(self, connection: socket.socket, receiver: Receiver) -> SendFailure | None:
+    def _stream(self, connection: socket.socket, writes: Sequence[Write]) -> SendFailure | None:
         """Give a receiver what it is to get. Returns what it found wrong."""
-        writes, differences = self._writes[receiver], bool(self._plan.update)
         pieces = [piece for write in writes for piece in _pieces(write, self._tensors[write.source].element_size())]
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         manifest = [[p.target, p.target_shape, *p.target_box, dtypes[p.source]] for p in pieces]
         protocol = _PROTOCOLS.get(self._plan.shards_over)
-        how = {"protocol": protocol} if protocol else {"differences": True} if differences else {}
-        send_frame(connection, {"pieces": manifest, **how})
+        send_frame(connection, {"pieces": manifest} | ({"protocol": protocol} if protocol else {}))
         answer = read_frame(connection)
         if "error" in answer:
             return _failure(answer)
         try:
             if protocol:
                 checksum = self._write_all(connection, pieces, manifest, _engine(self.offer.host, protocol), answer)
-            elif differences:
-                start = start_of_checksum(manifest)
-                checksum, self._sent_bytes[receiver] = self._send_changes(connection, pieces, start, answer.get("held"))
             else:
                 checksum = self._send_all(connection, pieces, manifest)
             send_frame(connection, {"checksum": checksum})
@@ -360,25 +332,6 @@ class _Serving:
             checksum = checksum_of(data, checksum)
             connection.sendall(data)
         return checksum
-
-    def _send_changes(
-        self, connection: socket.socket, pieces: Sequence[Write], checksum: int, held: str | None
-    ) -> tuple[int, int]:
-        """Send what changed in all pieces since the update that the receiver has. Returns the checksum of all their
-        bytes, which goes on from the one given, and how many were sent. Raises as `_send_all` does."""
-        buffer, num_bytes = _Buffer(), 0
-        for piece in pieces:
-            if _speaks(connection):
-                raise _FailedThereError(read_frame(connection))
-            values = _boxed(self._tensors[piece.source], piece.source_box)
-            read = partial(buffer.filled, values)
-            change, total = self._sent.take(
-                self._number, piece.source, piece.source_box, values.element_size(), read, held
-            )
-            for data in (change.header, change.values, change.places):
-                connection.sendall(data)
-            checksum, num_bytes = chained(checksum, total), num_bytes + change.num_bytes
-        return checksum, num_bytes
 
     def _write_all(
         self,

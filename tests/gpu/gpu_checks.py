@@ -95,7 +95,7 @@ def fp8_blocks(device: torch.device, _: Path) -> Outcome:
 
 
 def shards_over_tcp(device: torch.device, _: Path, case: str = "wider_server") -> Outcome:
-    """Three updates by `sync: shards` with differences, out of this device's memory and into it: servers of the fleet
+    """Three updates by `sync: shards`, out of this device's memory and into it: servers of the fleet
     that lack anything, or got another number. Both ends are real, the receiving one without SGLang around it."""
     from shard_cases import checkpoint
     from shard_fleets import Fleet, case_of, failures, has_everything, synced
@@ -106,15 +106,13 @@ def shards_over_tcp(device: torch.device, _: Path, case: str = "wider_server") -
     fleet = Fleet(given, dtype=torch.bfloat16, device=device)
     senders = [ShardSender("127.0.0.1", fleet.calls) for _ in range(given.trainer_layout.world_size)]
     weights_HF = {name: values.to(device, torch.bfloat16) for name, values in checkpoint(given).items()}
-    for update in range(3):
-        reports = synced(given, fleet, weights=weights_HF, senders=senders, update=f"update {update}")
+    for _update in range(3):
+        reports = synced(given, fleet, weights=weights_HF, senders=senders)
         on_host = {name: values.cpu() for name, values in weights_HF.items()}
         wrong += len(failures(reports))
-        if update and 2 * sum(r.num_bytes for r in reports) > sum(r.whole_bytes for r in reports):
-            raise RuntimeError(f"update {update} did not go as differences")
         wrong += sum(not has_everything(given, fleet, server, on_host) for server in range(given.servers))
-        for values in weights_HF.values():  # one in thirty changes
-            values.view(-1)[:: 30 + update] *= 2
+        for values in weights_HF.values():
+            values *= 2
     for sender in senders:
         sender.close()
     return Outcome(float(wrong), 0.0, "servers")

@@ -56,9 +56,9 @@ def in_the_middle(monkeypatch, harm):
     of_thread, pieces = threading.local(), itertools.count(1)
     stream, speaks = shard_tcp._Serving._stream, shard_tcp._speaks
 
-    def streaming(self, connection, receiver):
-        of_thread.server = receiver[0]
-        return stream(self, connection, receiver)
+    def streaming(self, connection, writes):
+        of_thread.server = writes[0].server
+        return stream(self, connection, writes)
 
     def speaking(connection):
         if of_thread.server == 0 and next(pieces) == 4:

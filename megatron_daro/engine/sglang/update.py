@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +114,6 @@ class ServerUpdate:
             fp8_blocks=self._context.fp8_blocks,
             layout=self._context.layout,
             shards_over=self._options.shards_over,
-            update=secrets.token_hex(8) if self._options.shard_differences else "",
         )
 
     async def blame(self, report: SendReport) -> None:
@@ -202,7 +200,6 @@ class ServerUpdate:
         return {
             "sync/bytes": float(report.num_bytes),
             "sync/servers": float(len(done)),
-            **({"sync/whole_bytes": float(report.whole_bytes)} if self._options.shard_differences else {}),
             "timing/sync_send_s": report.send_s,
             **self._context.metrics(),
         }

@@ -3,8 +3,7 @@
 A server is started with `--custom-weight-loader megatron_daro_shards.receive` and this folder in its PYTHONPATH. Then
 /update_weights_from_tensor with that load_format calls `receive` on each of its ranks, between /begin_weight_update
 and /end_weight_update. The first tensor's name is the request: JSON with `senders`, each [host, port, key], `server`
-and `rank` of this receiver, `entries` that it must get in all, `timeout_s` without progress, and `update`: what this
-update is called where a later one may build on it, else empty.
+and `rank` of this receiver, `entries` that it must get in all, and `timeout_s` without progress.
 
 On each connection (frames are JSON after four bytes of length, big-endian):
 
@@ -13,18 +12,6 @@ On each connection (frames are JSON after four bytes of length, big-endian):
     receiver: {}                                                        or {"error", "refused"}
     sender:   the bytes of all pieces, one after the other, then {"checksum"} of what pieces says and of them
     receiver: {} once it has everything from everyone                   or {"error", "refused"}
-
-Where the sender's first frame has `differences`, a receiver answers with the name of the last update that it finished
-(null: its weights are not known to be those of any), and the sender may send a piece as what changed since. Each piece
-then comes as its kind, the bytes of values and the bytes of places (`_HEADER`), and these two:
-
-    WHOLE   all elements, and no places
-    SAME    nothing: no element changed
-    GAPS    the new elements that differ from the old ones, and for each of them how many before it, up to the last such
-            one, do not: a byte, after a byte of 255 for each whole 255
-    BITS    the new elements that differ, and a bit for each element, most significant first: whether it does
-
-The checksum is that of all elements of all pieces as they are then, in the sender's memory and in this server's.
 
 Where the sender's first frame names a `protocol`, Mooncake's transfer engine carries the bytes instead, from memory of
 one device to that of another, several pieces at once (`packed`). Both then need mooncake-transfer-engine:
@@ -67,27 +54,13 @@ _ODD = 0x9E3779B97F4A7C15
 _WORD = 8
 SLOTS = 2
 _SLOT_BYTES = 2**24
-WHOLE, SAME, GAPS, BITS = range(4)
-_HEADER = struct.Struct(">BII")
-LONGEST_GAP = 255
-_UPDATE = "megatron_daro_update"
-"""Attribute of a model: the name of the update whose weights it has."""
-_BUILT_ON = (
-    ", or those that they were put beside changed in this server since its last update; if it does so again and again, "
-    "set engine.sglang.shard_differences=false"
-)
-_ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> the dtype as which it is moved."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Fill the model's parameters with what the senders of the request have for this rank. Raises nothing."""
-    held = getattr(model, _UPDATE, None)
-    setattr(model, _UPDATE, None)  # nothing can be built on an update that breaks off
     try:
-        receipt = _Receipt(dict(model.named_parameters()), json.loads(named_tensors[0][0]), held)
-        setattr(model, _UPDATE, receipt.take())
+        _Receipt(dict(model.named_parameters()), json.loads(named_tensors[0][0])).take()
     except Exception:
         logger.exception("weights from shards: the request could not be read")
 
@@ -99,21 +72,16 @@ class RefusedPieceError(Exception):
 class _Receipt:
     """One update of one rank."""
 
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], request: Mapping[str, Any], held: str | None = None
-    ) -> None:
-        """Take nothing. Args: held: the update whose weights these are."""
-        self._parameters, self._request, self._held = parameters, request, held
+    def __init__(self, parameters: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> None:
+        self._parameters, self._request = parameters, request
         self._turn = threading.Semaphore(_AT_ONCE)
         self._lock = threading.Lock()
         self._open: dict[str, socket.socket] = {}
         self._failure: Exception | None = None
         self._entries = 0
-        self._as_sent = True
-        """Whether all parameters have the dtype in which they are sent: others have no bytes to compare."""
 
-    def take(self) -> str | None:
-        """Read all senders, and tell all how it ended. Returns the update whose weights these are now, where known."""
+    def take(self) -> None:
+        """Read all senders, and tell all how it ended."""
         senders = self._request["senders"]
         with ThreadPoolExecutor(max(1, len(senders)), thread_name_prefix="shards") as pool:
             list(pool.map(self._read, senders))
@@ -123,7 +91,6 @@ class _Receipt:
             if self._failure is not None:
                 logger.error("weights from shards: %s", self._failure)
             list(pool.map(self._tell, list(self._open.values())))
-        return self._request.get("update") if self._failure is None and self._as_sent else None
 
     def _read(self, sender: Sequence[Any]) -> None:
         host, port, key = sender
@@ -140,7 +107,7 @@ class _Receipt:
                 raise ConnectionError(manifest["error"])
             self._check(manifest["pieces"])
             if "protocol" not in manifest:
-                send_frame(connection, {"held": self._held if self._as_sent else None})
+                send_frame(connection, {})
             with self._turn:
                 if self._failure is None:
                     self._copy(connection, manifest)
@@ -166,58 +133,33 @@ class _Receipt:
                 raise RefusedPieceError(f"{name}, planned as {tuple(whole)} and sent in {dtype}, {place}")
             if any(o < 0 or o + n > length for o, n, length in zip(offset, shape, whole, strict=True)):
                 raise RefusedPieceError(f"{name}: got {tuple(shape)} at {tuple(offset)}, which {place}")
-            if parameter.dtype != _DTYPES[dtype]:
-                self._as_sent = False
 
     def _copy(self, connection: socket.socket, manifest: Mapping[str, Any]) -> None:
         """Have all pieces in their places."""
         device = next(iter(self._parameters.values())).device
         # Pinning memory makes a context on the device that is current.
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            copy = self._copy_sent
-            if "protocol" in manifest:
-                copy = self._copy_written
-            elif manifest.get("differences"):
-                copy = self._copy_changes
+            copy = self._copy_written if "protocol" in manifest else self._copy_sent
             checksum = copy(device, connection, manifest)
         sent = read_frame(connection)["checksum"]
         if sent != checksum:
-            text = f"the bytes that arrived are not those that were sent (checksum {checksum}, not {sent})"
-            raise ConnectionError(text + (_BUILT_ON if self._held else ""))
+            raise ConnectionError(
+                f"the bytes that arrived are not those that were sent (checksum {checksum}, not {sent})"
+            )
         with self._lock:
             self._entries += sum(math.prod(shape) for *_, shape, _ in manifest["pieces"])
 
     def _copy_sent(self, device: torch.device, connection: socket.socket, manifest: Mapping[str, Any]) -> int:
         """Read the bytes of all pieces from the connection. Returns their checksum."""
         pieces = manifest["pieces"]
-        buffer, window = _buffer_of(pieces, device)
-        checksum = start_of_checksum(pieces)
+        longest = max(map(_bytes_of, pieces), default=0)
+        buffer = torch.empty(longest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        window, checksum = memoryview(buffer.numpy().data), start_of_checksum(pieces)
         for piece in pieces:
             size = _bytes_of(piece)
             read_exactly(connection, window[:size])
             checksum = checksum_of(window[:size], checksum)
             self._place(piece, buffer[:size])
-        return checksum
-
-    def _copy_changes(self, device: torch.device, connection: socket.socket, manifest: Mapping[str, Any]) -> int:
-        """Read what changed in each piece. Returns the checksum of all pieces as they are here then."""
-        pieces = manifest["pieces"]
-        buffer, window = _buffer_of(pieces, device)
-        checksum = start_of_checksum(pieces)
-        header = bytearray(_HEADER.size)
-        for piece in pieces:
-            read_exactly(connection, memoryview(header))
-            kind, of_values, of_places = _HEADER.unpack(header)
-            size, read = _bytes_of(piece), of_values + of_places
-            if read > size:
-                raise ValueError(f"{piece[0]}: a change of {read} bytes; allowed: {size}, those of the piece")
-            read_exactly(connection, window[:read])
-            if kind == WHOLE:
-                self._place(piece, buffer[:size])
-                checksum = checksum_of(window[:size], checksum)
-            else:
-                places = places_of(kind, np.frombuffer(window[of_values:read], np.uint8))
-                checksum = chained(checksum, sum_of_tensor(self._change(piece, buffer[:of_values], places)))
         return checksum
 
     def _copy_written(self, device: torch.device, connection: socket.socket, manifest: Mapping[str, Any]) -> int:
@@ -240,26 +182,9 @@ class _Receipt:
         return checksum
 
     def _place(self, piece: Sequence[Any], data: torch.Tensor) -> None:
-        *_, shape, dtype = piece
-        self._box(piece).copy_(data.view(_DTYPES[dtype]).view(shape))
-
-    def _change(self, piece: Sequence[Any], data: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-        """Put elements, uint8 [their bytes], at places of a piece. Returns the bytes that it then has, uint8."""
-        *_, shape, dtype = piece
-        box = self._box(piece)
-        elements = box.contiguous().view(_ELEMENTS[box.element_size()]).view(-1)  # the parameter's memory where it can
-        if len(places) * box.element_size() != len(data) or (len(places) and places[-1] >= len(elements)):
-            raise ValueError(f"{piece[0]}: {len(data)} bytes at {len(places)} places do not fit {tuple(shape)}")
-        if len(places):
-            at = torch.from_numpy(places).to(box.device)
-            elements.index_copy_(0, at, data.view(elements.dtype).to(box.device))
-            if not box.is_contiguous():
-                box.copy_(elements.view(_DTYPES[dtype]).view(shape))
-        return elements.view(torch.uint8)
-
-    def _box(self, piece: Sequence[Any]) -> torch.Tensor:
-        name, _, offset, shape, _ = piece
-        return self._parameters[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        name, _, offset, shape, dtype = piece
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        self._parameters[name][box].copy_(data.view(_DTYPES[dtype]).view(shape))
 
     def _tell(self, connection: socket.socket) -> None:
         """Send the end. What was not read then resets the connection, which the sender finds behind the answer."""
@@ -279,51 +204,14 @@ def checksum_of(data: memoryview, before: int) -> int:
     of all that came before, modulo 2**64. Every change of one bit changes it. With a crc32 (3.9 GB/s) a sync on
     two cores took 1.66 times a bare broadcast, with this 1.27.
     """
-    return chained(before, sum_of(data))
-
-
-def sum_of(data: memoryview) -> int:
-    """Return the part of a checksum that is of these bytes alone."""
-    words = len(data) // _WORD
-    return int(np.frombuffer(data, np.uint64, words).sum(dtype=np.uint64)) + sum(data[_WORD * words :])
-
-
-def chained(before: int, total: int) -> int:
-    """Return the checksum of bytes with this `sum_of`, after those with the checksum `before`."""
+    words = len(data) // 8
+    total = int(np.frombuffer(data, np.uint64, words).sum(dtype=np.uint64)) + sum(data[8 * words :])
     return (before * _ODD + total) % 2**64
 
 
 def checksum_of_words(data: torch.Tensor, before: int) -> int:
     """`checksum_of` of bytes on any device, uint8 [a multiple of 8]. Sums of int64 wrap around, as those of words."""
-    return chained(before, int(data.view(torch.int64).sum()))
-
-
-def sum_of_tensor(data: torch.Tensor) -> int:
-    """`sum_of` of bytes on any device, uint8 [any number]; modulo 2**64 it is the same."""
-    end = data.numel() // _WORD * _WORD
-    words = data[:end] if data.storage_offset() % _WORD == 0 else data[:end].clone()  # else no view as words
-    return int(words.view(torch.int64).sum()) + int(data[end:].sum())
-
-
-# What changed in a piece -----------------------------------------------------------------------------------------
-
-
-def places_of(kind: int, packed_places: np.ndarray) -> np.ndarray:
-    """Return which elements changed, int64 [changes]. Args: packed_places: uint8, as they travel. Raises ValueError:
-    there is no such kind."""
-    if kind == SAME:
-        return np.empty(0, np.int64)
-    if kind == BITS:
-        return np.flatnonzero(np.unpackbits(packed_places).view(np.bool_))
-    if kind != GAPS:
-        raise ValueError(f"a change of the kind {kind}; allowed: 0 to {BITS}")
-    ends = packed_places != LONGEST_GAP
-    return np.cumsum(packed_places.astype(np.int64) + ends)[ends] - 1
-
-
-def header_of(kind: int, of_values: int, of_places: int) -> bytes:
-    """Return what comes before a change. Args: of_values, of_places: their bytes."""
-    return _HEADER.pack(kind, of_values, of_places)
+    return (before * _ODD + int(data.view(torch.int64).sum())) % 2**64
 
 
 # Mooncake's transfer engine --------------------------------------------------------------------------------------
@@ -417,12 +305,6 @@ def bundle_bytes(pieces: Sequence[Any], bundle: Sequence[tuple[int, int]]) -> in
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _WORD) * _WORD
-
-
-def _buffer_of(pieces: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, memoryview]:
-    """Return host memory for the longest piece, uint8, twice: as a tensor and as what can be read into."""
-    buffer = torch.empty(max(map(_bytes_of, pieces), default=0), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return buffer, memoryview(buffer.numpy().data)
 
 
 def _bytes_of(piece: Sequence[Any]) -> int:

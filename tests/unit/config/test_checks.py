@@ -141,16 +141,6 @@ def test_a_good_run_passes_every_check_without_warnings(run_files, cpu):
             "shards with fp8 blocks",
         ),
         ([*SGLANG, "engine.sglang.shards_over=rdma"], "engine.sglang.shards_over", "rdma with sync distributed"),
-        (
-            [*SGLANG, "engine.sglang.shard_differences=true"],
-            "engine.sglang.shard_differences",
-            "got true with sync distributed over tcp; allowed: only with sync shards over tcp",
-        ),
-        (
-            [*SGLANG, "engine.sglang={shard_differences: true, sync: shards, shards_over: rdma}"],
-            "engine.sglang.shard_differences",
-            "got true with sync shards over rdma",
-        ),
         ([*SGLANG, "engine.sglang.sync_dir=d"], "engine.sglang.sync_dir", "only with sync disk"),
         (["reward.correct_reward=-1"], "reward.correct_reward", "got -1 with incorrect_reward 0"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps", "the run has 100 optimizer steps"),

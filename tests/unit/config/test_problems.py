@@ -142,10 +142,6 @@ RUNNING cluster.gpus_per_node=8 engine.sglang.sync=tensor | engine.sglang.sync |
 RUNNING engine.sglang.sync=shards | engine.sglang.sync | engine.sglang.urls |
 SERVERS engine.sglang.sync=shards engine.sglang.fp8_blocks=true | engine.sglang.sync | engine.sglang.fp8_blocks |
 SERVERS engine.sglang.shards_over=rdma | engine.sglang.shards_over | |
-SERVERS engine.sglang.shard_differences=true | engine.sglang.shard_differences | |
-  engine.sglang.sync=shards engine.sglang.shards_over=tcp
-SERVERS engine.sglang.shard_differences=true engine.sglang.sync=shards engine.sglang.shards_over=mooncake_tcp |
-  engine.sglang.shard_differences | | engine.sglang.shards_over=tcp
 SERVERS engine.sglang.sync_dir=d | engine.sglang.sync_dir | |
 SERVERS engine.sglang.nodes=3 engine.sglang.tensor_parallel=4 | engine.sglang.nodes | engine.sglang.tensor_parallel |
 SERVERS engine.sglang.nodes=2 engine.sglang.tensor_parallel=2 engine.sglang.sync=tensor | engine.sglang.nodes |
@@ -230,7 +226,6 @@ environment.kind=my:Own environment.options.x=1 environment.reward_weights.x=1 a
 engine.kind=my:Own engine.options.x=1
 SERVERS engine.sglang.sync=disk engine.sglang.sync_dir=d
 SERVERS engine.sglang.sync=shards engine.sglang.shards_over=rdma
-SERVERS engine.sglang.sync=shards engine.sglang.shard_differences=true
 SERVERS engine.sglang.arguments.enable_memory_saver=true cluster.gpus_per_node=2
 TURNS engine.sglang.sync=disk
 TURNS engine.sglang.arguments.enable_memory_saver=true

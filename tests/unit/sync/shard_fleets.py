@@ -39,18 +39,15 @@ class Fleet:
     """Servers whose ranks are threads; `meddle(server, rank, request)` may change a request or take its place."""
 
     def __init__(self, case, meddle=lambda server, rank, request: request, dtype=torch.float32, device="cpu"):
-        self.case, self.meddle, self.dtype, self.device = case, meddle, dtype, device
+        self.case, self.meddle = case, meddle
         ranks = case.server_layout.tensor
-        self.modules = {}
-        for server in range(case.servers):
-            self.start(server)
+        self.modules = {
+            (server, rank): Module(server_shapes(case, rank), dtype, device)
+            for server in range(case.servers)
+            for rank in range(ranks)
+        }
         self.targets = tuple(Target(f"server {s}", f"http://{s}", 1, ranks) for s in range(case.servers))
         self.refusing = {}
-
-    def start(self, server):
-        """A new process, which has no weights."""
-        for rank in range(self.case.server_layout.tensor):
-            self.modules[server, rank] = Module(server_shapes(self.case, rank), self.dtype, self.device)
 
     @asynccontextmanager
     async def calls(self):
@@ -86,12 +83,9 @@ def synced(
     over="tcp",
     weights=None,
     senders=(),
-    update="",
-    targets=None,
 ):
     """The reports of all ranks of the trainer. offered: changes what they offer. weights, senders: other than new
-    ones. targets: the servers that take part, if not all."""
-    case = replace(case, servers=len(targets or fleet.targets))
+    ones."""
     parameter = shards(case, weights or checkpoint(case))
     world, plan = case.trainer_layout.world_size, case.plan(4)
     senders = senders or [ShardSender("127.0.0.1", fleet.calls) for _ in range(world)]
@@ -99,12 +93,7 @@ def synced(
     writes = offered([list(plan.writes(rank)) for rank in range(world)])
     offers = [sender.offer(own, wanted) for sender, own in zip(senders, writes, strict=True)]
     send_plan = SendPlan(
-        transport="shards",
-        targets=targets or fleet.targets,
-        bucket_bytes=2**20,
-        timeout_s=timeout_s,
-        shards_over=over,
-        update=update,
+        transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s, shards_over=over
     )
     shard_tcp.check_offers(offers, case.servers)
     before_sending(senders)
@@ -151,9 +140,9 @@ def case_of(name):
 CASE = replace(case_of("wider_server"), servers=3)
 
 
-def fails_alone(fleet, reports, kind, text, server=1, weights=None):
+def fails_alone(fleet, reports, kind, text, server=1):
     found = failures(reports)
     assert list(found) == [f"server {server}"]
     assert found[f"server {server}"].kind == kind
     assert text in found[f"server {server}"].text
-    assert all(has_everything(fleet.case, fleet, other, weights) for other in {0, 1, 2} - {server})
+    assert all(has_everything(fleet.case, fleet, other) for other in {0, 1, 2} - {server})

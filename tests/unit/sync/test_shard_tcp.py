@@ -41,6 +41,19 @@ def test_every_rank_of_every_server_has_what_the_plan_says(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("sent", "held"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)],
+)
+def test_each_update_of_the_same_ranks_arrives_also_in_another_dtype(sent, held):
+    fleet = Fleet(CASE, dtype=held)
+    senders = [ShardSender("127.0.0.1", fleet.calls) for _ in range(CASE.trainer_layout.world_size)]
+    for factor in (0.5, 2.0):
+        weights = {name: (factor * values).to(sent) for name, values in checkpoint(CASE).items()}
+        assert failures(synced(CASE, fleet, weights=weights, senders=senders)) == {}
+        assert all(has_everything(CASE, fleet, server, weights) for server in range(CASE.servers))
+
+
+@pytest.mark.parametrize(
     ("error", "kind"), [(RefusedError("no session is open"), "refused"), (EngineError("reset"), "unanswered")]
 )
 def test_a_server_that_fails_its_call_fails_alone_and_at_once(error, kind):

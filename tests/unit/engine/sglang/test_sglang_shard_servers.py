@@ -93,7 +93,7 @@ def test_a_version_whose_places_are_not_known_is_refused_at_the_start(model, ver
 def reporting(weights, failures):
     async def export(plan):
         weights.plans.append(plan)
-        return SendReport(100, 1, 0.5, failures=failures, apart=True, whole_bytes=400)
+        return SendReport(100, 1, 0.5, failures=failures, apart=True)
 
     weights.export = export
 
@@ -108,19 +108,6 @@ def test_those_that_have_everything_go_on_without_a_second_sending(model, weight
             assert len(weights.plans) == 1 and weights.plans[0].layout.tensor == 1
             assert all(stub.order.count("/begin_weight_update") == 1 for stub in fleet.stubs)
             assert "/end_weight_update" not in fleet.stubs[1].order
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("differences", [True, False])
-def test_each_sending_has_a_name_of_its_own_where_differences_are_sent(model, weights, differences):
-    async def scenario():
-        async with rig(model, {}, {}, sync="shards", shard_differences=differences) as fleet:
-            reporting(weights, {})
-            metrics = [await fleet.publish(weights, version) for version in (3, 4)]
-            assert [line.get("sync/whole_bytes") for line in metrics] == 2 * [400 if differences else None]
-            names = [plan.update for plan in weights.plans]
-            assert len(set(names)) == 2 and all(names) if differences else names == ["", ""]
 
     run(scenario())
 
