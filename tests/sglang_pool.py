@@ -220,8 +220,7 @@ def serving(directory: Path, **arguments: Any) -> Iterator[PooledServer]:
 
 
 class Pool:
-    """Two servers of one model, of which the first sends what is new alone, as those that a run starts. Nothing runs
-    before the first use."""
+    """Two servers of one model. Nothing runs before the first use."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -233,11 +232,7 @@ class Pool:
         if not self._servers:
             model = self._directory / "model"
             save_policy(model, 0)
-            how = ({"incremental_streaming_output": True}, {})
-            self._servers = [
-                PooledServer(model, self._directory / f"server_{i}.log", seed=i, **arguments)
-                for i, arguments in enumerate(how)
-            ]
+            self._servers = [PooledServer(model, self._directory / f"server_{i}.log", seed=i) for i in range(2)]
         for server in self._servers:
             server.start()
         for server in self._servers:

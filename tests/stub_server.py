@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 from aiohttp import web
@@ -25,7 +24,6 @@ ALL_CALLS = (
     *MEMORY_CALLS,
     *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/tokenize"),
 )
-_SENDS_DELTAS = web.RequestKey("sends_deltas", bool)
 Answer = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
 
 
@@ -91,7 +89,6 @@ class StubServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path, body = request.path, (await request.json() if request.can_read_body else None)
-        request[_SENDS_DELTAS] = bool(self._info.get("incremental_streaming_output"))
         self.calls[path] += 1
         self.order.append(path)
         self.said[path].append(body)
@@ -193,9 +190,6 @@ class StubServer:
 
 async def answered(request: web.Request, body: dict[str, Any], answers: list[dict[str, Any]]) -> web.StreamResponse:
     """These answers to a request of /generate, in the form that it asks for."""
-    if body.get("stream") and request[_SENDS_DELTAS]:
-        every = sampling_of(body)["stream_interval"]
-        return await written(request, [event for n, one in enumerate(answers) for event in deltas(one, n, every)])
     if body.get("stream"):
         return await streamed(request, answers)
     return web.json_response(text=json.dumps(answers))
@@ -214,29 +208,6 @@ async def streamed(
     events = [first_token(answer) | {"index": index} for index, answer in enumerate(answers)]
     events += [answer | {"index": index} for index, answer in reversed(list(enumerate(answers)))]
     return await written(request, events, go_on=go_on, at_once=len(answers) + 1)
-
-
-def deltas(answer: dict[str, Any], index: int, every: int) -> list[dict[str, Any]]:
-    """What a server with --incremental-streaming-output says of a sample: its first token, then `every` tokens, then
-    its end, each with what is new.
-
-    "meta_info[key] = meta_info[key][last_output_offset:]": `_slice_streaming_output_meta_info` in
-    sglang/srt/managers/tokenizer_manager.py; "meta_info["output_token_logprobs_length"] =
-    len(state.output_token_logprobs)": `add_logprob_to_meta_info` there; spans of weight versions "if req.finished()":
-    `accept` in managers/scheduler_components/output_streamer.py; 0.5.23.
-    """
-    ids, meta = answer["output_ids"], answer["meta_info"]
-    cuts = [0, 1, *range(1 + every, len(ids), every), len(ids)] if len(ids) > 1 else [0, len(ids)]
-    events = []
-    for start, end in pairwise(cuts):
-        told = {key: value for key, value in meta.items() if key != "weight_versions" or end == len(ids)}
-        told |= {
-            "finish_reason": meta["finish_reason"] if end == len(ids) else None,
-            "output_token_logprobs": meta["output_token_logprobs"][start:end],
-            "output_token_logprobs_length": end,
-        }
-        events.append({"output_ids": ids[start:end], "meta_info": told, "index": index})
-    return events
 
 
 async def written(

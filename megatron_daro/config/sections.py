@@ -269,9 +269,6 @@ class SGLangSection(Section):
     """Processes that send requests, parse responses and decode tokens. Unset: one per Ray node."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
     """Tokens given to one server at once. Unset: twice its cache."""
-    stream_tokens: int = Field(default=256, ge=0)
-    """Tokens of a running answer after which a server sends them, so that one which dies loses at most so many of each.
-    0: with the answer's end. Servers of urls do where they have --incremental-streaming-output."""
     start_timeout_s: float = Field(default=1800.0, ge=0.01, le=1e6)
     """Until a server generates its first token, seconds."""
     request_timeout_s: float = Field(default=3600.0, ge=0.01, le=1e6)

@@ -42,9 +42,8 @@ engine.embedded.max_restarts engine.embedded.hung_s
 engine.sglang.python engine.sglang.urls engine.sglang.arguments engine.sglang.env engine.sglang.tensor_parallel
 engine.sglang.nodes engine.sglang.fp8_blocks
 engine.sglang.sync engine.sglang.shards_over engine.sglang.sync_dir engine.sglang.bucket_mib engine.sglang.verify
-engine.sglang.max_tokens_in_flight engine.sglang.stream_tokens engine.sglang.start_timeout_s
-engine.sglang.request_timeout_s engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s
-engine.sglang.max_restarts
+engine.sglang.max_tokens_in_flight engine.sglang.start_timeout_s engine.sglang.request_timeout_s
+engine.sglang.answer_workers engine.sglang.stall_timeout_s engine.sglang.sync_timeout_s engine.sglang.max_restarts
 algorithm.critic.offload algorithm.distill.timeout_s reward.workers environment.workers
 trainer.run_dir trainer.save_every_steps trainer.keep_checkpoints trainer.keep_every_steps trainer.eval_every_steps
 trainer.deadline_scale trainer.export_hf trainer.export_critic

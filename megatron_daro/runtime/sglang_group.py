@@ -242,8 +242,6 @@ def _handles(
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids: without a tokenizer a server starts sooner and does less per answer.
     arguments = {"dtype": config.actor.torch_dtype, "skip_tokenizer_init": not reads_text, **options.named_arguments}
-    if options.stream_tokens:
-        arguments = {"incremental_streaming_output": True, **arguments}
     if config.actor.routing_replay:
         arguments = {"enable_return_routed_experts": True, **arguments}
     if options.fp8_blocks:

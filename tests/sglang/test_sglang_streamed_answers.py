@@ -1,5 +1,5 @@
-"""A real server tells of each answer when it has ended, with all its tokens: what it holds is given back one by one;
-and one that sends what is new alone, also of those that go on."""
+"""A real server tells of each answer when it has ended, with all its tokens: what it holds is given back one by one,
+and it is kept when the server dies before the others have ended."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from sglang_pool import VOCAB, collect, engine_of, expected, give, group, section, started, worst_difference
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.engine.sglang import generation
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOLERANCE, LIMIT_S, COUNT = 1e-4, 300, 12
-EVERY, LONG = 4, 100
+FEW, LONG = 3, 100
+# Of a random model's tokens; so that answers are of many lengths.
+STOPS = tuple(range(0, VOCAB, 30))
 
 
 def test_answers_end_one_by_one_and_are_whole(pool, tmp_path):
@@ -46,38 +46,35 @@ def test_answers_end_one_by_one_and_are_whole(pool, tmp_path):
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
-def test_what_a_killed_server_has_told_of_running_answers_is_kept(pool, tmp_path, monkeypatch):
-    """They go on at the other one, and every token has the log-prob that the model gives it."""
+def test_answers_that_had_ended_when_their_server_was_killed_are_kept(pool, tmp_path):
+    """The others are asked for again at the other one, from their beginning."""
     victim, survivor = pool.up()
     model = AutoModelForCausalLM.from_pretrained(victim.model)
-    told, asked, take = {}, [], generation._Told.take
-
-    def noted(self, event, *, deltas):
-        take(self, event, deltas=deltas)
-        told[event["index"]] = len(self._pairs)
-        if len(asked) == 1 and len(told) == COUNT and min(told.values()) > EVERY:
-            victim.kill()
+    asked, ended = [], []
 
     async def scenario():
-        options = section(stream_tokens=EVERY)
-        engine = engine_of([victim.url, survivor.url], tmp_path, options=options, expect=expected(victim.model))
+        engine = engine_of([victim.url, survivor.url], tmp_path, options=section(), expect=expected(victim.model))
         async with started(engine):
             await give(engine, model, 1)
-            assert [server.facts.streams_deltas for server in engine.fleet.servers] == [True, False]
-            ask = engine._answers.ask
+            take, ask = engine._take_ended, engine._answers.ask
+
+            def noted(answers):
+                take(answers)
+                ended.extend(answers)
+                if len(ended) == FEW:
+                    victim.kill()
 
             async def noting(question):
-                asked.append((question.url, [dict(call.request.partial) for call in question.calls], dict(told)))
+                asked.append((question.url, [call.request for call in question.calls], len(ended)))
                 return await ask(question)
 
+            engine._answers.when_ended(noted)
             engine._answers.ask = noting
-            monkeypatch.setattr(generation._Told, "take", noted)
-            return await collect(engine, [group(0, count=COUNT, max_new_tokens=LONG)])
+            return await collect(engine, [group(0, count=COUNT, max_new_tokens=LONG, stop_token_ids=STOPS)])
 
     rollouts = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
-    (first, _, _), (second, partials, told_then) = asked[:2]
+    (first, _, _), (second, (again,), kept) = asked[:2]
     assert (first, second) == (victim.url, survivor.url)
-    resumed = {index: rollout.response_length for partial in partials for index, rollout in partial.items()}
-    assert resumed == told_then and EVERY < min(resumed.values()) <= max(resumed.values()) < LONG
-    assert [r.response_length for r in rollouts] == [LONG] * COUNT and {r.weight_version for r in rollouts} == {1}
+    assert FEW <= kept == COUNT - len(again.indices) < COUNT and not again.partial
+    assert [r.index for r in rollouts] == list(range(COUNT)) and {r.weight_version for r in rollouts} == {1}
     assert worst_difference(model, rollouts) <= TOLERANCE

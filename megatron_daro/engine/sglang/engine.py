@@ -360,7 +360,6 @@ class SGLangEngine:
             f"{self._prefix}-{next(self._numbers)}",
             cache_key=f"{self._prefix}-weights-{version}",
             streams=server.facts is not None and not server.facts.streams_deltas,
-            every=self._every(server, request),
         )
         run.ids = ids = tuple(name for call in calls for name in call.ids)
         for call in calls:
@@ -386,11 +385,6 @@ class SGLangEngine:
         ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
         self.fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
         return rollouts
-
-    def _every(self, server: Server, request: GroupRequest) -> int:
-        """Return the tokens after which running answers are told; 0: not. Experts would come whole every time."""
-        deltas = server.facts is not None and server.facts.streams_deltas
-        return self._options.stream_tokens if deltas and request.sampling.routed_experts is None else 0
 
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
         """Give back what these answers held; the others of their group go on."""

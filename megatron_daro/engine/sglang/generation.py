@@ -1,9 +1,9 @@
 """Generation requests: a group becomes the body of /generate, and SGLang's reply becomes rollouts.
 
 One HTTP request carries all samples of a group, so that they share the prompt's cache. Its answer is streamed: an event
-for each sample that has ended, whose room on the server is given to others then, and where the server sends what is new
-alone also one every so many tokens, so that these are not lost when it dies. Sampled tokens are taken as ids, never
-through text. Replies that do not fit the request are rejected.
+for each sample that has ended, whose room on the server is given to others then, and which is kept if the server dies
+before the others have ended. Sampled tokens are taken as ids, never through text. Replies that do not fit the request
+are rejected.
 
 `DirectAnswers` posts requests and parses replies in its own process: in each of the run's answer workers
 (runtime/node_workers.py), or in the engine's process where there are none. It knows nothing of fleets, retries or
@@ -18,7 +18,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -47,7 +47,7 @@ class BadAnswerError(EngineError):
 
 
 class CutStreamError(UnreachableError):
-    """A stream broke. rollouts: the answers that had ended, and the others as far as they came, as aborted ones."""
+    """A stream broke. rollouts: the answers that had ended."""
 
     rollouts: tuple[Rollout, ...] = ()
 
@@ -55,15 +55,13 @@ class CutStreamError(UnreachableError):
 @dataclass(frozen=True, slots=True)
 class Call:
     """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
-    server calls the samples. streams: whether each is sent when it has ended, and not with the last. every: so many
-    tokens also before; 0: not."""
+    server calls the samples. streams: whether each is sent when it has ended, and not with the last."""
 
     request: GroupRequest
     name: str
     cache_key: str
     ids: tuple[str, ...]
     streams: bool = False
-    every: int = 0
 
     @property
     def body(self) -> dict[str, Any]:
@@ -74,14 +72,14 @@ class Call:
             "rid": self.name,
             "extra_key": self.cache_key,
             "input_ids": [[*request.prompt.tokens, *prefix] for prefix in prefixes],
-            "sampling_params": _sampling_of_each(request, self.streams, self.every),
+            "sampling_params": _sampling_of_each(request, self.streams),
             "return_logprob": True,
             "stream": self.streams,
             **({"return_routed_experts": True} if request.sampling.routed_experts else {}),
         }
 
 
-def calls(request: GroupRequest, name: str, *, cache_key: str, streams: bool = False, every: int = 0) -> list[Call]:
+def calls(request: GroupRequest, name: str, *, cache_key: str, streams: bool = False) -> list[Call]:
     """Return the HTTP requests for a group: one for all samples, or one for each where they resume at different
     lengths.
 
@@ -91,20 +89,19 @@ def calls(request: GroupRequest, name: str, *, cache_key: str, streams: bool = F
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
         streams: whether the server sends each of several answers whole when it has ended.
-        every: of a server that sends what is new alone: the tokens after which it does.
     """
     lengths = {(_length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
-    return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key, streams, every) for part in parts]
+    return [_call(replace(request, indices=part), f"{name}.{part[0]}", cache_key, streams) for part in parts]
 
 
-def _call(request: GroupRequest, name: str, cache_key: str, streams: bool = False, every: int = 0) -> Call:
+def _call(request: GroupRequest, name: str, cache_key: str, streams: bool = False) -> Call:
     # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
     # here at most others of the same group, which are aborted together.
     partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
     request = replace(request, partial=partial)
     ids = tuple(f"{name}_{i}" for i in range(len(request.indices)))
-    return Call(request, name, cache_key, ids, every > 0 or (streams and len(ids) > 1), every)
+    return Call(request, name, cache_key, ids, streams and len(ids) > 1)
 
 
 def rollouts(
@@ -156,15 +153,14 @@ def _length_so_far(request: GroupRequest, index: int) -> int:
     return 0 if earlier is None else earlier.response_length
 
 
-def _sampling_of_each(request: GroupRequest, streams: bool, every: int) -> dict[str, Any] | list[dict[str, Any]]:
+def _sampling_of_each(request: GroupRequest, streams: bool) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the sampling of all samples, or, with a seed, that of each.
 
-    A stream tells the first token of each sample, then every `stream_interval` tokens, of which no answer has as many
-    where they are not wanted, and its end. Source: `accept` in
-    sglang/srt/managers/scheduler_components/output_streamer.py, 0.5.23.
+    A stream tells the first token of each sample, then all so far every `stream_interval` tokens, of which no answer
+    has as many, and its end. Source: `accept` in sglang/srt/managers/scheduler_components/output_streamer.py, 0.5.23.
     """
     room = request.room(request.indices[0])
-    common = _sampling(request.sampling, room) | ({"stream_interval": every or room + 1} if streams else {})
+    common = _sampling(request.sampling, room) | ({"stream_interval": room + 1} if streams else {})
     if request.sampling.seed is None:
         return common
     return [common | {"sampling_seed": _seed_of(request, index)} for index in request.indices]
@@ -325,13 +321,13 @@ def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tup
     return tuple((v, n) for v, n in spans if n > 0)
 
 
-def _check_status(url: str, reason: Mapping[str, Any] | None) -> None:
+def _check_status(url: str, reason: Mapping[str, Any]) -> None:
     """Raise what a status means that the server would answer with, did it not stream.
 
     Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
     """
-    status = reason.get("status_code") if reason else None
-    if reason is None or status is None or reason["type"] != "abort" or not 400 <= status < 600:
+    status = reason.get("status_code")
+    if status is None or reason["type"] != "abort" or not 400 <= status < 600:
         return
     kind = RefusedError if status < 500 else UnreachableError
     raise kind(f"{url}/generate: status {status}: {reason.get('message', '')}")
@@ -476,63 +472,6 @@ class Answers(Protocol):
         ...
 
 
-class _Told:
-    """What a stream has told of one sample. answer: the whole, when it has ended."""
-
-    def __init__(self, question: Question) -> None:
-        self.answer, self._versions = dict[str, Any](), _Versions(question.version, question.loaded)
-        self._pairs: list[Any] = []
-        self._meta: Mapping[str, Any] = {}
-        self._certain = 0  # tokens that are known to be of the oldest version which the request has seen
-
-    def take(self, event: Mapping[str, Any], *, deltas: bool) -> None:
-        """Add an event. Raises BadAnswerError.
-
-        Args:
-            deltas: whether an event has the tokens since the one before, with the number of all log-probs so far; spans
-                of weight versions come last. Source: `_slice_streaming_output_meta_info` in
-                sglang/srt/managers/tokenizer_manager.py, 0.5.23.
-        """
-        meta = event["meta_info"]
-        ended = meta["finish_reason"] is not None
-        if not deltas:
-            self.answer = dict(event) if ended else {}
-            return
-        new = meta.get("output_token_logprobs") or []
-        total = meta.get("output_token_logprobs_length", len(self._pairs) + len(new))
-        if total == len(new) and self._pairs:  # all of one that was aborted while it waited (`_handle_abort_req`)
-            self._pairs = list(new)
-        elif total == len(self._pairs) + len(new) and list(event["output_ids"]) == [pair[1] for pair in new]:
-            self._pairs += new
-        else:
-            counts = f"{len(event['output_ids'])} tokens and {len(new)} log-probs after {len(self._pairs)}"
-            raise BadAnswerError(f"an event of a stream has {counts}, and counts {total}: they do not fit each other")
-        self._meta = meta
-        if ended:
-            self.answer = self._answer(self._pairs, {})
-        elif self._certain == len(self._pairs) - len(new) and self._is_oldest(meta.get("weight_version")):
-            self._certain = len(self._pairs)
-
-    def so_far(self) -> dict[str, Any] | None:
-        """Return the answer, or what is certain of one that goes on, as of one that was aborted; None: nothing."""
-        if self.answer or not self._certain:
-            return self.answer or None
-        spans = [{"version": str(self._versions.oldest), "start": 0, "end": self._certain}]
-        return self._answer(
-            self._pairs[: self._certain], {"finish_reason": {"type": "abort"}, "weight_versions": spans}
-        )
-
-    def _is_oldest(self, version: str | None) -> bool:
-        """Whether what is told now was made with the oldest: the server has none that are newer, nor had it older."""
-        with suppress(BadAnswerError, TypeError, ValueError):  # of a name that is none of ours the end will tell
-            return self._versions.number(version or "") == self._versions.oldest
-        return False
-
-    def _answer(self, pairs: list[Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-        whole = {**self._meta, "output_token_logprobs": pairs, **meta}
-        return {"output_ids": [pair[1] for pair in pairs], "meta_info": whole}
-
-
 class DirectAnswers:
     """Asks in this process, on the event loop of the caller."""
 
@@ -579,38 +518,35 @@ class DirectAnswers:
         """Return the answers of one request, in the order of its samples. Raises as `Answers.ask` says."""
         if not call.streams:
             return await client.post("/generate", call.body, timeout_s=question.timeout_s)
-        told = [_Told(question) for _ in call.ids]
+        ended: dict[int, Any] = {}
         try:
-            return await self._streamed(client, call, question.timeout_s, told)
+            return await self._streamed(client, call, question.timeout_s, ended)
         except UnreachableError as error:
-            kept = {i: answer for i, one in enumerate(told) if (answer := one.so_far()) is not None}
-            if not kept:
+            if not ended:
                 raise
             cut = CutStreamError(str(error))
-            request = replace(call.request, indices=tuple(call.request.indices[i] for i in kept))
-            cut.rollouts = self._rollouts(question, request, list(kept.values()))
+            request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(ended)))
+            cut.rollouts = self._rollouts(question, request, [ended[i] for i in sorted(ended)])
             raise cut from error
 
-    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, told: Sequence[_Told]) -> object:
-        """Return the answers of one request; told: takes of each what is known of it."""
+    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Any]) -> object:
+        """Return the answers of one request; ended: takes each, by its place among the samples, when it has ended."""
         async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
             async for event in events:
                 if isinstance(event, list):  # it does not stream
                     return event
                 try:
-                    index = event["index"]
-                    one, sample, name = told[index], call.request.indices[index], call.ids[index]
-                    reason = event["meta_info"]["finish_reason"]
+                    if (reason := event["meta_info"]["finish_reason"]) is None:
+                        continue  # its first token
+                    index, tokens, kind = event["index"], len(event["output_ids"]), reason["type"]
+                    sample, name = call.request.indices[index], call.ids[index]
                     _check_status(client.url, reason)
-                    one.take(event, deltas=call.every > 0)
-                    if reason is None:
-                        continue
-                    tokens, kind = len(one.answer["output_ids"]), reason["type"]
                 except (KeyError, TypeError, IndexError) as error:
                     raise BadAnswerError(f"an event of a stream has another form: {error!r}") from error
+                ended[index] = event
                 if kind != "abort":
                     self._ended([EndedAnswer(name, _length_so_far(call.request, sample) + tokens)])
-        return [one.answer for one in told if one.answer]
+        return [ended[index] for index in sorted(ended)]
 
     async def close(self) -> None:
         """Drop all connections."""

@@ -121,17 +121,11 @@ def handles(reads_text=False, model=None, actor=None, **sglang):
 @pytest.mark.parametrize(
     ("given", "arguments"),
     [
-        ({"stream_tokens": 0}, {"skip_tokenizer_init": True}),
-        ({"stream_tokens": 0, "reads_text": True}, {"skip_tokenizer_init": False}),
-        (
-            {"stream_tokens": 0, "model": {"trust_remote_code": True}},
-            {"skip_tokenizer_init": True, "trust_remote_code": True},
-        ),
-        (
-            {"stream_tokens": 0, "actor": {"routing_replay": True}},
-            {"skip_tokenizer_init": True, "enable_return_routed_experts": True},
-        ),
-        ({"stream_tokens": 0, "arguments": {"skip-tokenizer-init": False}}, {"skip_tokenizer_init": False}),
+        ({}, {"skip_tokenizer_init": True}),
+        ({"reads_text": True}, {"skip_tokenizer_init": False}),
+        ({"model": {"trust_remote_code": True}}, {"skip_tokenizer_init": True, "trust_remote_code": True}),
+        ({"actor": {"routing_replay": True}}, {"skip_tokenizer_init": True, "enable_return_routed_experts": True}),
+        ({"arguments": {"skip-tokenizer-init": False}}, {"skip_tokenizer_init": False}),
     ],
 )
 def test_servers_are_launched_with_what_the_run_needs_of_them(given, arguments):

@@ -86,20 +86,3 @@ def test_every_part_of_every_server_runs_the_interpreter_of_the_configuration():
     servers = _handles(config.engine, config, Path("run"), placement, reads_text=False)
     parts = [part for server in servers.values() for part in server._parts]
     assert [part.python for part in parts] == [Path(sys.executable)] * 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({}, True), ({"stream_tokens": 0}, None), ({"arguments": {"incremental-streaming-output": False}}, False)],
-)
-def test_servers_tell_what_running_answers_have_unless_that_is_not_wanted(given, said):
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": ("t",)},
-            "engine": {"kind": "sglang", "seed": 1, "sglang": {"python": sys.executable, **given}},
-        }
-    )
-    placement = SimpleNamespace(server=dict, gpus_of_server=str)
-    (server,) = _handles(config.engine, config, Path("run"), placement, reads_text=False).values()
-    assert [part.arguments.get("incremental_streaming_output") for part in server._parts] == [said]

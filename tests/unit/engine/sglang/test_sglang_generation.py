@@ -367,7 +367,6 @@ def test_experts_are_stored_under_the_name_of_their_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("reason", "error", "words"),
     [
-        (None, None, ""),
         ({"type": "stop"}, None, ""),
         ({"type": "abort", "status_code": None}, None, ""),
         ({"type": "stop", "status_code": 500}, None, ""),
@@ -389,65 +388,6 @@ def test_a_status_within_a_stream_means_what_it_means_outside(reason, error, wor
         return
     with pytest.raises(error, match=words):
         generation._check_status("url", reason)
-
-
-QUESTION = generation.Question("url", (), 5, None, 10.0)
-
-
-def event(ids, total, reason=None, version="5", **changes):
-    pairs = [[-0.5, token, None] for token in ids]
-    meta = {"finish_reason": reason, "output_token_logprobs": pairs, "output_token_logprobs_length": total}
-    return {"output_ids": list(ids), "meta_info": meta | {"weight_version": version} | changes}
-
-
-def told_by(*events, deltas=True):
-    told = generation._Told(QUESTION)
-    for one in events:
-        told.take(one, deltas=deltas)
-    return told
-
-
-def test_a_stream_without_deltas_is_its_last_event():
-    last = event([1, 2], 2, {"type": "stop"})
-    assert told_by(event([1], 1), deltas=False).so_far() is None
-    assert told_by(event([1], 1), last, deltas=False).so_far() == last
-
-
-def test_deltas_are_put_together_and_end_with_what_the_last_one_says():
-    whole = told_by(event([1], 1), event([2, 3], 3), event([4], 4, {"type": "length"}, weight_versions=["s"])).so_far()
-    assert whole["output_ids"] == [1, 2, 3, 4] and len(whole["meta_info"]["output_token_logprobs"]) == 4
-    assert whole["meta_info"]["finish_reason"] == {"type": "length"} and whole["meta_info"]["weight_versions"] == ["s"]
-
-
-@pytest.mark.parametrize(
-    ("events", "certain"),
-    [
-        ([], 0),
-        ([event([1], 1), event([2, 3], 3)], 3),
-        ([event([1], 1), event([2, 3], 3, version="6")], 1),
-        ([event([1], 1, version="6"), event([2, 3], 3)], 0),
-        ([event([1], 1), event([2], 2, version="6"), event([3], 3)], 1),
-        ([event([1], 1, version=None), event([2], 2)], 0),
-        ([event([1], 1, version="default")], 0),
-        ([event([1, 2], None, output_token_logprobs_length=2)], 2),
-    ],
-)
-def test_what_is_certain_of_an_answer_that_broke_off_are_its_tokens_of_the_oldest_weights(events, certain):
-    kept = told_by(*events).so_far()
-    if not certain:
-        assert kept is None
-        return
-    assert kept["output_ids"] == [1, 2, 3][:certain] and kept["meta_info"]["finish_reason"] == {"type": "abort"}
-    assert kept["meta_info"]["weight_versions"] == [span("5", 0, certain)]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [event([2], 4), event([2], 2), event([2, 3], 4) | {"output_ids": [2, 4]}, event([2], 3) | {"output_ids": []}],
-)
-def test_deltas_that_do_not_follow_on_each_other_are_refused(wrong):
-    with pytest.raises(BadAnswerError, match=r"tokens and \d log-probs after 2, and counts \d: they do not fit"):
-        told_by(event([1], 1), event([5], 2), wrong)
 
 
 def test_what_a_worker_asked_is_closed_with_it():
