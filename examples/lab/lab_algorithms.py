@@ -2,9 +2,7 @@
 
 They are what an algorithm of one's own can be (docs/algorithms.md), and use every seam that it has: totals per class of
 lengths, squares of the gradient, lengths of whole groups, numbers learnt by descending the policy loss. Put this folder
-into PYTHONPATH on every machine of the run. Options go into `algorithm.options`; they were `algorithm.daro.kernels`,
-`.length_edges` and magnitude gradient (now `lab_algorithms:DaroCells`), `algorithm.fade` (`lab_algorithms:Fade`) and
-`algorithm.lambda_grpo` (`lab_algorithms:LambdaGrpo`). Checkpoints of those are read.
+into PYTHONPATH on every machine of the run. Options go into `algorithm.options`.
 
 Shape letters: N samples, K rollouts per prompt, L classes of lengths, J kernels, C = (K+1) L cells, bin by bin; P
 learned numbers (one per cell, or one per kernel and class). Cells of bins 0 and K carry no signal.

@@ -143,36 +143,6 @@ def choices(annotation: object, metadata: list[Any]) -> tuple[str, ...]:
     return next((m.names for m in [*metadata, *inner] if isinstance(m, OneOf)), ())
 
 
-_RENAMED = {
-    "actor.dtype": ("actor.precision (fp32, bf16 or fp8)", "write actor.precision={} in its place"),
-    "actor.fp8": ("actor.precision (fp32, bf16 or fp8)", "write actor.precision=fp8 in the place of true"),
-}
-"""Options that earlier versions had: what says the same now, and how to write it."""
-_LAB = "examples/lab/lab_algorithms.py"
-_MOVED: dict[str, tuple[object, str, str]] = {
-    "algorithm.daro.kernels": (None, "DaroCells", "kernels"),
-    "algorithm.daro.length_edges": ([], "DaroCells", "length_edges"),
-    "algorithm.fade": (
-        {"rate": 0.02, "max_power": 3.0, "min_scale": 0.3, "target_entropy": None},
-        "Fade",
-        "rate and the others",
-    ),
-    "algorithm.lambda_grpo": (
-        {"learning_rate": 0.01, "betas": [0.9, 0.999], "spread": 1 / 9},
-        "LambdaGrpo",
-        "spread and the others",
-    ),
-}
-"""Options that went to the lab: their defaults, which a run directory of an earlier version names, the class that has
-them, and their names there."""
-_REFUSED_NAMES = {
-    ("algorithm.name", "fade"): f"it is lab_algorithms:Fade now, in {_LAB}",
-    ("algorithm.name", "lambda_grpo"): f"it is lab_algorithms:LambdaGrpo now, in {_LAB}",
-    ("algorithm.daro.magnitude", "gradient"): f"lab_algorithms:DaroCells has it, in {_LAB}",
-    ("actor.fp8_recipe", "delayed"): "its scales are kept in a pickle, which Transformer Engine refuses to load when a "
-    "run resumes",
-}
-"""Values of upstream that a field does not take, and why."""
 _PLACEHOLDERS = {"model.path": ".", "data.train": ["."]}
 """Stand-ins for required fields while the rest of a wrong file is judged; no Config with one leaves this file."""
 
@@ -264,7 +234,7 @@ def _from_tree(
     for field in (text.partition("=")[0].strip() for text in overrides):
         places = {other: place for other, place in places.items() if not other.startswith(f"{field}.")}
         places[field] = "command line"
-    tree = _with_lists_of_one(_without_empty_sections(_without_moved(tree)))
+    tree = _with_lists_of_one(_without_empty_sections(tree))
     config, wrong, broken = _validate(tree, places)
     return (_fill_in(config, path) if config else None), problems + wrong, broken
 
@@ -287,18 +257,6 @@ def _read_file(path: Path) -> yaml_text.Document:
     if not document.problems and not isinstance(document.value, dict):
         return failed(f"{show(document.value)} at the top", "write sections such as `model:` at the top")
     return document
-
-
-def _without_moved(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leave out options that are no more where they say nothing: run directories of earlier versions have them all."""
-    kept = {}
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        if path in _MOVED and value == _MOVED[path][0]:
-            continue
-        inside = isinstance(value, dict) and any(moved.startswith(f"{path}.") for moved in _MOVED)
-        kept[name] = _without_moved(value, f"{path}.") if inside else value
-    return kept
 
 
 def _without_empty_sections(tree: Mapping[str, Any], model: type[Section] = Config) -> dict[str, Any]:
@@ -390,8 +348,6 @@ def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
         path, loc = path.rpartition(".")[0], loc[:-1]
     annotation, metadata = _annotation_at(loc)
     words = details["msg"] if details["type"] == OUT_OF_RANGE else allowed(annotation, metadata)
-    if why := _REFUSED_NAMES.get((path, str(details["input"]))):
-        words = f"{words} ({why})"
     if details["type"] == "missing" and not too_short:
         return Problem(path, "nothing", words, f"set it in the file, or give {path}=... on the command line")
     return Problem(path, show(details["input"]), words, _fix(annotation, metadata, details["input"], path), place=place)
@@ -430,15 +386,6 @@ def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> s
 
 
 def _unknown_key(path: str, value: object, place: str) -> Problem:
-    if path in _RENAMED:
-        name, fix = _RENAMED[path]
-        return Problem(path, f"{show(value)} under its former name", name, fix.format(value), place=place)
-    if path in _MOVED:
-        _, owner, keys = _MOVED[path]
-        fix = f"set algorithm.name=lab_algorithms:{owner} and algorithm.options ({keys}), with its folder in PYTHONPATH"
-        return Problem(
-            path, f"{show(value)}, which is no option any more", f"lab_algorithms:{owner} of {_LAB}", fix, place=place
-        )
     pattern = ".".join(ITEM if part.isdecimal() else part for part in path.split("."))
     section = path.rpartition(".")[0]
     names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]

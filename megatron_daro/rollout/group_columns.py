@@ -48,8 +48,6 @@ _REPORT = pa.struct(
 )
 _REWARD = pa.struct([pa.field("name", pa.string(), False), pa.field("value", pa.float64(), False)])
 _RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
-LATER = ("experts", "experts_shape", "turns", "reports", "rewards", "teacher_logprobs")
-"""Columns that older files do not have; there they are null."""
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
     *("finish_reason", "reason"),
@@ -227,13 +225,11 @@ def decode(batches: Iterable[pa.RecordBatch], run_dir: Path = Path()) -> Iterato
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """One mapping per row. Lists of numbers are views of the batch's memory; a list that is null is None."""
-    present = set(batch.schema.names)
-    absent = dict.fromkeys(name for name in LATER if name not in present)
-    names = [name for name in SCHEMA.names if not _is_ragged(name) and name not in absent]
+    names = [name for name in SCHEMA.names if not _is_ragged(name)]
     plain = [batch.column(name).to_pylist() for name in names]
-    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name) and name not in absent}
+    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name)}
     for i, values in enumerate(zip(*plain, strict=True)):
-        row = absent | dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
+        row = dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
         if row["lone_surrogates"]:
             exact = json.loads(row["lone_surrogates"]).items()
             row |= {name: bytes.fromhex(text).decode("utf-8", "surrogatepass") for name, text in exact}

@@ -2,8 +2,7 @@
 
 The controller writes the groups of each step under RUN/rollouts, and the sampler those of a
 batch that it skips; the report shows them; replay and resume read them back. Files are written whole or not at all, and
-are on disk when a call returns. What is in them: group_columns.py. It refuses damaged files and those of the older
-format (JSON lines), and never unpickles.
+are on disk when a call returns. What is in them: group_columns.py. It refuses damaged files, and never unpickles.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ import pyarrow.parquet as pq
 
 from megatron_daro import durable
 from megatron_daro.errors import DataError, disk_fault
-from megatron_daro.rollout.group_columns import FORMAT, LATER, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
+from megatron_daro.rollout.group_columns import FORMAT, SCHEMA, WRITER_OPTIONS, RecordedGroup, blocks, decode
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.types import Group
 
 WAITING_FILE = "waiting.parquet"
 """In a checkpoint: the groups that wait for the next batch; not there when none does."""
 UPDATE = "megatron_daro.update"
-"""In the metadata of a step's file: its `RecordedUpdate` as JSON. Older files lack it."""
-_INSIDE = "routed_layers"
+"""In the metadata of a step's file: its `RecordedUpdate` as JSON."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 
@@ -56,9 +54,7 @@ class Recorder:
         """Args: run_dir: the run directory."""
         self._run_dir = Path(run_dir).absolute()
 
-    def write_step(
-        self, step: int, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate | None = None
-    ) -> Path:
+    def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate) -> Path:
         """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
 
         What was skipped on the way to this step is among its groups, so the file of that goes.
@@ -66,7 +62,7 @@ class Recorder:
         Args:
             step: optimizer step.
             groups: outcome -> groups that no earlier step has. The trained ones keep their order.
-            update: of that step; None: the trained groups are a batch of one step.
+            update: what the step was made of.
 
         Raises:
             DataError: the disk refused; no file of that name is left half written.
@@ -97,9 +93,6 @@ class Recorder:
 
         Returns:
             Number of steps removed.
-
-        Raises:
-            DataError: there are files of the older format.
         """
         folder = self._run_dir / "rollouts"
         later = [path for number, path in _step_files(self._run_dir) if number > step]
@@ -110,8 +103,7 @@ class Recorder:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """Return steps that have a file under RUN/rollouts, in order. Raises DataError where files are of the older
-    format."""
+    """Return steps that have a file under RUN/rollouts, in order."""
     return sorted(number for number, _ in _step_files(Path(run_dir)))
 
 
@@ -124,8 +116,8 @@ def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
     return read_groups(Path(run_dir) / "rollouts" / _file_name(step))
 
 
-def read_update(run_dir: Path, step: int) -> RecordedUpdate | None:
-    """Return what a recorded step was made of, from the end of its file alone; None where an older version wrote it.
+def read_update(run_dir: Path, step: int) -> RecordedUpdate:
+    """Return what a recorded step was made of, from the end of its file alone.
 
     Raises:
         DataError: as `read_step`.
@@ -133,7 +125,9 @@ def read_update(run_dir: Path, step: int) -> RecordedUpdate | None:
     path = Path(run_dir) / "rollouts" / _file_name(step)
     try:
         text = (pq.read_metadata(path).metadata or {}).get(UPDATE.encode())
-        return None if text is None else _update(json.loads(text), step)
+        if text is None:
+            raise ValueError(f"its metadata has no {UPDATE}")
+        return _update(json.loads(text), step)
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
 
@@ -161,8 +155,7 @@ def read_recorded(path: Path) -> list[RecordedGroup]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_format(file.metadata.metadata, file.schema_arrow)
-            _refuse_experts_inside(file)
-            tables = (file.read_row_group(i, columns=_present(file)) for i in range(file.num_row_groups))
+            tables = (file.read_row_group(i, columns=SCHEMA.names) for i in range(file.num_row_groups))
             return list(decode((batch for table in tables for batch in table.to_batches()), run_dir))
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
@@ -232,10 +225,6 @@ def _write(path: Path, groups: Iterable[RecordedGroup], run_dir: Path | None, me
     durable.sync(path)
 
 
-def _present(file: pq.ParquetFile) -> list[str]:
-    return [name for name in SCHEMA.names if name in file.schema_arrow.names]
-
-
 def _check_format(metadata: Mapping[bytes, bytes] | None, schema: pa.Schema) -> None:
     recorded_format = {
         name: (metadata or {}).get(name.encode(), b"nothing").decode(errors="replace") for name in FORMAT
@@ -243,21 +232,10 @@ def _check_format(metadata: Mapping[bytes, bytes] | None, schema: pa.Schema) -> 
     if recorded_format != FORMAT:
         raise ValueError(f"it is no file of recorded rollouts: its metadata says {recorded_format}, expected {FORMAT}")
     for field in SCHEMA:
-        if field.name in LATER and schema.get_field_index(field.name) < 0:
-            continue
         number = schema.get_field_index(field.name)
         if number < 0 or schema.field(number).type != field.type:
             got = "is missing" if number < 0 else f"is {schema.field(number).type}"
             raise ValueError(f"column {field.name} {got}; expected {field.type}")
-
-
-def _refuse_experts_inside(file: pq.ParquetFile) -> None:
-    """Older files hold the experts themselves. Without them a replay would train something else."""
-    if (
-        _INSIDE in file.schema_arrow.names
-        and file.read(columns=[_INSIDE]).column(0).null_count < file.metadata.num_rows
-    ):
-        raise ValueError("it holds routed experts as an older version wrote them; replay it with that version")
 
 
 def _recorded(groups: Mapping[Outcome, Sequence[Group]]) -> Iterator[RecordedGroup]:

@@ -3,8 +3,7 @@
 RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
 recorded batch that trained, with its mini-batches and epochs at their recorded steps, so the updates are bit for bit
 those of the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
-It refuses gaps (a run that was recorded in part), the older file format, and to go on where a run that generates
-stopped. Files that do not say which batch they belong to, of an older version, are a batch each.
+It refuses gaps (a run that was recorded in part), and to go on where a run that generates stopped.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class ReplaySource:
             deadlines: the table of deadlines.
 
         Raises:
-            DataError: nothing was recorded, steps are missing between recorded ones, files have the older format, or
-                a batch has more steps than this run's.
+            DataError: nothing was recorded, steps are missing between recorded ones, or a batch has more steps than
+                this run's.
         """
         self._run_dir, self._section = Path(run_dir), section
         self._size = rollouts_per_prompt
@@ -101,20 +100,18 @@ class ReplaySource:
         """Return the steps of the batch that begins with this one, and all of its groups with what became of them."""
         updates = self._updates(first)
         self._check_size(updates)
-        groups = [
-            pair for step in range(first, first + max(len(updates), 1)) for pair in read_step(self._run_dir, step)
-        ]
-        return updates or [_of_older(first, groups)], groups
+        groups = [pair for update in updates for pair in read_step(self._run_dir, update.step)]
+        return updates, groups
 
     def _updates(self, first: int) -> list[RecordedUpdate]:
-        """Return the steps of the batch that begins with this one; none where an older version wrote it."""
+        """Return the steps of the batch that begins with this one."""
         updates: list[RecordedUpdate] = []
         for step in range(first, self._steps[-1] + 1):
             update = read_update(self._run_dir, step)
-            if update is None or (updates and update.first_step != first):
+            if updates and update.first_step != first:
                 break
             updates.append(update)
-        if updates and updates[0].first_step != first:
+        if updates[0].first_step != first:
             raise DataError(
                 f"{self._run_dir}/rollouts: step {first} belongs to the batch of step {updates[0].first_step}, whose "
                 "files are not all there; restore them"
@@ -123,8 +120,6 @@ class ReplaySource:
 
     def _check_size(self, updates: Sequence[RecordedUpdate]) -> None:
         """Refuse a batch of more steps than this run has reckoned with: its old log-probs would be made otherwise."""
-        if not updates:
-            return
         epochs, steps = updates[-1].epoch, updates[-1].step - updates[0].first_step + 1
         if epochs > self._section.epochs_per_batch or steps > self._section.steps_per_batch:
             raise DataError(
@@ -164,9 +159,3 @@ class ReplaySource:
             snapshot=Snapshot({REPLAYED_STEP: updates[-1].step}, self.ledger.state_dict()),
             recorded=tuple(planned),
         )
-
-
-def _of_older(step: int, recorded: Sequence[tuple[Group, Outcome]]) -> RecordedUpdate:
-    """Read a file of an older version as a batch of one step."""
-    ids = tuple(group.group_id for group, used in recorded if used == "trained")
-    return RecordedUpdate(step, step, 1, ids, bool(ids))

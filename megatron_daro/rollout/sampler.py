@@ -102,9 +102,9 @@ class Sampler:
             raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {there} are there")
         counters = state["counters"]
         self._empty_batches = int(counters[_EMPTY])
-        self._collector.aborted_tokens = int(counters.get(_ABORTED_TOKENS, 0))
-        self._collector.groups_aborted = int(counters.get(_ABORTED, 0))
-        self._collector.groups_resumed = int(counters.get(_RESUMED, 0))
+        self._collector.aborted_tokens = int(counters[_ABORTED_TOKENS])
+        self._collector.groups_aborted = int(counters[_ABORTED])
+        self._collector.groups_resumed = int(counters[_RESUMED])
         self._rollouter.load_counters(counters)
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:

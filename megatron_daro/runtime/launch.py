@@ -255,14 +255,14 @@ def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
 
 def _identity(config: Config) -> dict[str, PlainValue]:
     """Return what must be equal in a run and in a checkpoint that it continues."""
-    trainer, epochs = config.trainer, config.trainer.epochs_per_batch
+    trainer = config.trainer
     return {
         "seed": trainer.seed,
         "rollouts_per_prompt": config.rollout.rollouts_per_prompt,
         "prompts_per_step": config.rollout.prompts_per_step,
         "updates_per_batch": trainer.updates_per_batch,
+        "epochs_per_batch": trainer.epochs_per_batch,
         "algorithm": config.algorithm.name,
-        **({"epochs_per_batch": epochs} if epochs > 1 else {}),  # checkpoints of older versions know of no epochs
     }
 
 

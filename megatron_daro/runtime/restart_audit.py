@@ -153,7 +153,6 @@ _NOTES = ("transformers_version", "_name_or_path", "use_cache")  # keys of confi
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
 _WIDEST_VALUE = 48
 _ABSENT = "(absent)"
-_UNKNOWN = object()
 _EFFECT = {"runs": "in effect", "trains": "in effect: trains differently from here"}
 
 
@@ -256,10 +255,10 @@ def record(run_dir: Path, text: str) -> None:
 def _options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     """Every field of the configuration but those that name files; evaluation sets by their names."""
     for path, kind in CLASS_OF.items():
-        if kind == "content" or path.startswith("data.eval.") or _at(saved, path) is _UNKNOWN:
-            continue  # a checkpoint of an earlier version lacks the options that came later
+        if kind == "content" or path.startswith("data.eval."):
+            continue
         why = why_refused(path) if kind == "refused" else ""
-        yield Change(path, _shown(_at(saved, path)), _shown(_at(now, path)), kind, why)
+        yield Change(path, _at(saved, path), _at(now, path), kind, why)
     sets = [{one["name"]: one for one in config["data"]["eval"]} for config in (saved, now)]
     for name in sorted({*sets[0], *sets[1]}):
         fields = [path.rpartition(".")[2] for path in CLASS_OF if path.startswith("data.eval.*.")]
@@ -299,10 +298,13 @@ def _both(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[st
         yield key, was, is_
 
 
-def _at(values: object, path: str) -> object:
+def _at(values: object, path: str) -> str:
+    """Return what stands at a path, as text."""
     for name in path.split("."):
-        values = values.get(name, _UNKNOWN) if isinstance(values, Mapping) else _UNKNOWN
-    return values
+        if not isinstance(values, Mapping) or name not in values:
+            return _ABSENT
+        values = values[name]
+    return _shown(values)
 
 
 def _shown(value: object) -> str:

@@ -207,16 +207,15 @@ def _said(text: str, rules: Rules) -> object:
 
 
 def _read(files: Sequence[Path], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield every answer of every file once; those of an older file lack `turns`."""
+    """Yield every answer of every file once."""
     for path in files:
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                there = [name for name in columns if name in file.schema_arrow.names]
-                missing = [name for name in columns if name not in there and name != "turns"]
+                missing = [name for name in columns if name not in file.schema_arrow.names]
                 if missing:
                     raise DataError(f"{path}: is no file of recorded rollouts: it has no column {', '.join(missing)}")
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=there):
-                    yield from (dict.fromkeys(columns) | row for row in batch.to_pylist() if row["index"] is not None)
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                    yield from (row for row in batch.to_pylist() if row["index"] is not None)
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read: {error}; restore the file or leave it out") from error
 

@@ -98,7 +98,7 @@ class Disk:
         self.states[step] = directory, json.dumps(state)
         return directory
 
-    def write_step(self, step: int, groups: Any, update: Any = None) -> Path:
+    def write_step(self, step: int, groups: Any, update: Any) -> Path:
         assert step not in self.records, f"step {step} is recorded twice"
         self.records[step] = {used: tuple(some) for used, some in groups.items()}, update
         return Path("/")

@@ -153,10 +153,11 @@ def test_versions_and_machine_are_said_and_never_refused(saved):
     assert changes(saved, now) == {"packages torch": "runs", "machine count": "runs"}
 
 
-def test_an_option_that_the_checkpoint_does_not_know_yet_is_no_change(saved):
+def test_an_option_that_only_one_of_them_has_is_a_change(saved):
     now = copy.deepcopy(saved)
     del saved["config"]["actor"]["precision"]
-    assert changes(saved, now) == {}
+    (change,) = audit(Path("step_000002"), saved, now).changes
+    assert (change.name, change.was, change.now) == ("actor.precision", "(absent)", "'fp32'")
 
 
 def test_long_values_that_differ_late_still_differ_in_the_table(saved):

@@ -3,8 +3,8 @@
 Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host (`host_metrics`), and
 writes report.html. Needs no network, no torch and no running job, leaves everything else in the directory alone, and
 names what was not recorded. It shows some groups of the first, middle and last recorded step and of skipped batches:
-text written by a model, so it is cut to a length and escaped. A rollout file that is torn, older or of another shape
-is skipped and named.
+text written by a model, so it is cut to a length and escaped. A rollout file that is torn or of another shape is
+skipped and named.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _read(path: Path) -> Iterator[Group]:
     """Return the groups of a file with at least one rollout, until enough was read. Raises ValueError when it is
     torn."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
+        if missing := [name for name in (*_COLUMNS, *_OF_CONVERSATIONS) if name not in file.schema_arrow.names]:
             raise ValueError(f"it has no columns {', '.join(missing)}")
         for _, rows in groupby(_rows(file), key=lambda row: row["group_id"]):
             # A group without rollouts is one row without a verdict.
@@ -139,7 +139,7 @@ def _read(path: Path) -> Iterator[Group]:
 
 def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     read = 0
-    columns = [*_COLUMNS, *_columns_of_conversations(file)]
+    columns = [*_COLUMNS, *(_OF_CONVERSATIONS if _has_conversations(file) else ())]
     for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
         yield from batch.to_pylist()
         read += batch.nbytes
@@ -147,13 +147,9 @@ def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
             return
 
 
-def _columns_of_conversations(file: pq.ParquetFile) -> list[str]:
-    """Return those that the file has; nothing where it holds none, as older ones do."""
-    there = [name for name in _OF_CONVERSATIONS if name in file.schema_arrow.names]
-    if "turns" not in there:
-        return []
+def _has_conversations(file: pq.ParquetFile) -> bool:
     turns = file.read(columns=["turns"]).column("turns")
-    return there if turns.null_count < len(turns) else []
+    return turns.null_count < len(turns)
 
 
 def _pick(groups: list[Group]) -> list[Group]:

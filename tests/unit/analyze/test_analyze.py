@@ -480,7 +480,7 @@ def test_conversations_are_counted_by_turn_and_by_what_was_generated(tmp_path, c
     dump = read(tmp_path)
     assert dump.total.right_tokens[2] == dump.total.wrong_tokens[2] == 12 + 9
     assert dump.turns == [TurnSums(2, 0, 10, 2, 0, 0.5, 1.0), TurnSums(2, 60, 14, 2, 2, 2.0, 3.0)]
-    del table["reports"]  # as older files have it
+    del table["reports"]
     parquet.write_table(pyarrow.table(table), tmp_path / "step_000002.parquet")
     assert read(tmp_path).turns[1] == TurnSums(4, 120, 28, 2, 2, 2.0, 3.0)
     assert main(["analyze", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0

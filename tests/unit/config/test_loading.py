@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.config import Config, DaroSection, resolve, resolve_and_check, to_yaml, yaml_text
+from megatron_daro.config import Config, resolve, resolve_and_check, to_yaml, yaml_text
 from megatron_daro.config.loading import known_paths, walk
 from megatron_daro.config.problems import similarity
 from megatron_daro.errors import ConfigError
@@ -61,25 +61,18 @@ def test_every_wrong_value_is_reported_at_once_with_field_value_allowed_and_fix(
     path = write(
         tmp_path,
         "model: {path: m}\ndata: {train: [a.jsonl]}\nrollout:\n  rollouts_per_prompt: 1\n  top_p: 1.5\n"
-        "algorithm:\n  name: doro\nactor:\n  precision: fp16\n  fp8: true\n  tensor_paralel: 2\n"
+        "algorithm:\n  name: doro\nactor:\n  precision: fp16\n  tensor_paralel: 2\n"
         "trainer:\n  steps: '3'\n",
     )
     lines = refused(path, "trainer.seed=-1")
-    assert len(lines) == 8
+    assert len(lines) == 7
     for field, place, got, allowed, fix in [
         ("rollout.rollouts_per_prompt", "run.yaml:4", "1", "an integer >= 2", "rollouts_per_prompt=8"),
         ("rollout.top_p", "run.yaml:5", "1.5", "a number >= 1e-06 and <= 1", "rollout.top_p=1.0"),
         ("algorithm.name", "run.yaml:7", "'doro'", "one of grpo, grpo_sequence, dapo", "did you mean daro?"),
         ("actor.precision", "run.yaml:9", "'fp16'", "one of fp32, bf16, fp8", "did you mean bf16?"),
-        (
-            "actor.fp8",
-            "run.yaml:10",
-            "true under its former name",
-            "actor.precision (fp32,",
-            "write actor.precision=fp8",
-        ),
-        ("actor.tensor_paralel", "run.yaml:11", "an unknown key", "the keys of actor", "actor.tensor_parallel?"),
-        ("trainer.steps", "run.yaml:13", "'3'", "an integer >= 1", "without quotes"),
+        ("actor.tensor_paralel", "run.yaml:10", "an unknown key", "the keys of actor", "actor.tensor_parallel?"),
+        ("trainer.steps", "run.yaml:12", "'3'", "an integer >= 1", "without quotes"),
         ("trainer.seed", "command line", "-1", "an integer >= 0", "an allowed value"),
     ]:
         line = next((line for line in lines if line.startswith(f"{field} ({place}): got {got}")), None)
@@ -345,34 +338,6 @@ def test_a_check_is_silent_about_fields_that_are_wrong_already(run_files, cpu):
     path = run_files.write({"rollout": {"rollouts_per_prompt": 1}, "trainer": {"updates_per_batch": 7}})
     with pytest.raises(ConfigError, match="1 problem\n"):
         resolve_and_check(path, (), cpu)
-
-
-def test_options_that_went_to_the_lab_are_left_out_at_their_defaults_and_else_refused(tmp_path):
-    """A run directory of an earlier version names them all."""
-    lambda_grpo = "{learning_rate: 0.01, betas: [0.9, 0.999], spread: 0.1111111111111111}"
-    algorithm = f"{{daro: {{kernels: null, length_edges: []}}, lambda_grpo: {lambda_grpo}}}"
-    path = write(tmp_path, f"model: {{path: m}}\ndata: {{train: [a.jsonl]}}\nalgorithm: {algorithm}\n")
-    assert resolve(path).algorithm.daro == DaroSection()
-    lines = refused(path, "algorithm.daro.kernels=3", "algorithm.fade.rate=0.5", "algorithm.name=fade")
-    assert len(lines) == 3
-    assert any(
-        "algorithm.daro.kernels (command line): got 3" in line and "lab_algorithms:DaroCells" in line for line in lines
-    )
-    assert any("algorithm.fade" in line and "lab_algorithms:Fade" in line for line in lines)
-    assert any("algorithm.name" in line and "(it is lab_algorithms:Fade now" in line for line in lines)
-
-
-def test_former_names_are_refused_with_the_new_ones_and_delayed_with_its_reason(tmp_path):
-    path = write(tmp_path, "model: {path: m}\ndata: {train: [a.jsonl]}\nactor: {dtype: fp32}\n")
-    lines = refused(path, "actor.fp8=true", "actor.fp8_recipe=delayed")
-    assert sorted(lines) == [
-        "actor.dtype (run.yaml:3): got 'fp32' under its former name; allowed: actor.precision (fp32, bf16 or fp8); "
-        "fix: write actor.precision=fp32 in its place",
-        "actor.fp8 (command line): got true under its former name; allowed: actor.precision (fp32, bf16 or fp8); "
-        "fix: write actor.precision=fp8 in the place of true",
-        "actor.fp8_recipe (command line): got 'delayed'; allowed: one of tensorwise, blockwise, mxfp8 (its scales are "
-        "kept in a pickle, which Transformer Engine refuses to load when a run resumes); fix: write one of these names",
-    ]
 
 
 @pytest.mark.parametrize("section", ["engine", "engine.sglang", "algorithm.daro"])

@@ -119,13 +119,9 @@ trainer.run_dir='' => trainer.run_dir (command line): got ''; allowed: a path th
   directory); fix: write an allowed value
 algorithm.name=lambda_grpo => algorithm.name (command line): got 'lambda_grpo'; allowed: one of grpo, grpo_sequence,
   dapo, lite_ppo, dr_grpo, rloo, kimi, daro, maxrl, f_grpo, mgpo, dgpo, ha_dw, ppo, daro_ppo, or module:Class of
-  your own (it is lab_algorithms:LambdaGrpo now, in examples/lab/lab_algorithms.py); fix: did you mean dr_grpo?
+  your own; fix: did you mean dr_grpo?
 algorithm.daro.magnitude=gradient => algorithm.daro.magnitude (command line): got 'gradient'; allowed: one of abs,
-  signed, token, advantage (lab_algorithms:DaroCells has it, in examples/lab/lab_algorithms.py); fix: write one of
-  these names
-algorithm.daro.length_edges=[3] => algorithm.daro.length_edges (command line): got [3], which is no option any more;
-  allowed: lab_algorithms:DaroCells of examples/lab/lab_algorithms.py; fix: set
-  algorithm.name=lab_algorithms:DaroCells and algorithm.options (length_edges), with its folder in PYTHONPATH
+  signed, token, advantage; fix: write one of these names
 observe=3 => observe (command line): got 3; allowed: a mapping with the keys progress, tensorboard, save_rollouts,
   wandb; fix: write an allowed value
 data.stop=3 => data.stop (command line): got an unknown key with value 3; allowed: the keys of data: train, format,
@@ -157,15 +153,6 @@ def test_a_list_with_wrong_items_is_not_also_called_too_short():
     assert [line.split(" (")[0].split(": ")[0] for line in lines] == [
         *("data.train.0", "data.train.1", "data.eval.0.path", "data.eval.0.rows", "trainer.steps"),
     ]
-
-
-def test_options_that_went_to_the_lab_say_nothing_at_their_defaults():
-    fade = {"rate": 0.02, "max_power": 3.0, "min_scale": 0.3, "target_entropy": None}
-    daro = {"kernels": None, "length_edges": [], "learning_rate": 0.5}
-    tree = {**TREE, "algorithm": {"fade": fade, "daro": daro, "dapo": {"denominator": "prompt"}}}
-    algorithm = resolve_tree(tree, (), source="x").algorithm
-    assert algorithm.daro.learning_rate == 0.5 and algorithm.dapo.denominator == "prompt"
-    assert "which is no option any more" in refused({**TREE, "algorithm": {"fade": {**fade, "rate": 0.1}}})[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.observe import MetricsLog
-from megatron_daro.rollout.recorder import Recorder
+from megatron_daro.rollout.recorder import RecordedUpdate, Recorder
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 HOSTILE_TEXTS = (
@@ -158,7 +158,8 @@ def write_rollouts(
             _rollout(prompt, step * 100 + g, i, (a, b), v.correct, step, rng, hostile) for i, v in enumerate(verdicts)
         )
         made.append(Group(step * 100 + g, prompt, rollouts, verdicts))
-    return Recorder(run_dir).write_step(step, {"trained": made})
+    update = RecordedUpdate(step, step, 1, tuple(group.group_id for group in made), True)
+    return Recorder(run_dir).write_step(step, {"trained": made}, update)
 
 
 def _verdict(correct: bool) -> Verdict:

@@ -490,7 +490,7 @@ def test_the_page_of_a_run_with_conversations_has_their_turns_and_escapes_what_w
 
     verdicts = (Verdict(True, 1.0, "match", (("form", 0.5),)), Verdict(False, 0.0, "no_match"))
     group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (rollout(0), rollout(1)), verdicts)
-    Recorder(tmp_path).write_step(1, {"trained": [group]})
+    Recorder(tmp_path).write_step(1, {"trained": [group]}, RecordedUpdate(1, 1, 1, (0,), True))
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"accuracy/mean": 0.5})
     text, parsed = _report(tmp_path)

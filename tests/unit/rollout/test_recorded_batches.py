@@ -22,10 +22,10 @@ def group(group_id, size=K) -> Group:
     return Group(group_id, PROMPT, rollouts, (Verdict(True, 1.0, "m"),) * size)
 
 
-def record(run, step, update=None, **outcomes) -> None:
+def record(run, step, update, **outcomes) -> None:
     """A step with groups of these ids by outcome. update: (first step, epoch, ids, applied)."""
     groups = {outcome: [group(i) for i in ids] for outcome, ids in outcomes.items()}
-    Recorder(run).write_step(step, groups, None if update is None else RecordedUpdate(step, *update))
+    Recorder(run).write_step(step, groups, RecordedUpdate(step, *update))
 
 
 def source(run, size=K, deadlines=None, **section) -> ReplaySource:
@@ -154,16 +154,6 @@ def test_a_batch_that_begins_before_the_first_file_is_refused(tmp_path):
     record(tmp_path, 2, (1, 1, (0,), True), trained=[0])
     with pytest.raises(DataError, match="step 2 belongs to the batch of step 1, whose files are not all there"):
         source(tmp_path)
-
-
-def test_files_of_an_older_version_are_a_batch_each(tmp_path):
-    record(tmp_path, 1, trained=[3, 1], filtered=[2])
-    record(tmp_path, 2, dropped=[4])
-    record(tmp_path, 3, trained=[5])
-    one = source(tmp_path)
-    batch = sampled(one)
-    assert batch.recorded == (RecordedUpdate(1, 1, 1, (3, 1), True),) and ids(batch.filtered) == [2]
-    assert sampled(one).recorded == (RecordedUpdate(3, 3, 1, (5,), True),) and sampled(one) is None
 
 
 def test_reading_has_the_deadline_of_writing_and_says_which_step(tmp_path):

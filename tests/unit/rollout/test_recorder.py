@@ -40,6 +40,11 @@ def make_group(group_id=5, correct=(True, False, True, False), prompt=None) -> G
     return Group(group_id, prompt, rollouts, tuple(Verdict(c, float(c), "match") for c in correct))
 
 
+def one_step(step: int) -> RecordedUpdate:
+    """Of a batch that is one step."""
+    return RecordedUpdate(step, step, 1, (), True)
+
+
 def same(a: Group, b: Group) -> bool:
     return plain_group(a) == plain_group(b)
 
@@ -100,7 +105,7 @@ def test_a_group_is_never_split_over_row_groups():
 
 def test_groups_are_found_again_whatever_the_row_groups_are(tmp_path):
     groups = [make_group(i) for i in range(5)]
-    path = Recorder(tmp_path).write_step(1, {"trained": groups})
+    path = Recorder(tmp_path).write_step(1, {"trained": groups}, one_step(1))
     table, metadata = pq.read_table(path), pq.read_metadata(path).metadata
     with pq.ParquetWriter(path, table.schema) as writer:
         writer.write_table(table, row_group_size=3)
@@ -110,7 +115,7 @@ def test_groups_are_found_again_whatever_the_row_groups_are(tmp_path):
 
 
 def test_what_is_read_stands_in_memory_of_its_own(tmp_path):
-    Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
+    Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]}, one_step(1))
     rollout = read_step(tmp_path, 1)[0][0].rollouts[0]
     for array in (rollout.tokens, rollout.logprobs, rollout.loss_mask):
         array[0] = 0  # a view of the file's memory would refuse
@@ -131,7 +136,7 @@ def test_experts_are_found_from_a_record_also_when_the_run_was_moved(tmp_path):
     run, other = tmp_path / "run", ExpertsFolder(tmp_path / "other")
     group, far = with_experts(make_group(1), ExpertsFolder(run)), with_experts(make_group(2), other)
     want = [r.routed_experts.read() for r in (*group.rollouts[1:], *far.rollouts[1:])]
-    Recorder(run).write_step(1, {"trained": [group, far, make_group(3)]})
+    Recorder(run).write_step(1, {"trained": [group, far, make_group(3)]}, one_step(1))
     run.rename(tmp_path / "moved")
     (back, _), (far, _), (plain, _) = read_step(tmp_path / "moved", 1)
     assert back.rollouts[0].routed_experts is None and plain.rollouts[3].routed_experts is None
@@ -139,35 +144,11 @@ def test_experts_are_found_from_a_record_also_when_the_run_was_moved(tmp_path):
         np.testing.assert_array_equal(rollout.routed_experts.read(), experts_TLK)
 
 
-def changed_file(path, change):
-    table, metadata = change(pq.read_table(path)), pq.read_metadata(path).metadata
-    with pq.ParquetWriter(path, table.schema) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(metadata)
-
-
-def test_a_file_from_before_experts_were_recorded_is_read(tmp_path):
-    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
-    changed_file(path, lambda table: table.drop_columns(["experts", "experts_shape"]))
-    ((back, _),) = read_step(tmp_path, 1)
-    assert same(back, make_group(1))
-
-
-@pytest.mark.parametrize("layers", [None, 2])
-def test_a_file_that_holds_the_experts_themselves_is_refused(tmp_path, layers):
-    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1)]})
-    inside = pa.array([None] * (K - 1) + [layers], pa.int32())
-    changed_file(path, lambda table: table.append_column("routed_layers", inside))
-    if layers is None:
-        assert same(read_step(tmp_path, 1)[0][0], make_group(1))
-        return
-    with pytest.raises(DataError, match="routed experts as an older version wrote them"):
-        read_step(tmp_path, 1)
-
-
 def test_order_and_outcomes_come_back_and_a_row_is_a_rollout(tmp_path):
     trained, filtered, dropped = [make_group(4), make_group(2)], [make_group(3)], [make_group(1)]
-    path = Recorder(tmp_path).write_step(20, {"trained": trained, "filtered": filtered, "dropped": dropped})
+    path = Recorder(tmp_path).write_step(
+        20, {"trained": trained, "filtered": filtered, "dropped": dropped}, one_step(20)
+    )
     assert path == tmp_path / "rollouts" / "step_000020.parquet"
     back = read_step(tmp_path, 20)
     assert [used for _, used in back] == ["trained", "trained", "filtered", "dropped"]
@@ -181,13 +162,16 @@ def test_order_and_outcomes_come_back_and_a_row_is_a_rollout(tmp_path):
 
 
 def test_the_same_groups_are_the_same_bytes(tmp_path):
-    paths = [Recorder(tmp_path / name).write_step(1, {"trained": [make_group(i) for i in range(9)]}) for name in "ab"]
+    paths = [
+        Recorder(tmp_path / name).write_step(1, {"trained": [make_group(i) for i in range(9)]}, one_step(1))
+        for name in "ab"
+    ]
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_an_incomplete_group_can_be_recorded(tmp_path):
     empty = Group(8, make_group().prompt, (), ())
-    Recorder(tmp_path).write_step(1, {"dropped": [empty]})
+    Recorder(tmp_path).write_step(1, {"dropped": [empty]}, one_step(1))
     assert same(read_step(tmp_path, 1)[0][0], empty)
 
 
@@ -195,7 +179,7 @@ def test_an_incomplete_group_can_be_recorded(tmp_path):
 def small_file(tmp_path_factory):
     """(path, content, groups) of a recorded file."""
     groups = [make_group(1), Group(8, make_group().prompt, (), ())]
-    path = Recorder(tmp_path_factory.mktemp("small")).write_step(1, {"trained": groups})
+    path = Recorder(tmp_path_factory.mktemp("small")).write_step(1, {"trained": groups}, one_step(1))
     return path, path.read_bytes(), groups
 
 
@@ -244,10 +228,11 @@ def test_a_missing_file_and_one_of_another_kind_are_refused_by_name(tmp_path):
         ("finish_reason", "end", "row 5 cannot be: finish_reason is 'end'; allowed: stop, length, abort"),
         ("answer", None, "column answer is missing; expected string"),
         ("attempt", None, "column attempt is missing; expected int32"),  # the last column is of this type too
+        ("teacher_logprobs", None, "column teacher_logprobs is missing; expected list"),
     ],
 )
 def test_edited_rows_are_named(tmp_path, column, value, message):
-    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1), make_group(2)]})
+    path = Recorder(tmp_path).write_step(1, {"trained": [make_group(1), make_group(2)]}, one_step(1))
     table, metadata = pq.read_table(path), pq.read_metadata(path).metadata
     place = table.schema.get_field_index(column)
     if value is None:
@@ -265,13 +250,13 @@ def test_edited_rows_are_named(tmp_path, column, value, message):
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     recorder = Recorder(tmp_path)
-    path = recorder.write_step(1, {"trained": [make_group(1)]})
+    path = recorder.write_step(1, {"trained": [make_group(1)]}, one_step(1))
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(DataError, match=r"could not be written: .*File too large"):
-            recorder.write_step(1, {"trained": [make_group(i) for i in range(20)]})
+            recorder.write_step(1, {"trained": [make_group(i) for i in range(20)]}, one_step(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
@@ -292,16 +277,16 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_and_what_was_written_stays(small_disk):
     disk, enlarge = small_disk
     recorder = Recorder(disk)
-    path = recorder.write_step(1, {"trained": [make_group(1)]})
+    path = recorder.write_step(1, {"trained": [make_group(1)]}, one_step(1))
     before = path.read_bytes()
     prompt = make_group().prompt
     long = tuple(make_rollout(2, 0, i, prompt, version=1, length=5000) for i in range(8))
     many = [Group(2, prompt, long, (Verdict(True, 1.0, "match"),) * 8)]
     with pytest.raises(DataError, match=r"step_000002.parquet: rollouts could not be written: .*No space left"):
-        recorder.write_step(2, {"trained": many})
+        recorder.write_step(2, {"trained": many}, one_step(2))
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
     subprocess.run(enlarge, check=True)
-    recorder.write_step(2, {"trained": many})
+    recorder.write_step(2, {"trained": many}, one_step(2))
     assert all(same(a, b) for a, (b, _) in zip(many, read_step(disk, 2), strict=True))
 
 
@@ -313,7 +298,7 @@ def test_skipped_batches_have_files_of_their_own_until_the_step_is_recorded(tmp_
             read_groups(path)[0][0], make_group(step)
         )
     assert recorded_steps(tmp_path) == []
-    recorder.write_step(3, {"trained": [make_group(9)]})
+    recorder.write_step(3, {"trained": [make_group(9)]}, one_step(3))
     assert [path.name for path in sorted(path.parent.iterdir())] == ["skipped_000005.parquet", "step_000003.parquet"]
     recorder.truncate_after(4)
     assert [path.name for path in path.parent.iterdir()] == ["step_000003.parquet"]
@@ -334,7 +319,7 @@ def test_what_a_step_was_made_of_comes_back_and_a_torn_record_is_named(tmp_path,
 def test_truncate_keeps_steps_up_to_the_checkpoint(tmp_path):
     recorder = Recorder(tmp_path)
     for step in (1, 2, 3, 1000000):
-        recorder.write_step(step, {"trained": [make_group(step)]})
+        recorder.write_step(step, {"trained": [make_group(step)]}, one_step(step))
     (tmp_path / "rollouts" / "step_000004.parquet.tmp").write_bytes(b"half")
     assert recorder.truncate_after(2) == 2
     assert recorded_steps(tmp_path) == [1, 2]

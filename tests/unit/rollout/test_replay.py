@@ -16,7 +16,7 @@ from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.evaluation import Evaluations
-from megatron_daro.rollout.recorder import Recorder, read_step, read_update
+from megatron_daro.rollout.recorder import Recorder, read_step
 from megatron_daro.rollout.replay import ReplaySource
 
 
@@ -153,20 +153,6 @@ def test_what_cannot_be_replayed_is_refused(tmp_path):
     with pytest.raises(DataError, match="step 3 is missing"):
         source_of(tmp_path)
     assert Recorder(tmp_path).truncate_after(0) == 5
-
-
-def test_a_batch_of_an_older_file_is_one_step(tmp_path):
-    """An older version did not write which batch a step belongs to."""
-    stack = make_stack(tmp_path, trainer={"steps": 2})
-    run_stack(stack)
-    for step in (1, 2):
-        groups = {"trained": [group for group, used in read_step(tmp_path, step) if used == "trained"]}
-        Recorder(tmp_path).write_step(step, groups)
-        assert read_update(tmp_path, step) is None
-    source = source_of(tmp_path)
-    batches = [asyncio.run(source.sample(step)) for step in (0, 1)]
-    assert [one.recorded[0].first_step for one in batches] == [1, 2]
-    assert all(one.recorded[0].group_ids == tuple(g.group_id for g in one.groups) for one in batches)
 
 
 def test_a_replay_needs_the_steps_and_all_files_of_the_recorded_batches(tmp_path):

@@ -301,13 +301,10 @@ def test_turns_are_taken_only_where_gpus_are_shared(monkeypatch):
 
 
 def test_a_checkpoint_and_a_run_that_continues_it_must_agree_in_these():
-    config = configured(
-        trainer={"seed": 3, "updates_per_batch": 2}, rollout={"rollouts_per_prompt": 6, "prompts_per_step": 10}
-    )
-    identity = {"seed": 3, "rollouts_per_prompt": 6, "prompts_per_step": 10, "updates_per_batch": 2}
-    assert launch._identity(config) == {**identity, "algorithm": config.algorithm.name}
-    twice = configured(trainer={"epochs_per_batch": 2})
-    assert launch._identity(twice)["epochs_per_batch"] == 2
+    trainer = {"seed": 3, "updates_per_batch": 2, "epochs_per_batch": 4}
+    rollout = {"rollouts_per_prompt": 6, "prompts_per_step": 10}
+    config = configured(trainer=trainer, rollout=rollout)
+    assert launch._identity(config) == {**trainer, **rollout, "algorithm": config.algorithm.name}
 
 
 def test_checkpoints_and_metrics_are_kept_as_configured(tmp_path, monkeypatch):

@@ -123,9 +123,7 @@ def test_groups_of_several_files_are_put_together_as_they_come(tmp_path):
     assert counts.without_longer == 1
 
 
-def test_a_file_of_an_earlier_version_has_no_turns(tmp_path):
-    path = recorded(tmp_path / "a.parquet", row(0, 0, 4), without=["turns"])
-    assert shorten([path], tmp_path / "out.jsonl", Rules("sft")).rows == 1
+def test_a_file_without_a_column_is_named_with_it(tmp_path):
     path = recorded(tmp_path / "b.parquet", row(0, 0, 4), without=["index", "text"])
     with pytest.raises(DataError, match=r"b.parquet: is no file of recorded rollouts: it has no column index$"):
         shorten([path], tmp_path / "b.jsonl", Rules("sft"))
