@@ -4,30 +4,26 @@ One rank in bf16 with Adam's state of a random model of Qwen2.5's shape (--layer
 a checkpoint in a new directory: a save that is waited for; a step alone; a step with a save started before it. A step
 is blocked for as long as `start_save` takes, and for as long as its update waits until all is handed to the system or
 copied. `stall` is all that the save costs: that begin, and how much longer the step is than the one alone of the same
-turn, so that cores and memory which both use count too. Memory is the resident set, looked at 50 times a second, above
-that before the save (of a step with a save: above the most that a step alone takes); files that the system keeps in
-memory are no part of it.
+turn, so that cores and memory which both use count too. Memory is the resident set at its highest, above that before
+the save (of a step with a save: above the most that a step alone takes); files that the system keeps in memory are no
+part of it.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint_save.py [--layers 4] [--rounds 5] [--directory DIR] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint_save.py --layers 1 --tokens 1024 --rounds 3 --json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-import numpy as np
-import psutil
-from convert import CONFIG, make_checkpoint, verdict
-from rich.console import Console
-from rich.table import Table
+import harness
+from convert import CONFIG, make_checkpoint
+from gpu_speed import equal_samples
 
 from megatron_daro.actor import parallel
 from megatron_daro.actor.parallel import Layout
@@ -37,7 +33,6 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.types import TrainBatch
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint_save.json"
 ROLLOUTS = 4
 BUCKETS_BYTES = 2 * 64 * 2**20
 GOALS = (
@@ -47,80 +42,33 @@ GOALS = (
 )
 
 
-class PeakMemory:
-    """The largest resident set of this process while it is entered, above that at the beginning, in bytes."""
-
-    def __enter__(self) -> PeakMemory:
-        self._process, self._done = psutil.Process(), threading.Event()
-        self._first = self._peak = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._done.wait(0.02):
-            self._peak = max(self._peak, self._process.memory_info().rss)
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.extra = self._peak - self._first
-
-
-def batch_of(samples: int, tokens: int) -> TrainBatch:
-    """Random samples of one length, half of each group right."""
-    rng, length = np.random.default_rng(0), tokens // samples
-    responses = samples * (length - 8)
-    correct_N = (np.arange(samples) % 2).astype(np.uint8)
-    return TrainBatch(
-        tokens_T=rng.integers(0, 1000, samples * length).astype(np.int32),
-        lengths_N=np.full(samples, length, np.int64),
-        prompt_lengths_N=np.full(samples, 8, np.int64),
-        loss_mask_R=np.ones(responses, np.uint8),
-        rollout_logprobs_R=np.full(responses, -2.0, np.float32),
-        rewards_N=correct_N.astype(np.float32),
-        correct_N=correct_N,
-        bins_N=np.full(samples, ROLLOUTS // 2, np.int64),
-        group_ids_N=np.arange(samples, dtype=np.int64) // ROLLOUTS,
-        advantages_N=np.where(correct_N, 1.0, -1.0).astype(np.float32),
-        truncated_N=np.zeros(samples, np.uint8),
-        rollouts_per_prompt=ROLLOUTS,
-    )
-
-
 class Saver:
     """A policy, its batch, and where checkpoints go."""
 
     def __init__(self, root: Path, policy: MegatronPolicy, batch: TrainBatch) -> None:
         self._root, self._policy, self._batch, self._number = root, policy, batch, 0
 
-    def waited_for(self) -> tuple[float, int]:
-        """Seconds of a save that nothing runs beside, and bytes of memory."""
-        directory = self._directory()
-        with PeakMemory() as memory:
-            start = time.perf_counter()
-            self._policy.save(directory)
-            taken = time.perf_counter() - start
+    def waited_for(self) -> dict[str, float]:
+        """A save that nothing runs beside."""
+        directory, memory = self._directory(), harness.PeakMemory()
+        _, seconds = harness.timed(lambda: self._policy.save(directory))
         shutil.rmtree(directory)
-        return taken, memory.extra
+        return {"s": seconds.wall, "bytes": memory.extra_bytes()}
 
-    def step(self) -> tuple[float, int]:
-        """Seconds of a step alone, and bytes of memory."""
-        with PeakMemory() as memory:
-            taken = self._step()[0]
-        return taken, memory.extra
+    def alone(self) -> dict[str, float]:
+        """A step alone."""
+        memory = harness.PeakMemory()
+        return {"s": self._step()[0], "bytes": memory.extra_bytes()}
 
-    def beside(self) -> tuple[float, float, float, int]:
-        """Seconds until a save had begun, of the step beside it, of that step's wait; bytes of memory."""
-        directory = self._directory()
-        with PeakMemory() as memory:
-            start = time.perf_counter()
-            self._policy.start_save(directory)
-            begun = time.perf_counter() - start
-            step, waited = self._step()
+    def beside(self) -> dict[str, float]:
+        """Seconds until a save had begun, of the step beside it, of that step's wait."""
+        directory, memory = self._directory(), harness.PeakMemory()
+        _, begun = harness.timed(lambda: self._policy.start_save(directory))
+        step, waited = self._step()
+        row = {"begin_s": begun.wall, "s": step, "wait_s": waited, "bytes": memory.extra_bytes()}
         self._policy.finish_save()
         shutil.rmtree(directory)
-        return begun, step, waited, memory.extra
+        return row
 
     def _step(self) -> tuple[float, float]:
         self._number += 1
@@ -155,65 +103,50 @@ def policy_of(root: Path, layers: int) -> MegatronPolicy:
     return MegatronPolicy(settings, actor, AlgorithmSection(name="grpo"))
 
 
-def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, object]:
+def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Everything in turns; medians."""
     policy = policy_of(root, layers)
-    saver = Saver(root, policy, batch_of(8, tokens))
-    saver.step()
-    saver.waited_for()
-    waited_for, alone, beside = [], [], []
-    for _ in range(rounds):
-        waited_for.append(saver.waited_for())
-        alone.append(saver.step())
-        beside.append(saver.beside())
+    saver = Saver(root, policy, equal_samples(8, tokens // 8, vocab=1000))
+    sides = {"waited for": saver.waited_for, "alone": saver.alone, "beside": saver.beside}
+    rows = harness.in_turns(sides, rounds)
     parallel.shutdown()
-    save, step = (statistics.median(s for s, _ in rows) for rows in (waited_for, alone))
-    begun, with_save, wait = (statistics.median(row[i] for row in beside) for i in range(3))
-    stalls = [row[0] + row[1] - one for row, (one, _) in zip(beside, alone, strict=True)]
-    parameters, of_step = policy.shape.num_parameters, max(extra for _, extra in alone)
-    most = max(*(extra for _, extra in waited_for), *(row[3] - of_step for row in beside))
+    medians = {name: harness.medians(of_side) for name, of_side in rows.items()}
+    save, step, beside = medians["waited for"]["s"], medians["alone"]["s"], medians["beside"]
+    stall = median(with_save["begin_s"] + with_save["s"] - without["s"]
+                   for with_save, without in zip(rows["beside"], rows["alone"], strict=True))  # fmt: skip
+    of_save, of_step, of_both = (max(row["bytes"] for row in of_side) for of_side in rows.values())
+    parameters, most = policy.shape.num_parameters, max(of_save, of_both - of_step)
     return {
         "parameters": parameters,
         "rounds": rounds,
         "save_s": save,
         "step_s": step,
-        "begin_s": begun,
-        "step_with_save_s": with_save,
-        "wait_s": wait,
-        "stall_s": statistics.median(stalls),
-        "blocked_of_save": (begun + wait) / save,
-        "stall_of_save": statistics.median(stalls) / save,
-        "bytes_a_parameter": max(extra for _, extra in waited_for) / parameters,
-        "bytes_a_parameter_beside_a_step": max(row[3] - of_step for row in beside) / parameters,
+        "begin_s": beside["begin_s"],
+        "step_with_save_s": beside["s"],
+        "wait_s": beside["wait_s"],
+        "stall_s": stall,
+        "blocked_of_save": (beside["begin_s"] + beside["wait_s"]) / save,
+        "stall_of_save": stall / save,
+        "bytes_a_parameter": of_save / parameters,
+        "bytes_a_parameter_beside_a_step": (of_both - of_step) / parameters,
         "bytes_a_parameter_less_buckets": max(0, most - BUCKETS_BYTES) / parameters,
-        "all": {"waited_for": waited_for, "alone": alone, "beside": beside},
+        "all": rows,
     }
 
 
-def table(found: dict[str, object]) -> Table:
-    """One line for each number."""
-    made = Table("what", "measured")
-    for name, value in found.items():
-        if not isinstance(value, dict):
-            made.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
-    return made
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments_of(__doc__)
     parser.add_argument("--layers", type=int, default=4, help="layers of the model, 4: 0.44 billion parameters")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--rounds", type=int, default=5, help="turns")
     parser.add_argument("--directory", type=Path, help="where the files go")
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULTS.name} into benchmarks/results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
-        found = measure(Path(root), layers=given.layers, rounds=given.rounds, tokens=given.tokens)
-    Console().print(table(found))
-    for what, key, goal in GOALS:
-        print(verdict(what, found[key], goal, most=True))  # type: ignore[arg-type]
-    if given.json:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        result = measure(Path(root), layers=given.layers, rounds=given.rounds, tokens=given.tokens)
+    shown = {name: [value] for name, value in result.items() if name != "all"}
+    harness.table("saving while training", ("measured",), shown)
+    problems = [problem for what, key, goal in GOALS for problem in harness.at_most(what, result[key], goal)]
+    harness.conclude("checkpoint_save", result, problems, write=given.json)
 
 
 if __name__ == "__main__":

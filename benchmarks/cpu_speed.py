@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_speed.py runs/smollm2-base/model --rounds 5 --json
 
-Both of a pair take turns in one process, on the same prompts and the same packed tokens:
+Both take turns in one process, on the same prompts and the same packed tokens:
 
 * generation: EmbeddedGenerator and `model.generate` with sampling, both from groups of 8 rollouts of equal prompts, all
   rollouts of the full length. Goal: at least 0.8 of the tokens a second.
@@ -10,30 +10,29 @@ Both of a pair take turns in one process, on the same prompts and the same packe
   equal length, so that neither pads. The step's part without the optimizer is compared; the whole is shown. Goal: at
   most 1.15 times the seconds.
 
-Reported are medians over the rounds after one that is not timed, and the median of the ratios of neighbours.
+The first round is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-RESULT_FILE = Path(__file__).parent / "results" / "cpu_speed.json"
+import harness
+
 ROLLOUTS = 8
-CONFIG = Path(__file__).parents[1] / "examples/smollm2/config.yaml"
+CONFIG = harness.ROOT / "examples/smollm2/config.yaml"
+LEAST_GENERATION, MOST_TRAINING = 0.8, 1.15
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments_of(__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face directory, for example runs/smollm2-base/model")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
     parser.add_argument("--groups", type=int, default=4, help=f"prompts, with {ROLLOUTS} rollouts each")
@@ -41,17 +40,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=8)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULT_FILE.name} into benchmarks/results")
     return parser.parse_args()
 
 
-def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Measure both, one after the other, once for warmth and then so many times."""
-    pairs = [(first(), second()) for _ in range(rounds + 1)][1:]
-    return [a for a, _ in pairs], [b for _, b in pairs]
-
-
-def generation(given: argparse.Namespace, tokens_NS: Any) -> tuple[list[float], list[float]]:
+def generation(given: argparse.Namespace, tokens_NS: Any) -> dict[str, list[float]]:
     """Seconds of both, a round each; every row gets the same number of tokens."""
     import torch
 
@@ -91,10 +83,10 @@ def generation(given: argparse.Namespace, tokens_NS: Any) -> tuple[list[float], 
         assert out.shape[1] == given.prompt_tokens + given.response_tokens
         return seconds
 
-    return in_turns(ours, bare, given.rounds)
+    return harness.in_turns({"package": ours, "bare": bare}, given.rounds)
 
 
-def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[list[float], list[float], list[float]]:
+def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[dict[str, list[float]], list[float]]:
     """Seconds of forward and backward of both, a round each, and of our whole steps."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -130,7 +122,7 @@ def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[list[float], li
         return time.perf_counter() - began
 
     try:
-        return *in_turns(ours, bare, given.rounds), whole[1:]
+        return harness.in_turns({"package": ours, "bare": bare}, given.rounds), whole[1:]
     finally:
         parallel.shutdown()
 
@@ -165,8 +157,6 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
     warnings.simplefilter("ignore")
     import torch
-    from rich.console import Console
-    from rich.table import Table
     from transformers import AutoConfig
 
     torch.set_num_threads(given.threads)
@@ -176,31 +166,27 @@ def main() -> None:
     answers_NS = torch.randint(3, vocab, (given.groups * ROLLOUTS, given.response_tokens))
     tokens_NS = torch.cat([prompts_GS, answers_NS], dim=1)
     generated = answers_NS.numel()
-    ours, bare = generation(given, tokens_NS)
-    trained, plain, whole = training(given, tokens_NS)
+    generating = generation(given, tokens_NS)
+    trained, whole = training(given, tokens_NS)
+    speed = {side: generated / median(seconds) for side, seconds in generating.items()}
+    seconds = {side: median(values) for side, values in trained.items()}
     result: dict[str, Any] = {
-        "generation_tokens_per_s": {"package": generated / median(ours), "bare": generated / median(bare)},
-        "generation_ratio": median(b / a for a, b in zip(ours, bare, strict=True)),
-        "forward_backward_s": {"package": median(trained), "bare": median(plain)},
-        "train_ratio": median(a / b for a, b in zip(trained, plain, strict=True)),
+        "generation_tokens_per_s": speed,
+        "generation_ratio": harness.median_of_ratios(generating["bare"], generating["package"]),
+        "forward_backward_s": seconds,
+        "train_ratio": harness.median_of_ratios(trained["package"], trained["bare"]),
         "train_step_s": median(whole),
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items() if k != "json"},
-        "machine": {
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "torch": torch.__version__,
-            "system": platform.system(),
-        },
+        "settings": harness.setup_of(given),
     }
-    table = Table("measure", "package", "bare transformers", "ratio", "goal", title=f"{given.model}, {given.precision}")
-    speed, seconds = result["generation_tokens_per_s"], result["forward_backward_s"]
-    row = (f"{speed['package']:.1f}", f"{speed['bare']:.1f}", f"{result['generation_ratio']:.2f}", ">= 0.8")
-    table.add_row("generated tokens/s", *row)
-    row = (f"{seconds['package']:.2f}", f"{seconds['bare']:.2f}", f"{result['train_ratio']:.2f}", "<= 1.15")
-    table.add_row("forward and backward, s", *row)
-    table.add_row("whole train step, s", f"{result['train_step_s']:.2f}", "", "", "")
-    Console().print(table)
-    if given.json:
-        RESULT_FILE.write_text(json.dumps(result, indent=1) + "\n")
+    rows = {
+        "generated tokens/s": [speed["package"], speed["bare"], result["generation_ratio"]],
+        "forward and backward, s": [seconds["package"], seconds["bare"], result["train_ratio"]],
+        "whole train step, s": [result["train_step_s"], "", ""],
+    }
+    harness.table(f"{given.model}, {given.precision}", ("package", "bare transformers", "ratio"), rows)
+    problems = harness.at_least("tokens a second over bare", result["generation_ratio"], LEAST_GENERATION)
+    problems += harness.at_most("forward and backward over bare", result["train_ratio"], MOST_TRAINING)
+    harness.conclude("cpu_speed", result, problems, write=given.json)
 
 
 if __name__ == "__main__":

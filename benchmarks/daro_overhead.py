@@ -4,55 +4,52 @@ Both run the same model forward and backward; DARO has other coefficients, and a
 weights. Reported: the ratio of the median step times, the median of the ratios of neighbouring steps (a slow moment of
 the machine hits both of a pair), and DARO's own calls timed alone, which the noise of a step cannot hide.
 
-    python benchmarks/daro_overhead.py --pairs 30 --json
-    python benchmarks/daro_overhead.py --profile          # where the time of a step goes
+    OMP_NUM_THREADS=1 python benchmarks/daro_overhead.py --pairs 20 --json
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import json
+import itertools
 import os
-import platform
-import pstats
 import statistics
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-RESULT_FILE = Path(__file__).parent / "results" / "daro_overhead.json"
+import harness
+from harness import Seconds
+
 ROLLOUTS = 8
 TARGET_RATIO = 1.02
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments_of(__doc__)
     parser.add_argument("--pairs", type=int, default=30, help="timed steps of each algorithm")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each that are not timed")
     parser.add_argument("--groups", type=int, default=25, help=f"groups of {ROLLOUTS} samples in a batch")
     parser.add_argument("--tokens", type=int, default=40, help="mean tokens of a sample")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="also print where the time of ten steps goes")
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULT_FILE.name} into benchmarks/results")
     return parser.parse_args()
 
 
-def save_model(directory: Path, hidden: int = 128, layers: int = 4, ffn: int = 384) -> None:
-    """A small Qwen2 model, random weights; without sizes one of the quickstart's kind."""
+def save_model(directory: Path) -> None:
+    """A small Qwen2 model of the quickstart's kind, random weights."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
+        hidden_size=128,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=ffn,
+        intermediate_size=384,
         vocab_size=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
@@ -101,27 +98,18 @@ def build_policies(directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: MegatronPolicy(settings, actor, AlgorithmSection(name=name)) for name in names}
 
 
-def timed_step(policy: Any, batch: Any, micro_batches: list[list[int]]) -> tuple[float, float]:
-    """Seconds on the clock, and seconds of this process on a processor, which a busy machine disturbs less."""
-    start, cpu_start = time.perf_counter(), time.process_time()
-    result = policy.train_step(batch, micro_batches, step=1)
-    cpu_seconds, seconds = time.process_time() - cpu_start, time.perf_counter() - start
-    assert not result.skipped, result.reason
-    return seconds, cpu_seconds
+def measure(policies: dict[str, Any], arguments: argparse.Namespace) -> dict[str, list[Seconds]]:
+    """Times of steps; both sides see the same batches."""
 
-
-def measure(policies: dict[str, Any], arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Step times (see `timed_step`); both see the same batch, one after the other, and swap the lead each time."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in policies}
-    for pair in range(arguments.warm_up + arguments.pairs):
-        batch = make_batch(arguments.groups, arguments.tokens, seed=pair)
+    def step(policy: Any, pairs: Any) -> Seconds:
+        batch = make_batch(arguments.groups, arguments.tokens, seed=next(pairs))
         micro_batches = [list(range(i, len(batch), arguments.micro_batches)) for i in range(arguments.micro_batches)]
-        order = list(policies) if pair % 2 else list(policies)[::-1]
-        for name in order:
-            took = timed_step(policies[name], batch, micro_batches)
-            if pair >= arguments.warm_up:
-                seconds[name].append(took)
-    return seconds
+        result, seconds = harness.timed(lambda: policy.train_step(batch, micro_batches, step=1))
+        assert not result.skipped, result.reason
+        return seconds
+
+    sides = {name: partial(step, policy, itertools.count()) for name, policy in policies.items()}
+    return harness.in_turns(sides, arguments.pairs, warm_up=arguments.warm_up)
 
 
 def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict[str, float]:
@@ -147,38 +135,12 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
     return medians
 
 
-def profile(policy: Any, arguments: argparse.Namespace) -> None:
-    batch = make_batch(arguments.groups, arguments.tokens, seed=0)
-    micro_batches = [list(range(i, len(batch), arguments.micro_batches)) for i in range(arguments.micro_batches)]
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(10):
-        policy.train_step(batch, micro_batches, step=1)
-    profiler.disable()
-    stats = pstats.Stats(profiler)
-    stats.strip_dirs().sort_stats("tottime").print_stats(25)
-    stats.sort_stats("cumulative").print_stats(45)
-
-
 def summarize(
-    seconds: dict[str, list[tuple[float, float]]], alone: dict[str, float], arguments: argparse.Namespace
+    seconds: dict[str, list[Seconds]], alone: dict[str, float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    import torch
-
-    result: dict[str, Any] = {
-        "groups": arguments.groups,
-        "rollouts_per_prompt": ROLLOUTS,
-        "mean_tokens": arguments.tokens,
-        "micro_batches": arguments.micro_batches,
-        "pairs": arguments.pairs,
-        "threads": arguments.threads,
-        "target_ratio": TARGET_RATIO,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu_count": os.cpu_count(),
-    }
-    for i, clock in enumerate(("wall", "cpu")):
-        times = {name: [both[i] for both in values] for name, values in seconds.items()}
+    result: dict[str, Any] = {**harness.setup_of(arguments), "rollouts_per_prompt": ROLLOUTS}
+    for clock in ("wall", "cpu"):
+        times = {name: [getattr(one, clock) for one in values] for name, values in seconds.items()}
         medians = {name: statistics.median(values) for name, values in times.items()}
         pairs = [d / g for d, g in zip(times["daro"], times["grpo"], strict=True)]
         result[clock] = {
@@ -192,22 +154,14 @@ def summarize(
 
 
 def print_table(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Train step, DARO beside GRPO")
-    for column in ("", "grpo", "daro", "daro / grpo", "pairs: quartiles"):
-        table.add_column(column, justify="right" if column else "left")
+    rows: dict[str, list[object]] = {}
     for clock in ("wall", "cpu"):
         row = result[clock]
-        milliseconds = [f"{row['step_s'][name] * 1e3:.1f} ms" for name in ("grpo", "daro")]
         quartiles = "  ".join(f"{q:.3f}" for q in row["pair_ratio_quartiles"])
-        table.add_row(f"step, {clock}", *milliseconds, f"{row['ratio_of_medians']:.4f}", quartiles)
-    microseconds = [f"{result['algorithm_alone_s'][name] * 1e6:.0f} us" for name in ("grpo", "daro")]
-    table.add_row("algorithm alone", *microseconds, f"+{result['daro_alone_fraction'] * 100:.3f} % of a step", "")
-    console = Console(width=110)
-    console.print(table)
-    console.print(f"target: at most {TARGET_RATIO}")
+        rows[f"step, {clock}, s"] = [*row["step_s"].values(), row["ratio_of_medians"], quartiles]
+    share = f"+{result['daro_alone_fraction']:.3%} of a step"
+    rows["algorithm alone, s"] = [*result["algorithm_alone_s"].values(), share, ""]
+    harness.table("Train step, DARO beside GRPO", ("grpo", "daro", "daro / grpo", "pairs: quartiles"), rows)
 
 
 def main() -> None:
@@ -224,14 +178,11 @@ def main() -> None:
         policies = build_policies(Path(directory), ("grpo", "daro"))
         seconds = measure(policies, arguments)
         alone = time_alone(policies, make_batch(arguments.groups, arguments.tokens, seed=0))
-        if arguments.profile:
-            profile(policies["daro"], arguments)
         parallel.shutdown()
     result = summarize(seconds, alone, arguments)
     print_table(result)
-    if arguments.json:
-        RESULT_FILE.parent.mkdir(exist_ok=True)
-        RESULT_FILE.write_text(json.dumps(result, indent=1) + "\n")
+    problems = harness.at_most("daro's step over grpo's, wall", result["wall"]["ratio_of_medians"], TARGET_RATIO)
+    harness.conclude("daro_overhead", result, problems, write=arguments.json)
 
 
 if __name__ == "__main__":

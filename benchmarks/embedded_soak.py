@@ -1,12 +1,12 @@
 """A long run whose ranks and embedded engines die at random: it must end as the run in which nobody dies.
 
-    python benchmarks/embedded_soak.py --json                          # 200 steps, 20 ranks, 20 engines; 15 minutes
+    python benchmarks/embedded_soak.py --json                   # 200 steps, 20 ranks, 20 engines; 15 minutes
     python benchmarks/embedded_soak.py --steps 30 --ranks 3 --engines 3
 
 Trains the tiny task of the tests twice with its real actor (two tensor-parallel ranks) and two embedded engines at
 staleness 0: once in peace, once while processes get SIGKILL, SIGSEGV or SIGSTOP at drawn moments (soak_deaths.py).
 Afterwards every step's metrics and rollouts, and all files of the last checkpoint that say what was trained, must be
-equal bit for bit, and the books whole. Exit code 1, and a list of problems, if something does not hold.
+equal bit for bit, and the books whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import sglang_servers
+import harness
 import soak_books
 import tiny_task
 import torch
@@ -34,13 +34,12 @@ _UNLIKE = ("made_with.json", "manifest.json")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=20, help="deaths of ranks")
     parser.add_argument("--engines", type=int, default=20, help="deaths of engines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="for model, runs and logs; else a temporary one")
-    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/embedded_soak.json")
     return parser.parse_args()
 
 
@@ -166,8 +165,7 @@ def main() -> None:
     books, wrong = war.books()
     last = read_metrics(war.directory)[-1]
     result = {
-        "setup": {key: getattr(arguments, key) for key in ("steps", "ranks", "engines", "seed")},
-        "problems": problems + unequal + wrong,
+        "setup": harness.setup_of(arguments, "directory"),
         "seconds": seconds,
         "deaths": {deaths.title: deaths.row() for deaths in war.deaths},
         "recovery": {key: value for key, value in last.items() if key.startswith("recovery/")},
@@ -177,7 +175,7 @@ def main() -> None:
     }
     (directory / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
-    sglang_servers.conclude("embedded_soak", result, write=arguments.json)
+    harness.conclude("embedded_soak", result, problems + unequal + wrong, write=arguments.json)
 
 
 if __name__ == "__main__":

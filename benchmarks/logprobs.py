@@ -2,10 +2,10 @@
 
 Each run is a fresh process, so its peak memory is its own; the variants take turns, so a slow minute of the machine
 hits all of them. "Extra" is the peak resident memory above the inputs (hidden states, output layer); it includes the
-two gradients, which every variant must return.
+two gradients, which every variant must return. Differ: the largest relative difference of the four results' norms.
 
-    python benchmarks/logprobs.py --tokens 8192 --threads 2 --repeats 3 --json
-    python benchmarks/logprobs.py --verl DIRECTORY      # an unpacked wheel of verl 0.9.1; not needed if it is installed
+    python benchmarks/logprobs.py --tokens 2048 --threads 2 --repeats 2 --json
+    python benchmarks/logprobs.py --verl DIRECTORY      # against verl 0.9.1's own functions: an unpacked wheel
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import importlib
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from types import ModuleType
+from typing import Any
 
-GIB = 2**30
-RESULT_FILE = Path(__file__).parent / "results" / "logprobs.json"
-# T x V tensors alive at the peak, for the variants that hold whole logits (measured: 5.0 and 7.1 times the logits).
-# Plain: log-probs, probabilities, and three gradients on their way.
-WHOLE_TENSORS = {"plain": 5.0, "verl_logits": 7.2}
+import harness
+
+MOST_MEMORY, MOST_TIME = 0.25, 1.15
 TITLES = {
     "ours": "vocab_parallel_logprobs",
     "plain": "plain log_softmax",
@@ -38,8 +38,8 @@ DEADLINE_S = 3600
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser = harness.arguments_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=2048, help="plain log_softmax takes 5 times tokens x vocabulary")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -47,8 +47,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=1024)
     parser.add_argument("--chunk-vocab", type=int, default=None)
     parser.add_argument("--verl", type=Path, default=None, help="directory of an unpacked wheel of verl 0.9.1")
-    parser.add_argument("--variants", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--json", action="store_true", help=f"also write {RESULT_FILE.name} into benchmarks/results")
     parser.add_argument("--worker", choices=TITLES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -105,13 +103,6 @@ def make_variant(arguments: argparse.Namespace) -> Callable:
     return from_logits
 
 
-def status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}: peak memory can only be measured on Linux")
-
-
 def run_worker(arguments: argparse.Namespace) -> None:
     """Measure one forward and backward and print the figures as one line of JSON."""
     import torch
@@ -135,8 +126,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
     forward(64, small)[2].backward()
     labels, hidden.grad = saved_labels, None
     del small
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present
-    before = status_bytes("VmRSS")
+    memory = harness.PeakMemory()
     start, cpu_start = time.perf_counter(), time.process_time()
     logprobs, entropy, loss = forward(arguments.tokens, weight)
     middle = time.perf_counter()
@@ -148,7 +138,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
         "backward_s": end - middle,
         "time_s": end - start,
         "cpu_s": cpu_end - cpu_start,
-        "extra_bytes": status_bytes("VmHWM") - before,
+        "extra_bytes": memory.extra_bytes(),
         "digest": [float(x.detach().double().norm()) for x in (logprobs, entropy, hidden.grad, weight.grad)],
     }
     print(json.dumps(figures))
@@ -157,100 +147,36 @@ def run_worker(arguments: argparse.Namespace) -> None:
 # --- the process that compares ---
 
 
-def available_bytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def fitting_tokens(arguments: argparse.Namespace) -> int:
-    """Largest halving of the tokens at which every variant fits into free memory beside the inputs and gradients."""
-    tensors = max((WHOLE_TENSORS.get(name, 0.0) for name in arguments.variants), default=0.0)
-    fixed = 2 * arguments.vocab * arguments.hidden * 4 + GIB
-    tokens = arguments.tokens
-    while tokens > 1 and tensors * tokens * arguments.vocab * 4 + fixed > available_bytes():
-        tokens //= 2
-    return tokens
-
-
-def measure(arguments: argparse.Namespace, variant: str, tokens: int) -> dict | str:
-    """Figures of one run, or why there are none."""
-    command = [sys.executable, __file__, "--worker", variant, "--tokens", str(tokens)]
-    for name in ("vocab", "hidden", "threads", "chunk_tokens", "chunk_vocab", "verl"):
+def measure(arguments: argparse.Namespace, variant: str) -> dict[str, Any]:
+    """Figures of one run."""
+    command = [sys.executable, __file__, "--worker", variant]
+    for name in ("tokens", "vocab", "hidden", "threads", "chunk_tokens", "chunk_vocab", "verl"):
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
     result = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=DEADLINE_S, check=False, cwd="/"
     )
-    if result.returncode == 0:
-        return json.loads(result.stdout.splitlines()[-1])
-    if result.returncode < 0:
-        return f"killed by signal {-result.returncode} (out of memory?)"
-    return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    if result.returncode:
+        raise SystemExit(f"{TITLES[variant]}: {result.stderr.strip() or f'exit code {result.returncode}'}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def compare(arguments: argparse.Namespace, tokens: int) -> tuple[dict[str, list[dict]], dict[str, str]]:
-    """Runs of each variant, taking turns, and the reasons of those that could not run."""
-    runs: dict[str, list[dict]] = {name: [] for name in arguments.variants}
-    skipped: dict[str, str] = {}
-    for repeat in range(arguments.repeats):
-        # The order turns round each time, so that no variant always follows the same neighbour.
-        names = arguments.variants if repeat % 2 == 0 else arguments.variants[::-1]
-        for name in names:
-            if name in skipped:
-                continue
-            figures = measure(arguments, name, tokens)
-            if isinstance(figures, str):
-                skipped[name] = figures
-                runs.pop(name)
-            else:
-                runs[name].append(figures)
-                print(f"  {name}: {figures['time_s']:.2f} s, {figures['extra_bytes'] / GIB:.2f} GiB", file=sys.stderr)
-    return runs, skipped
-
-
-def summarize(runs: dict[str, list[dict]]) -> dict[str, dict[str, float]]:
-    """Medians per variant, and how `ours` compares: ratios are ours divided by the variant's."""
-    rows = {
-        name: {key: statistics.median(run[key] for run in of_name) for key in of_name[0] if key != "digest"}
+def summarize(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Medians of each variant, and how `ours` compares: ratios are ours divided by the variant's."""
+    digests = {name: of_name[0]["digest"] for name, of_name in runs.items()}
+    columns = {
+        name: {key: [run[key] for run in of_name] for key in of_name[0] if key != "digest"}
         for name, of_name in runs.items()
     }
-    if "ours" not in rows:
-        return rows
-    for name, row in rows.items():
-        # Runs of one round lie side by side in time: the median of their ratios cancels the machine's slow minutes.
-        pairs = list(zip(runs["ours"], runs[name], strict=True))
-        for kind in ("time", "cpu"):
-            row[f"{kind}_ratio"] = statistics.median(ours[f"{kind}_s"] / theirs[f"{kind}_s"] for ours, theirs in pairs)
-        row["memory_ratio"] = rows["ours"]["extra_bytes"] / row["extra_bytes"]
-        digests = zip(runs["ours"][0]["digest"], runs[name][0]["digest"], strict=True)
-        row["disagreement"] = max(abs(ours / theirs - 1) for ours, theirs in digests)
+    rows = {}
+    for name, values in columns.items():
+        rows[name] = {key: median(column) for key, column in values.items()}
+        for key, ratio in (("time_s", "time_ratio"), ("cpu_s", "cpu_ratio"), ("extra_bytes", "memory_ratio")):
+            rows[name][ratio] = harness.median_of_ratios(columns["ours"][key], values[key])
+        pairs = zip(digests["ours"], digests[name], strict=True)
+        rows[name]["disagreement"] = max(abs(ours / theirs - 1) for ours, theirs in pairs)
     return rows
-
-
-def print_table(arguments: argparse.Namespace, tokens: int, rows: dict, skipped: dict[str, str]) -> None:
-    one = tokens * arguments.vocab * 4 / GIB
-    gradients = (arguments.vocab + tokens) * arguments.hidden * 4 / GIB
-    print(
-        f"{tokens} tokens x {arguments.vocab} vocabulary, hidden {arguments.hidden}, fp32, "
-        f"{arguments.threads} threads, medians of {arguments.repeats}"
-    )
-    print(f"all logits once: {one:.2f} GiB; the two gradients, in every row: {gradients:.2f} GiB")
-    columns = {"fwd s": "forward_s", "bwd s": "backward_s", "both s": "time_s", "cpu s": "cpu_s"}
-    ratios = {"time": "time_ratio", "cpu": "cpu_ratio", "memory": "memory_ratio"}
-    heads = "".join(f"{head:>9}" for head in (*columns, "GiB", *ratios, "differ"))
-    print(f"{'variant':<50}{heads}")
-    for name, row in rows.items():
-        cells = [f"{row[key]:9.2f}" for key in columns.values()] + [f"{row['extra_bytes'] / GIB:9.2f}"]
-        cells += [f"{row[key]:9.3f}" for key in ratios.values() if key in row]
-        cells += [f"{row['disagreement']:9.0e}"] if "disagreement" in row else []
-        print(f"{TITLES[name]:<50}{''.join(cells)}")
-    for name, reason in skipped.items():
-        print(f"skipped: {TITLES[name]}: {reason}")
-    print(
-        "GiB: peak above the inputs; time, cpu, memory: ours divided by the row's; "
-        "differ: largest relative difference of the four results' norms"
-    )
 
 
 def main() -> None:
@@ -258,31 +184,21 @@ def main() -> None:
     if arguments.worker:
         run_worker(arguments)
         return
+    names = ["ours", "plain"]
     if arguments.verl is not None:
         arguments.verl = arguments.verl.resolve()
-    tokens = fitting_tokens(arguments)
-    if tokens < arguments.tokens:
-        needed = WHOLE_TENSORS["plain"] * arguments.tokens * arguments.vocab * 4 / GIB
-        print(
-            f"{arguments.tokens} tokens do not fit {available_bytes() / GIB:.1f} free GiB for every variant (plain "
-            f"needs {needed:.1f} GiB beside the gradients): comparing at {tokens} tokens"
-        )
-    runs, skipped = compare(arguments, tokens)
-    rows = summarize(runs)
-    print_table(arguments, tokens, rows, skipped)
-    alone = None
-    if tokens < arguments.tokens and "ours" in rows:
-        alone = measure(arguments, "ours", arguments.tokens)
-        if isinstance(alone, dict):
-            print(
-                f"ours alone at {arguments.tokens} tokens: {alone['time_s']:.2f} s, "
-                f"{alone['extra_bytes'] / GIB:.2f} GiB extra; the plain way by formula {needed:.1f} GiB"
-            )
-    if arguments.json:
-        RESULT_FILE.parent.mkdir(exist_ok=True)
-        setting = {k: v for k, v in vars(arguments).items() if k not in ("worker", "json", "verl")}
-        document = setting | {"compared_tokens": tokens, "rows": rows, "skipped": skipped, "alone": alone}
-        RESULT_FILE.write_text(json.dumps(document, indent=1) + "\n")
+        names += ["verl_logits", "verl_fused"]
+    sides = {name: partial(measure, arguments, name) for name in names}
+    rows = summarize(harness.in_turns(sides, arguments.repeats, warm_up=0))
+    header = tuple(rows["ours"])
+    shown = {TITLES[name]: [row[key] for key in header] for name, row in rows.items()}
+    harness.table(f"{arguments.tokens} tokens x {arguments.vocab} vocabulary, fp32", header, shown)
+    problems = []
+    for name in names[1:]:
+        problems += harness.at_most(f"memory over that of {TITLES[name]}", rows[name]["memory_ratio"], MOST_MEMORY)
+        problems += harness.at_most(f"time over that of {TITLES[name]}", rows[name]["time_ratio"], MOST_TIME)
+    setup = harness.setup_of(arguments, "worker", "verl")
+    harness.conclude("logprobs", {**setup, "rows": rows}, problems, write=arguments.json)
 
 
 if __name__ == "__main__":

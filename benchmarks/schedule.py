@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
-import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from megatron_daro.data.packing import pack, pack_multiples
 from megatron_daro.data.schedule import CostModel, Schedule, schedule
@@ -37,7 +34,7 @@ from megatron_daro.types import TrainBatch
 
 Split = list[list[list[int]]]
 Splitter = Callable[[np.ndarray], tuple[Split, float]]
-RESULTS = Path(__file__).parent / "results" / "schedule.json"
+MOST_S = 1.0
 
 
 def reasoning_lengths(num: int, seed: int, longest: int) -> np.ndarray:
@@ -137,12 +134,12 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         lengths = reasoning_lengths(options.samples, seed, options.longest)
         for name, split_of in variants.items():
             rows[name].append(measured(split_of, lengths, options.budget))
-    return {name: {key: statistics.median(r[key] for r in got) for key in got[0]} for name, got in rows.items()}
+    return {name: harness.medians(of_seeds) for name, of_seeds in rows.items()}
 
 
 def small_batches(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians over 20 seeds for as few samples as an optimizer step has, by number and by what is balanced."""
-    found = {}
+    medians = {}
     for num in (64, 128, 256, 512):
         for name, cost in (("tokens", None), ("operations", FLOPS)):
             rows = []
@@ -150,8 +147,8 @@ def small_batches(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 lengths = reasoning_lengths(num, seed, options.longest)
                 plan = schedule(lengths, options.ranks, options.budget, cost=cost)
                 rows.append(measured_plan(plan, lengths, options.budget))
-            found[f"{num}, {name}"] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    return found
+            medians[f"{num}, {name}"] = harness.medians(rows)
+    return medians
 
 
 def measured_plan(plan: Schedule, lengths: np.ndarray, budget: int) -> dict[str, float]:
@@ -204,17 +201,13 @@ def batch_of(lengths: np.ndarray) -> TrainBatch:
 
 
 def show(title: str, results: dict[str, dict[str, float]]) -> None:
-    """One table, variants as columns."""
-    table = Table(title=title)
-    for heading in ("", *results):
-        table.add_column(heading, justify="right" if heading else "left")
-    for key in dict.fromkeys(key for row in results.values() for key in row):
-        table.add_row(key, *(f"{row[key]:.4g}" if key in row else "" for row in results.values()))
-    Console().print(table)
+    """One table, variants as rows."""
+    header = tuple(dict.fromkeys(key for row in results.values() for key in row))
+    harness.table(title, header, {name: [row.get(key, "") for key in header] for name, row in results.items()})
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Split over ranks and micro-batches, beside verl's.")
+def main() -> None:
+    parser = harness.arguments_of(__doc__)
     parser.add_argument("--samples", type=int, default=16384)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--longest", type=int, default=20480)
@@ -222,24 +215,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--verl-limit-s", type=float, default=20.0, help="verl's search for a split is cut off here")
     parser.add_argument("--verl", type=Path, help="path of verl/utils/seqlen_balancing.py (0.9.1)")
-    parser.add_argument(
-        "--json", action="store_true", help=f"write {RESULTS.relative_to(Path(__file__).parent.parent)}"
-    )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     results, small, packed = run(options), small_batches(options), packing(options)
     setting = f"{options.samples} samples, {options.ranks} ranks, budget {options.budget} tokens"
     show(f"{setting}, median of {options.seeds} seeds", results)
     show(f"{options.ranks} ranks, budget {options.budget} tokens, samples and what is balanced", small)
     show(f"{setting}, micro-batches of one rank", packed)
-    if not options.verl:
-        print("verl: skipped, --verl was not given")
-    if options.json:
-        RESULTS.parent.mkdir(exist_ok=True)
-        setup = {key: value for key, value in vars(options).items() if key not in ("json", "verl")}
-        setup["verl"] = bool(options.verl)
-        RESULTS.write_text(
-            json.dumps({"setup": setup, "medians": results, "small": small, "packing": packed}, indent=2) + "\n"
-        )
+    setup = {**harness.setup_of(options, "verl"), "verl": bool(options.verl)}
+    problems = harness.at_most("seconds of a split", results["ours, tokens"]["time_s"], MOST_S)
+    result = {"setup": setup, "medians": results, "small": small, "packing": packed}
+    harness.conclude("schedule", result, problems, write=options.json)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,29 @@
 """Tokens per second of SGLangEngine against a bare aiohttp loop, on one real server with the same requests.
 
     OMP_NUM_THREADS=1 python benchmarks/sglang_client.py --json                          # about 3 minutes on 2 cores
-    OMP_NUM_THREADS=1 python benchmarks/sglang_client.py --pairs 2 --groups 4 --tokens 16
 
 A small random Qwen2 on a CPU server, so that whatever the client costs shows as much as it ever will. Both sides post
 the same bodies (a group of samples each, log-probs asked for, answers of a fixed length), all groups at once. The
 bare loop posts, reads and parses (orjson), and counts tokens; the engine makes Rollouts with text, versions and checks.
-They take turns, which one begins changes, and the medians are compared. Exit code 1 if the ratio is below 0.90.
+Goal: 0.90 of the bare loop's tokens a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
+import harness
 import numpy as np
 import orjson
 import sglang_servers
-from rich.console import Console
-from rich.table import Table
 from sglang_pool import give
 from transformers import AutoModelForCausalLM
 
@@ -51,13 +49,11 @@ PROMPT_TOKENS = 16
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the server")
+    parser = sglang_servers.arguments_of(__doc__)
     parser.add_argument("--groups", type=int, default=8, help="HTTP requests at once")
     parser.add_argument("--samples", type=int, default=8, help="of each group")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--pairs", type=int, default=25, help="turns of each side")
-    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_client.json")
     return parser.parse_args()
 
 
@@ -123,13 +119,13 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, l
     try:
         await give(engine, AutoModelForCausalLM.from_pretrained(directory / "model"), 0)  # no server answers before
         url = engine.fleet.servers[0].url
-        for _ in range(arguments.pairs + 1):
-            # A session of its own for each turn: like the engine's, it keeps connections no longer than the server.
-            for side in ("engine", "bare") if len(rates["bare"]) % 2 else ("bare", "engine"):
-                rates[side].append(await turn(side, engine, url, asked))
+        for side, counts in harness.turns(rates, arguments.pairs):
+            rate = await turn(side, engine, url, asked)
+            if counts:
+                rates[side].append(rate)
     finally:
         await engine.close()
-    return {side: values[1:] for side, values in rates.items()}  # the first turn warms up
+    return rates
 
 
 async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupRequest]) -> float:
@@ -138,6 +134,7 @@ async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupR
     bodies = [
         generation.calls(request, f"bare-{number}-{i}", cache_key="bare")[0].body for i, request in enumerate(asked)
     ]
+    # A session of its own for each turn: like the engine's, it keeps connections no longer than the server.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         started = time.perf_counter()
         tokens = await (by_engine(engine, asked) if side == "engine" else by_hand(session, url, bodies))
@@ -148,39 +145,24 @@ async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupR
     return tokens / seconds
 
 
-def summarized(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, quartiles and the ratio."""
-    medians = {side: statistics.median(values) for side, values in rates.items()}
-    pairs = sorted(own / bare for own, bare in zip(rates["engine"], rates["bare"], strict=True))
-    return {
-        "setup": {
-            **{key: getattr(arguments, key) for key in ("groups", "samples", "tokens", "pairs")},
-            **sglang_servers.versions(arguments.python),
-        },
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="sglang_client_") as name:
+        rates = asyncio.run(measure(arguments, Path(name)))
+    medians = {side: median(values) for side, values in rates.items()}
+    rows = {side: [medians[side], min(values), max(values)] for side, values in rates.items()}
+    harness.table(f"tokens a second, {arguments.pairs} turns each", ("median", "lowest", "highest"), rows)
+    pairs = [engine / bare for engine, bare in zip(rates["engine"], rates["bare"], strict=True)]
+    result: dict[str, Any] = {
+        "setup": sglang_servers.setup_of(arguments),
         "engine_tokens_per_s": medians["engine"],
         "bare_tokens_per_s": medians["bare"],
         "ratio": medians["engine"] / medians["bare"],
         "pair_ratio_quartiles": [float(q) for q in np.quantile(pairs, (0.25, 0.5, 0.75))],
-        "goal": GOAL,
         "rates": rates,
     }
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    with tempfile.TemporaryDirectory(prefix="sglang_client_") as name:
-        result = summarized(arguments, asyncio.run(measure(arguments, Path(name))))
-    table = Table("side", "tokens/s, median", "lowest", "highest", title=f"{arguments.pairs} turns each")
-    for side in ("engine", "bare"):
-        rates = result["rates"][side]
-        table.add_row(side, *(f"{value:.0f}" for value in (statistics.median(rates), min(rates), max(rates))))
-    Console().print(table)
-    quartiles = ", ".join(f"{q:.3f}" for q in result["pair_ratio_quartiles"])
-    print(f"ratio of medians {result['ratio']:.3f}, at least {GOAL} (quartiles of the ratio in a pair: {quartiles})")
-    if arguments.json:
-        sglang_servers.write_results("sglang_client", result)
-    if result["ratio"] < GOAL:
-        raise SystemExit("MISSED: the engine is slower than the goal allows")
+    problems = harness.at_least("the engine's tokens a second over the bare loop's", result["ratio"], GOAL)
+    harness.conclude("sglang_client", result, problems, write=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
 """What the benchmarks of real SGLang servers share: where they run, with which arguments, on which random model.
 
-Place in the data flow: the sglang_*.py and overlap.py beside it import it. The environment is the one that
+Place in the data flow: the sglang_*.py, sync_check.py and the soaks import it. The environment is the one that
 tools/sglang_cpu_env.sh makes; it refuses to go on without it.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
-import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from megatron_daro.engine.sglang.servers import LaunchOptions, LocalServer
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # the tiny task and the small servers of the tests serve benchmarks too
-RESULTS = Path(__file__).parent / "results"
-PYTHON = Path(os.environ.get("MEGATRON_DARO_SGLANG", ROOT / ".venv-sglang")) / "bin" / "python"
+PYTHON = Path(os.environ.get("MEGATRON_DARO_SGLANG", harness.ROOT / ".venv-sglang")) / "bin" / "python"
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -30,6 +27,18 @@ CPU_ARGUMENTS: dict[str, Any] = {
 }
 
 
+def arguments_of(description: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark with servers."""
+    parser = harness.arguments_of(description)
+    parser.add_argument("--python", type=Path, default=PYTHON, help="interpreter of the servers")
+    return parser
+
+
+def setup_of(arguments: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """The options of a run and the servers' versions, for its results."""
+    return {**harness.setup_of(arguments, "python", *left_out), **_versions(arguments.python)}
+
+
 def require(python: Path) -> Path:
     """The interpreter of the servers, or the end with a hint."""
     if not python.exists():
@@ -37,12 +46,11 @@ def require(python: Path) -> Path:
     return python.absolute()
 
 
-def versions(python: Path) -> dict[str, Any]:
-    """What the numbers were measured with."""
+def _versions(python: Path) -> dict[str, str]:
     code = "import sglang, torch; print(sglang.__version__, torch.__version__)"
     output = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=300, check=True).stdout
     sglang, torch = output.split()[-2:]
-    return {"sglang": sglang, "torch": torch, "python": platform.python_version(), "cpu_count": os.cpu_count()}
+    return {"sglang": sglang, "torch": torch}
 
 
 def server(
@@ -51,7 +59,6 @@ def server(
     log: Path,
     *,
     seed: int = 0,
-    environment: dict[str, str] | None = None,
     takes_shards: bool = False,
     **arguments: Any,
 ) -> LocalServer:
@@ -63,7 +70,7 @@ def server(
         tensor_parallel=1,
         seed=seed,
         arguments=given,
-        env=environment or {},
+        env={},
         log_path=log,
         takes_shards=takes_shards,
     )
@@ -79,19 +86,3 @@ def save_model(directory: Path, shape: dict[str, Any], dtype: str = "float32") -
     model = AutoModelForCausalLM.from_config(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def conclude(name: str, result: dict[str, Any], *, write: bool) -> None:
-    """The end of a benchmark: writes its results if asked to; exit code 1 if it has `problems`."""
-    if write:
-        write_results(name, result)
-    if result["problems"]:
-        raise SystemExit("MISSED:\n  " + "\n  ".join(result["problems"]))
-
-
-def write_results(name: str, result: dict[str, Any]) -> Path:
-    """benchmarks/results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path

@@ -1,16 +1,16 @@
 """A long run on real SGLang servers under faults: everything must be noticed, nothing lost, and nothing stale trained.
 
-    python benchmarks/sglang_soak.py --json                          # 200 steps, 35 faults; about 25 minutes on 2 cores
-    python benchmarks/sglang_soak.py --steps 20 --each 1 --at-least 1
+    python benchmarks/sglang_soak.py --json             # 200 steps, 35 faults; about 25 minutes on 2 cores
+    python benchmarks/sglang_soak.py --sync shards --json
+    python benchmarks/sglang_soak.py --steps 30 --each 1 --at-least 1
     python benchmarks/sglang_soak.py --ranks 20 --kinds kill_idle,kill_serving,kill_sync --each 7 --json    # and ranks
 
 Trains the tiny task of the tests with its real actor and two servers, weights by broadcast or, with --sync shards,
-from each rank to each server, or with --sync differences as differences of a trainer that changes few weights
-(soak_sparse.py), into results of its own. A seeded schedule kills,
-stops and slows servers and breaks their answers (soak_faults.py); each fault hits while both servers serve, and the
-next one waits until they do again. With --ranks, processes of the trainer die at drawn moments, whatever the servers
-do (soak_deaths.py), and are replaced. Afterwards soak_books.py looks at the books and recomputes every log-prob.
-Exit code 1, and a list of problems, if a fault went unnoticed or something does not hold.
+from each rank to each server. A seeded schedule kills, stops and slows servers and breaks their answers
+(soak_faults.py); each fault hits while both servers serve, and the next one waits until they do again. With --ranks,
+processes of the trainer die at drawn moments, whatever the servers do (soak_deaths.py), and are replaced. Afterwards
+soak_books.py looks at the books and recomputes every log-prob. It fails if a fault went unnoticed or something does not
+hold.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import harness
 import sglang_servers
 import soak_books
-import soak_sparse
 import tiny_task
 from soak_deaths import SIGNALS, Deaths
 from soak_faults import KINDS, Injector, schedule
@@ -41,19 +39,9 @@ from megatron_daro.runtime import launch, parts, sglang_group
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
-WAYS = {"distributed": "", "shards": "_shards", "differences": "_differences"}
-"""How weights reach the servers -> in the name of the results. differences: from shards to shards, as differences."""
-_REASONS = (
-    ("process ended", r"process ended|Ray actor"),
-    ("no token came", r"no token came out"),
-    ("requests failed in a row", r"requests in a row failed"),
-    ("weight update", r"weight update"),
-)
-
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
+    parser = sglang_servers.arguments_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=5, help="faults of each kind; one that goes unnoticed is repeated")
     parser.add_argument(
@@ -64,10 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
-    parser.add_argument("--sync", default="distributed", choices=list(WAYS))
+    parser.add_argument("--sync", default="distributed", choices=("distributed", "shards"))
     parser.add_argument("--pace-s", type=float, default=5.0, help="longest wait before a step while a server starts")
     parser.add_argument("--directory", type=Path, help="for model, run and logs; else a temporary one")
-    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sglang_soak.json")
     return parser.parse_args()
 
 
@@ -78,8 +65,7 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
         "python": str(sglang_servers.require(arguments.python)),
         "arguments": {**sglang_servers.CPU_ARGUMENTS, "max_total_tokens": 4096, "max_running_requests": 32},
         "pause": arguments.pause,
-        "sync": "distributed" if arguments.sync == "distributed" else "shards",
-        "shard_differences": arguments.sync == "differences",
+        "sync": arguments.sync,
         "bucket_mib": 1,
         "start_timeout_s": 300.0,
         "request_timeout_s": 20.0,
@@ -206,7 +192,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: float) -> dict[str, Any]:
+def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
     """Numbers and problems."""
     assert soak.injector is not None
     books, problems = soak_books.check_books(soak._run_dir, arguments.steps, soak.sampler.ledger.outstanding)
@@ -222,30 +208,21 @@ def summary(arguments: argparse.Namespace, soak: Soak, status: str, seconds: flo
             problems.append(f"{kind}: servers came back after {row['healed']} of {row['injected']}")
     if soak.ranks:
         problems += soak.ranks.problems()
-    sent = soak_books.sent_bytes(soak._run_dir) if arguments.sync == "differences" else {}
-    if sent and sent["bytes"] > 0.5 * sent["whole_bytes"]:
-        problems.append(f"sent {sent['bytes']} of {sent['whole_bytes']} bytes: hardly any as differences")
     metrics = soak.engine.metrics()
-    return {
-        "setup": {
-            **{
-                key: getattr(arguments, key) for key in ("steps", "each", "ranks", "seed", "staleness", "pause", "sync")
-            },
-            **sglang_servers.versions(arguments.python),
-        },
-        "problems": problems,
+    result = {
+        "setup": sglang_servers.setup_of(arguments, "directory"),
         "seconds": seconds,
         "faults": faults,
-        "fences": dict(Counter(reason_of(fence["reason"]) for fence in soak.injector.fences)),
+        "fences": len(soak.injector.fences),
         "restarts": int(metrics["engine/restarts"]),
         "retries": int(metrics["engine/retries"]),
         "time": lost_seconds(soak.own_s),
         "books": books,
         "weights": weights,
-        **({"sent": sent} if sent else {}),
         **({"ranks": soak.ranks.row()} if soak.ranks else {}),
         "events": [vars(event) for event in (*soak.faults, *(soak.ranks.deaths if soak.ranks else ()))],
     }
+    return result, problems
 
 
 def lost_seconds(own_s: list[float]) -> dict[str, float]:
@@ -265,29 +242,17 @@ def of_kind(soak: Soak, kind: str) -> dict[str, Any]:
     return row
 
 
-def without_paths(result: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Reasons name log files; where they lay is nobody's business."""
-    return json.loads(json.dumps(result).replace(str(directory), "DIRECTORY"))
-
-
-def reason_of(text: str) -> str:
-    """A fence's reason as a few words."""
-    found = next((name for name, pattern in _REASONS if re.search(pattern, text)), "other")
-    return f"{found}, {text.split(',')[1].split(':')[0].strip()}" if found == "weight update" else found
-
-
-def table(result: dict[str, Any]) -> str:
-    """The faults as a Markdown table."""
-    lines = [
-        "| fault | injected | noticed | recovered | until noticed, median (longest) | until all served again |",
-        "|---|---|---|---|---|---|",
-    ]
+def show(result: dict[str, Any]) -> None:
+    """The faults as a table, then all but the events."""
+    header = ("injected", "noticed", "recovered", "until noticed, median (longest)", "until all served again")
+    rows: dict[str, list[object]] = {}
     for kind, row in result["faults"].items():
         times = [
             f"{row[k]['median']:.1f} ({row[k]['longest']:.1f}) s" if row[k] else "" for k in ("noticed_s", "healed_s")
         ]
-        lines.append(f"| {kind} | {row['injected']} | {row['noticed']} | {row['healed']} | {times[0]} | {times[1]} |")
-    return "\n".join(lines)
+        rows[kind] = [row["injected"], row["noticed"], row["healed"], *times]
+    harness.table(f"{result['setup']['steps']} steps", header, rows)
+    say(json.dumps({key: value for key, value in result.items() if key not in ("events", "faults")}, indent=1))
 
 
 def main() -> None:
@@ -296,18 +261,15 @@ def main() -> None:
     config = resolve(configuration(arguments, directory))
     soak = Soak(arguments, directory)
     soak.hook()
-    if arguments.sync == "differences":
-        soak_sparse.install()
     started = time.monotonic()
     outcome = launch.train(config)
-    result = without_paths(summary(arguments, soak, outcome.status, time.monotonic() - started), directory)
+    result, problems = summary(arguments, soak, outcome.status, time.monotonic() - started)
+    # Reasons name log files.
+    result = json.loads(json.dumps(result).replace(str(directory), "DIRECTORY"))
     (directory / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    say(table(result))
-    say(json.dumps({key: value for key, value in result.items() if key != "events"}, indent=1))
-    if arguments.json:
-        sglang_servers.write_results(f"sglang_soak{WAYS[arguments.sync]}{'_ranks' * bool(arguments.ranks)}", result)
-    if result["problems"]:
-        raise SystemExit("the soak FAILED:\n  " + "\n  ".join(result["problems"]))
+    show(result)
+    name = "sglang_soak" + "_shards" * (arguments.sync == "shards") + "_ranks" * bool(arguments.ranks)
+    harness.conclude(name, result, problems, write=arguments.json)
     say("the soak passed")
 
 

@@ -54,12 +54,6 @@ def check_books(run_dir: Path, steps: int, outstanding: Collection[int]) -> tupl
     return {"last_step": last, "recorded": dict(used), "twice": len(twice), "lost": len(lost)}, problems
 
 
-def sent_bytes(run_dir: Path) -> dict[str, int]:
-    """Bytes that all updates of all servers sent, and of the weights that these stand for."""
-    lines = [line for line in read_metrics(run_dir) if "sync/whole_bytes" in line]
-    return {name: int(sum(line[f"sync/{name}"] or 0 for line in lines)) for name in ("bytes", "whole_bytes")}
-
-
 def check_weights(run_dir: Path, temperature: float) -> tuple[dict[str, Any], list[str]]:
     """Every recorded log-prob against the weights of its version. Returns the differences, and problems."""
     logging.disable_progress_bar()

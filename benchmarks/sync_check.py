@@ -1,7 +1,6 @@
 """Does the check after a weight sync see a server that kept its weights, and does it accuse nobody else?
 
-    OMP_NUM_THREADS=1 python benchmarks/sync_check.py --json      # 200 syncs in each precision
-    OMP_NUM_THREADS=1 python benchmarks/sync_check.py --syncs 8
+    OMP_NUM_THREADS=1 python benchmarks/sync_check.py --json      # 200 syncs in each precision; 4 minutes
 
 A real SGLang server, and a model of 4 million weights that transformers computes as the policy and AdamW steps in fp32
 (policy and server round it to bf16 where asked to). Before every second sync the server is given the weights of the
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import sglang_servers
 import torch
@@ -48,11 +48,9 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, default=sglang_servers.PYTHON, help="interpreter of the servers")
+    parser = sglang_servers.arguments_of(__doc__)
     parser.add_argument("--syncs", type=int, default=200, help="of each precision; half as many are skipped first")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--json", action="store_true", help="also write benchmarks/results/sync_check.json")
     return parser.parse_args()
 
 
@@ -191,24 +189,17 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    result: dict[str, Any] = {
-        "setup": {
-            "learning_rate": arguments.learning_rate,
-            "shape": SHAPE,
-            **sglang_servers.versions(arguments.python),
-        },
-        "problems": [],
-    }
+    result: dict[str, Any] = {"setup": {**sglang_servers.setup_of(arguments), "shape": SHAPE}}
+    problems = []
     with tempfile.TemporaryDirectory(prefix="sync_check_") as name:
         for dtype in PRECISIONS:
-            result[dtype] = found = summarized(asyncio.run(measure(arguments, dtype, Path(name))))
-            print(dtype, found, flush=True)
-            if found["accused"]:
-                result["problems"].append(f"{dtype}: accused in {len(found['accused'])} of {found['syncs']} syncs")
+            result[dtype] = counts = summarized(asyncio.run(measure(arguments, dtype, Path(name))))
+            print(dtype, counts, flush=True)
+            if counts["accused"]:
+                problems.append(f"{dtype}: accused in {len(counts['accused'])} of {counts['syncs']} syncs")
             for way in ("caught_by_logprobs", "caught_by_checksums"):
-                if found[way] < found["skipped"]:
-                    result["problems"].append(f"{dtype}: {way} {found[way]} of {found['skipped']} skipped updates")
-    sglang_servers.conclude("sync_check", result, write=arguments.json)
+                problems += harness.at_least(f"{dtype}: {way} of skipped updates", counts[way], counts["skipped"])
+    harness.conclude("sync_check", result, problems, write=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Ranks of another class in the runs of this process: ones that kill themselves, ones that train otherwise.
+"""Ranks of another class in the runs of this process: ones that kill themselves.
 
-Used by tests/fault/killed_ranks.py and benchmarks/soak_sparse.py.
+Used by tests/fault/killed_ranks.py.
 """
 
 from __future__ import annotations

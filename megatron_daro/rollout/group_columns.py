@@ -100,7 +100,7 @@ WRITER_OPTIONS: dict[str, Any] = {
     "write_page_checksum": True,
     "store_schema": False,
 }
-"""Of pyarrow.parquet.ParquetWriter. benchmarks/recording.py --encodings compares the alternatives."""
+"""Of pyarrow.parquet.ParquetWriter; other encodings are compared by benchmarks/recording.py --encodings at 97b0583."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

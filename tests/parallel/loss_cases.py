@@ -1,11 +1,10 @@
 """What the oracle is measured on: wrong losses with the cause that it must name, right ones about which it is silent.
 
-The words of a cause were written before the tool was changed for its loss. `held_out`: not looked at while it was.
+The words of a cause were written before the tool was changed for its loss.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 
@@ -22,11 +21,6 @@ class Wrong:
     uses: str = "advantages"
     whole: bool = False
     module: str = "planted_losses"
-
-    @property
-    def held_out(self) -> bool:
-        """Half of the losses, by a hash of the name; the first fourteen were tuned on before."""
-        return self.module != "buggy_losses" and hashlib.sha256(self.name.encode()).digest()[0] % 2 == 0
 
 
 ON, OFF, BOTH = (True,), (False,), (True, False)

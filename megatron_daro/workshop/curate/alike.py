@@ -2,8 +2,7 @@
 
 A few words may differ; a number, an operator, a symbol, a negation or a word that makes another problem (odd for
 even) may not. Candidates come from n-grams and MinHash signatures of the tokens, computed with numpy as a function of
-the texts alone, so two runs find the same. Not datasketch, whose index cannot be asked for equal numbers
-(docs/benchmarks.md compares both).
+the texts alone, so two runs find the same. Not datasketch, whose index cannot be asked for equal numbers.
 
 Shapes: D statements, T their tokens end to end, H hash functions, P pairs.
 """

@@ -55,7 +55,8 @@ class Constants:
     training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
     them.
     step_error, expert_step_error: factors that nine tenths of the published steps of the learning half are within, of
-    dense models and of mixtures of experts; run_error: the largest error of benchmarks/plan_held_out.py.
+    dense models and of mixtures of experts; run_error: the factor that predictions from a recorded run were within
+    (docs/plan.md).
     """
 
     matrices: float = 0.472

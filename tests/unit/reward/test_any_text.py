@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
+import hostile_texts
 import pytest
-import verifier_fuzz
 from answer_classes import RIGHT, WRONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,11 +102,21 @@ def test_a_fault_of_the_verifier_is_a_verdict_and_counted(monkeypatch: pytest.Mo
         assert pool.counters["failures"] == 2
 
 
-def test_a_short_run_of_the_fuzzer() -> None:
-    found = verifier_fuzz.fuzz(4000, seed=11, workers=1, timeout_s=60, judged=0.02)
-    assert sum(found["reasons"].values()) == 4000
-    assert found["counters"]["failures"] == found["counters"]["crashes"] == 0
-    assert {"match", "no_match", "unevaluated", "too_long", "(open)"} <= set(found["reasons"])
+@pytest.mark.parametrize(("texts", "judged"), [(4000, 80), pytest.param(200_000, 2000, marks=pytest.mark.heavy)])
+def test_no_hostile_text_makes_a_verifier_fail(texts: int, judged: int) -> None:
+    rng = random.Random(11)
+    pairs = [hostile_texts.pair(rng) for _ in range(texts)]
+    reasons: Counter[str] = Counter()
+    verifiers = [verifier_of(VerifierSpec(name, strict=False)) for name in ("math", "integer", "exact")]
+    for text, gold in pairs:
+        for verifier in verifiers:
+            screened = verifier.screen(text, gold, gold)
+            reasons["(open)" if isinstance(screened, Job) else screened.reason] += 1
+    with RewardPool(VerifierSpec("math", refuse_restated=True), workers=1, timeout_s=60) as pool:
+        reasons.update(verdict.reason for verdict in pool.score([(text, gold, gold) for text, gold in pairs[:judged]]))
+        assert pool.counters["failures"] == pool.counters["crashes"] == 0
+    assert sum(reasons.values()) == 3 * texts + judged
+    assert {"match", "no_match", "unevaluated", "too_long", "(open)"} <= set(reasons)
 
 
 SHAPES = """
