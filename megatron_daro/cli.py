@@ -27,7 +27,6 @@ from megatron_daro.commands.curate import curate
 from megatron_daro.commands.doctor import doctor
 from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
-from megatron_daro.commands.rehearse import rehearse
 from megatron_daro.commands.shorten import shorten
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
@@ -85,7 +84,6 @@ app.command()(check_layout)
 app.command()(analyze)
 app.command()(curate)
 app.command()(shorten)
-app.command()(rehearse)
 app.command()(submit)
 app.command()(doctor)
 app.command()(check_loss)
@@ -119,7 +117,7 @@ def train(
         _require_directory("--replay", replay, "a run directory")
     config = _resolve(config_file, overrides, dry_run=dry_run)
     if dry_run:
-        _rehearse(config, resume=resume, replay=replay, owns_process=bool(context.obj))
+        _dry_run(config, resume=resume, replay=replay, owns_process=bool(context.obj))
         return
     from megatron_daro import garbage
     from megatron_daro.runtime.interrupts import interruptible
@@ -207,15 +205,15 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
         return unknown("a Ray cluster that does not answer"), error
 
 
-def _rehearse(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
+def _dry_run(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
     """Do what of a start needs files but no process, as the start itself does it."""
-    from megatron_daro.runtime.preflight import needs_torch, rehearse
+    from megatron_daro.runtime.preflight import dry_run, needs_torch
 
     if owns_process and not resume and not needs_torch(config):
         # transformers reads a tokenizer without torch as well, and is imported in a third of the time then.
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    lines = rehearse(config, resume=resume, replay=replay)
+    lines = dry_run(config, resume=resume, replay=replay)
     typer.echo(printable("\n".join(["# Start", *(f"#   {line}" for line in lines)])))
 
 

@@ -29,10 +29,9 @@ from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime import parts, run_directory
-from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
-from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
@@ -48,16 +47,6 @@ class Observers:
     metrics: MetricsLog
     progress: Progress
     phases: Phases
-
-
-@dataclass(frozen=True, slots=True)
-class Driven:
-    """What a run drives. made: None where nothing generates."""
-
-    placement: Placement
-    policy: PolicyGroup
-    source: BatchSource
-    made: parts.Generation | None = None
 
 
 def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunOutcome:
@@ -136,22 +125,11 @@ class _Run:
 async def _train(
     config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: Observers, start: Start
 ) -> RunOutcome:
-    placement = parts.placement(config, engines=isinstance(inputs, Inputs))
-    policy = parts.policy_group(config, placement, warn=observers.progress.warn)
-    if isinstance(inputs, ReplaySource):
-        driven = Driven(placement, policy, inputs)
-    else:
-        generation = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
-        driven = Driven(placement, policy, generation.sampler, generation)
-    return await drive(config, algorithm, driven, observers, start)
-
-
-async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers: Observers, start: Start) -> RunOutcome:
     """Start the parts, run the loop over them and close everything.
 
     Args:
-        config: checked. algorithm: the driver's instance. driven: nothing of it is started. observers: are told.
-        start: where the run goes on from.
+        config: checked. algorithm: the driver's instance. inputs: prompts, or recorded rollouts, which need no engine.
+        observers: are told. start: where the run goes on from.
 
     Returns:
         How the run ended.
@@ -159,12 +137,20 @@ async def drive(config: Config, algorithm: Algorithm, driven: Driven, observers:
     Raises:
         DaroError: the cause of a failure.
     """
-    placement, policy, generation = driven.placement, driven.policy, driven.made
+    placement = parts.placement(config, engines=isinstance(inputs, Inputs))
+    policy = parts.policy_group(config, placement, warn=observers.progress.warn)
+    source: BatchSource
+    generation = None
+    if isinstance(inputs, ReplaySource):
+        source = inputs
+    else:
+        generation = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
+        source = generation.sampler
     controller = Controller(
         config.trainer,
         Parts(
             policy=policy,
-            source=driven.source,
+            source=source,
             build=parts.batch_builder(config, algorithm),
             metrics=observers.metrics,
             progress=observers.progress,

@@ -290,14 +290,8 @@ def policy_settings(config: Config) -> PolicySettings:
     )
 
 
-def policy_group(
-    config: Config,
-    placement: Placement,
-    kind: type[PolicyGroup] = PolicyGroup,
-    warn: Callable[[str], None] | None = None,
-) -> PolicyGroup:
-    """Return the Megatron ranks. Args: kind: what is made of them, a rehearsal's ranks for instance. warn: told of
-    ranks that were replaced or are slow; None: none is ever replaced.
+def policy_group(config: Config, placement: Placement, warn: Callable[[str], None] | None = None) -> PolicyGroup:
+    """Return the Megatron ranks. Args: warn: told of ranks that were replaced or are slow; None: none is ever replaced.
 
     Raises:
         ConfigError: the critic shall be exported of an algorithm of your own that has none.
@@ -312,7 +306,7 @@ def policy_group(
     if config.trainer.replace_lost_ranks and warn:
         trainer = config.trainer
         told["healing"] = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
-    return kind(
+    return PolicyGroup(
         policy_settings(config),
         config.actor,
         _of_ranks(config.algorithm),

@@ -103,10 +103,10 @@ def compared(checkpoint: Path, provenance: Mapping[str, Any], notices: Notices) 
 
 _ASK_S = 10.0
 ENDS = 100
-"""Rows that a rehearsal reads at each end of a training file."""
+"""Rows that a dry run reads at each end of a training file."""
 
 
-def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
+def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     """Everything that a start does before its first process.
 
     Args:
@@ -134,7 +134,7 @@ def rehearse(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     else:
         _read_inputs(config, lines)
     if resume:
-        _rehearse_restart(config, lines)
+        _compare_with_checkpoint(config, lines)
     return list(lines)
 
 
@@ -157,7 +157,7 @@ def _read_inputs(config: Config, lines: _Lines) -> None:
         read_inputs(config, lines)
 
 
-def _rehearse_restart(config: Config, lines: _Lines) -> None:
+def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
     newest = recovery.find_latest_valid(filled(config.trainer.run_dir), lines)
     audit = compared(newest[0], provenance(config), lines) if newest else None
     if audit:
@@ -166,7 +166,7 @@ def _rehearse_restart(config: Config, lines: _Lines) -> None:
 
 
 def needs_torch(config: Config) -> bool:
-    """Whether a rehearsal of this configuration imports modules that import torch, which takes seconds."""
+    """Whether a dry run of this configuration imports modules that import torch, which takes seconds."""
     return _algorithm_can_be_refused(config) or config.model.trust_remote_code or _megatron_looks_at_options(config)
 
 

@@ -217,7 +217,7 @@ def test_wrong_usage_exits_with_2_and_says_what(arguments, words, capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr()
-    assert "rehearse" in shown.out + shown.err and "Missing command" not in shown.err
+    assert "check-layout" in shown.out + shown.err and "Missing command" not in shown.err
 
 
 def test_a_job_is_checked_against_the_gpus_of_all_its_nodes(config_file, tmp_path, capsys):

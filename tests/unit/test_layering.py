@@ -35,7 +35,7 @@ LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
 LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}
 WORKSHOP = {"analyze": 3, "check_layout": 4, "check_loss": 4, "convert": 4, "curate": 5, "doctor": 5, "evaluate": 5}
-WORKSHOP |= {"plan": 3, "rehearse": 5, "report": 3, "shorten": 3, "slurm": 2}
+WORKSHOP |= {"plan": 3, "report": 3, "shorten": 3, "slurm": 2}
 """What stands beside the core: each imports units of the core below its level. No unit of the core imports one."""
 LEVEL |= {"workshop": 0} | {f"workshop.{name}": level for name, level in WORKSHOP.items()}
 
@@ -53,7 +53,6 @@ SIDEWAYS = {
         "workshop.report",
     },  # a Megatron checkpoint is converted first; answers are looked at as those of a dump
     "workshop.plan": {"sync"},  # what a shard-to-shard sync would move
-    "workshop.rehearse": {"workshop.plan"},  # the sizes of a run that is not there
 }
 """Imports within a level, and within the workshop, beside those within a unit; without a cycle."""
 MAY_IMPORT_WORKSHOP = {"commands", "cli", "__main__"}
@@ -61,7 +60,7 @@ MAY_IMPORT_WORKSHOP = {"commands", "cli", "__main__"}
 ONLY_IMPORTER = {
     "megatron.core": {"actor", "workshop.check_loss", "workshop.convert", "plugins"},  # plugins: inside functions
     "transformer_engine": {"actor"},
-    "ray": {"runtime", "workshop.rehearse"},
+    "ray": {"runtime"},
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}
@@ -206,7 +205,6 @@ def test_the_rules_see_a_forbidden_import(place, text):
         ("types.py", "from megatron_daro.errors import DaroError"),
         ("observe/x.py", "import rich"),
         ("workshop/curate/x.py", "from megatron_daro.workshop.evaluate import metrics"),
-        ("workshop/rehearse/x.py", "import ray"),
         ("commands/x.py", "from megatron_daro.workshop.plan import search"),
     ],
 )

@@ -189,11 +189,11 @@ def test_torch_is_hidden_only_from_a_dry_run_that_needs_none(monkeypatch, capsys
 
     asked = []
     monkeypatch.setattr(preflight, "needs_torch", lambda config: needs)
-    monkeypatch.setattr(preflight, "rehearse", lambda config, **options: asked.append(options) or ["one\x07", "two"])
+    monkeypatch.setattr(preflight, "dry_run", lambda config, **options: asked.append(options) or ["one\x07", "two"])
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     del sys.modules["torch"]
-    cli._rehearse(SimpleNamespace(), resume=resume, replay=None, owns_process=owns)
+    cli._dry_run(SimpleNamespace(), resume=resume, replay=None, owns_process=owns)
     assert ("torch" in sys.modules) is hidden and (os.environ.get("TRANSFORMERS_VERBOSITY") == "error") is hidden
     os.environ.pop("TRANSFORMERS_VERBOSITY", None)
     assert asked == [{"resume": resume, "replay": None}]
@@ -217,7 +217,7 @@ def test_a_report_goes_where_one_says(tmp_path, monkeypatch, capsys):
 def test_every_command_has_its_name():
     names = {command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands}
     assert names == {
-        *("plan", "check-layout", "analyze", "curate", "shorten", "rehearse", "submit", "doctor", "check-loss"),
+        *("plan", "check-layout", "analyze", "curate", "shorten", "submit", "doctor", "check-loss"),
         *("train", "eval", "report", "convert"),
     }
     assert isinstance(cli.app, typer.Typer) and cli.app.pretty_exceptions_enable is False

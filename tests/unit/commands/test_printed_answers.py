@@ -1,4 +1,4 @@
-"""What the small commands hand on and print: check-layout, check-loss, rehearse, plan, submit."""
+"""What the small commands hand on and print: check-layout, check-loss, plan, submit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ import yaml
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
-from megatron_daro.commands import check_layout, plan, rehearse, submit
+from megatron_daro.commands import check_layout, plan, submit
 from megatron_daro.config import resolve
 from megatron_daro.config.check_training import FIRST_STAGE, LAST_STAGE
-from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.check_layout import RankShare, WorldReport
 from megatron_daro.workshop.check_loss import pool, search
 from megatron_daro.workshop.check_loss.records import Case
 from megatron_daro.workshop.plan import history, scaling
 from megatron_daro.workshop.plan import search as planning
-from megatron_daro.workshop.rehearse import loop, report, setting
 from megatron_daro.workshop.slurm import submission
 
 MODEL = {
@@ -168,51 +166,6 @@ def test_a_loss_that_raises_says_its_error_and_has_no_script(searched, tmp_path,
         "ValueError: no",
     ]
     assert not (tmp_path / "case.py").exists()
-
-
-@pytest.fixture
-def rehearsed(monkeypatch) -> list[Any]:
-    """Rehearsals that are asked for, in place of Ray; the first item is what they find."""
-    calls: list[Any] = [{"holds": True, "faults": []}]
-    of_recipe = SimpleNamespace(updates=2, warnings=["[mind] this"])
-    monkeypatch.setattr(setting, "setting_of", lambda request: calls.append(request) or of_recipe)
-    monkeypatch.setattr(loop, "rehearse", lambda given, loss: calls.append((given, loss)) or "outcome")
-    monkeypatch.setattr(report, "as_record", lambda outcome: {**calls[0], "outcome": outcome})
-    monkeypatch.setattr(report, "view", lambda record: "[view] " + "word " * 20 + record["outcome"])
-    return calls
-
-
-def test_a_rehearsal_is_of_the_recipe_on_its_nodes(rehearsed, capsys):
-    assert main(["rehearse", "r.yaml", "a=1", "b=2", "--nodes", "3"]) == 0
-    printed = capsys.readouterr()
-    assert rehearsed[1] == setting.Asked(Path("r.yaml"), ("a=1", "b=2"), 3, 8, 3, "h100-80g", None, 0.01)
-    assert rehearsed[2][0].updates == 2 and rehearsed[2][1] is None
-    assert printed.err == "warning: [mind] this\n"
-    assert printed.out == f"[view] {'word ' * 20}outcome\n", "whole, on one line, and no markup"
-    options = "--nodes 2 --gpus-per-node 4 --steps 5 --gpu x --mean-response 7 --pace 0.5 --json"
-    assert main(["rehearse", "r.yaml", *options.split()]) == 0
-    assert rehearsed[3] == setting.Asked(Path("r.yaml"), (), 2, 4, 5, "x", 7.0, 0.5)
-    assert capsys.readouterr().out == '{\n  "holds": true,\n  "faults": [],\n  "outcome": "outcome"\n}\n'
-
-
-@pytest.mark.parametrize(("steps", "how", "step"), [("3", "silent", 3), ("1", "killed", 1)])
-def test_a_node_is_lost_in_the_second_batch_if_there_is_one(rehearsed, steps, how, step):
-    options = ["--nodes", "2", "--steps", steps, "--lose-node", "1", "--lose-how", how]
-    assert main(["rehearse", "r.yaml", *options]) == 0
-    loss = rehearsed[2][1]
-    assert (loss.node, loss.step, loss.how) == (1, step, how)
-
-
-def test_a_rehearsal_that_does_not_hold_says_why(rehearsed, capsys):
-    rehearsed[0] = {"holds": False, "faults": ["this", "that"]}
-    assert main(["rehearse", "r.yaml", "--nodes", "1"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "rehearse: this; that"
-
-
-def test_a_node_is_lost_in_one_of_two_ways():
-    assert [rehearse._how(how) for how in ("killed", "silent")] == ["killed", "silent"]
-    with pytest.raises(ConfigError, match=r"^--lose-how: got 'x'; allowed: killed, silent; fix: --lose-how killed$"):
-        rehearse._how("x")
 
 
 @pytest.fixture
@@ -389,14 +342,13 @@ def test_the_signal_leaves_time_for_two_steps_and_a_checkpoint(recipe, monkeypat
 NUMBER_IN_COLOUR = "\x1b[1;36m"
 
 
-def test_numbers_have_no_colour_of_their_own_on_a_terminal(actors, model, rehearsed, recipe, monkeypatch, capsys):
+def test_numbers_have_no_colour_of_their_own_on_a_terminal(actors, model, recipe, monkeypatch, capsys):
     from megatron_daro.workshop import doctor
 
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(report, "view", lambda record: "12 nodes")
     monkeypatch.setattr(doctor, "diagnose", lambda *_: [doctor.Finding("ok", "part 3", "found 4", "fix 5")])
-    commands = [["check-layout", str(model), "--world", "2"], ["rehearse", "r.yaml", "--nodes", "1"], ["doctor"]]
-    for command in [*commands, ["plan", str(recipe), "--gpus", "4", "--best", "1"]]:
+    plan_of_recipe = ["plan", str(recipe), "--gpus", "4", "--best", "1"]
+    for command in (["check-layout", str(model), "--world", "2"], ["doctor"], plan_of_recipe):
         assert main(command) == 0
         out = capsys.readouterr().out
         assert out and NUMBER_IN_COLOUR not in out, command

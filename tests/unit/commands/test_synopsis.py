@@ -23,8 +23,6 @@ curate: DATA... [A.B=C...]+?; --out DIR; --against PATH+; --format=auto; --probl
   --urls URL,...+; 1<= --samples=8; 0<= --temperature=1.0; 0<= --top-p <=1=1.0; --template=chat; --pass-rate
   LOW:HIGH; --write A,B=parquet
 shorten: PATH; --out FILE; --for=dpo; 1<= --longer=1.5; 1<= --most; --messages; --tokenizer DIR
-rehearse: RECIPE?; 1<= --nodes?; A.B=C+; 1<= --gpus-per-node=8; 1<= --steps=3; 0<= --lose-node K; --lose-how=killed;
-  --gpu=h100-80g; --mean-response; 0<= --pace=0.01; --json
 submit: RECIPE?; --cluster FILE?; A.B=C+; --dry-run; --test-only/--no-test-only?; 1<= --chain=1
 doctor: [RECIPE]?; A.B=C+
 check-loss: MODULE:FUNCTION?; --per-token=both; --uses=advantages; --samples=parts; 0<= --seconds=20.0; --seed;

@@ -25,10 +25,10 @@ def trained(copy: Copy, *arguments: str) -> list[str]:
     """The options that reach `megatron-daro train`, after the configuration file; a dry run of them comes before."""
     done = copy.run(*arguments)
     assert done.returncode == 0, done.stderr
-    rehearsal, command, report = copy.calls("megatron-daro")
+    dry_run, command, report = copy.calls("megatron-daro")
     assert command[:2] == ["train", "examples/quickstart/config.yaml"] and report[0] == "report"
-    assert rehearsal[: len(command)] == command
-    assert rehearsal[len(command)].startswith("trainer.run_dir=") and rehearsal[len(command) + 1 :] == ["--dry-run"]
+    assert dry_run[: len(command)] == command
+    assert dry_run[len(command)].startswith("trainer.run_dir=") and dry_run[len(command) + 1 :] == ["--dry-run"]
     return command[2:]
 
 

@@ -31,8 +31,8 @@ def trained(copy: Copy, *arguments: str) -> list[str]:
     """The options that reach `megatron-daro train`, after the configuration file."""
     done = copy.run(*arguments)
     assert done.returncode == 0, done.stderr
-    rehearsal, command, _ = copy.calls("megatron-daro")[-3:]
-    assert command[:2] == ["train", CONFIG] and rehearsal[-1] == "--dry-run"
+    dry_run, command, _ = copy.calls("megatron-daro")[-3:]
+    assert command[:2] == ["train", CONFIG] and dry_run[-1] == "--dry-run"
     return command[2:]
 
 

@@ -150,8 +150,8 @@ def test_the_script_makes_the_base_model_trains_in_the_environments_folder_and_p
     assert done.returncode == 0, done.stderr
     programs = [call[:2] for call in copy.calls("python") if call[:1] != ["-c"]]
     assert programs[-2:] == [["examples/tool_use/products.py"], ["examples/quickstart/summary.py", "runs/tool_use"]]
-    rehearsal, command, report = copy.calls("megatron-daro")
-    assert command == ["train", "examples/tool_use/config.yaml", "trainer.steps=5"] and rehearsal[-1] == "--dry-run"
+    dry_run, command, report = copy.calls("megatron-daro")
+    assert command == ["train", "examples/tool_use/config.yaml", "trainer.steps=5"] and dry_run[-1] == "--dry-run"
     assert report == ["report", "runs/tool_use"]
     config = resolve(CONFIG, command[2:])
     assert config.trainer.run_dir == Path("runs/tool_use") and config.environment.kind == "python_tool:PythonTool"

@@ -260,12 +260,14 @@ def test_without_a_policy_engine_and_verifiers_start_after_their_places():
     assert one.done == ["placement", "engine", "verifiers"]
 
 
-def test_ranks_that_may_be_replaced_have_the_limits_of_the_run(tmp_path):
+def test_ranks_that_may_be_replaced_have_the_limits_of_the_run(tmp_path, monkeypatch):
     trainer = {"run_dir": tmp_path, "replace_lost_ranks": True, "snapshot_gib": 3.0, "max_replacements": 4}
     config = configured(trainer={**trainer, "hung_rank_s": 70.0})
 
+    monkeypatch.setattr(parts, "PolicyGroup", lambda *sections, **options: options)
+
     def made(warn):
-        return parts.policy_group(config, "where", kind=lambda *sections, **options: options, warn=warn)
+        return parts.policy_group(config, "where", warn)
 
     assert made(print)["healing"] == parts.HealingLimits(3.0, 4, 70.0) and made(print)["warn"] is print
     assert not {"healing", "warn"} & made(None).keys()

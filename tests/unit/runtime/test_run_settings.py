@@ -8,7 +8,14 @@ import pytest
 from run_configuration import configured
 
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime import parts
 from megatron_daro.runtime.parts import deadlines, policy_group, policy_settings
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> None:
+    """In place of the ranks: what they are made with."""
+    monkeypatch.setattr(parts, "PolicyGroup", lambda *sections, **options: (sections, options))
 
 
 def test_every_limit_is_scaled():
@@ -16,18 +23,18 @@ def test_every_limit_is_scaled():
     assert scaled == Deadlines().scaled(3.0) != Deadlines() == deadlines(configured())
 
 
-def test_the_ranks_get_the_settings_of_the_run(tmp_path):
+def test_the_ranks_get_the_settings_of_the_run(ranks, tmp_path):
     config = configured(trainer={"run_dir": str(tmp_path / "run"), "seed": 5, "updates_per_batch": 2})
-    made = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
+    made = policy_group(config, "where")
     assert made[0] == (policy_settings(config), config.actor, config.algorithm)
     assert made[1] == {
         "seed": 5, "updates_per_batch": 2, "placement": "where", "logs": tmp_path / "run/logs", "token_columns": ()
     }  # fmt: skip
 
 
-def test_the_ranks_find_a_critic_from_any_working_directory():
+def test_the_ranks_find_a_critic_from_any_working_directory(ranks):
     config = configured(algorithm={"name": "ppo", "critic": {"path": "models/critic"}}, trainer={"run_dir": "run"})
-    sections, options = policy_group(config, "where", kind=lambda *sections, **options: (sections, options))
+    sections, options = policy_group(config, "where")
     assert sections[2].critic.path == Path("models/critic").absolute()
     assert options["token_columns"] == ("values",) and sections[2].passes(("values",)) == ("values",)
 

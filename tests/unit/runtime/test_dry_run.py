@@ -1,4 +1,4 @@
-"""A rehearsal says what the start would say, for real: both run here, up to where processes would begin."""
+"""A dry run says what the start would say, for real: both run here, up to where processes would begin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.preflight import ENDS, begin, rehearse, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import owned
 
@@ -84,15 +84,15 @@ def zipped(content: bytes) -> bytes:
 
 
 def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
-    """The error of the rehearsal, which must be that of the start; neither leaves anything."""
+    """The error of the dry run, which must be that of the start; neither leaves anything."""
     from megatron_daro.runtime.launch import train
 
     before = sorted(config.trainer.run_dir.parent.parent.rglob("*"))
-    with pytest.raises(DaroError) as rehearsed:
-        rehearse(config, resume=resume, replay=None)
+    with pytest.raises(DaroError) as dry:
+        dry_run(config, resume=resume, replay=None)
     with pytest.raises(DaroError) as started:
         train(config, resume=resume)
-    assert (type(rehearsed.value), str(rehearsed.value)) == (type(started.value), str(started.value))
+    assert (type(dry.value), str(dry.value)) == (type(started.value), str(started.value))
     assert sorted(config.trainer.run_dir.parent.parent.rglob("*")) == before
     return str(started.value)
 
@@ -132,14 +132,14 @@ def test_a_run_directory_where_nobody_can_make_one_is_refused(configured, run_di
     if not Path("/sys").is_mount():
         pytest.skip("this machine has no sysfs")
     with pytest.raises(ConfigError, match=r"trainer.run_dir: got .* cannot be written"):
-        rehearse(configured(f"trainer.run_dir={run_dir}"), resume=False, replay=None)
+        dry_run(configured(f"trainer.run_dir={run_dir}"), resume=False, replay=None)
 
 
 def test_a_login_node_without_sglang_is_said_and_no_error(configured):
     """The section `cluster` says that another machine runs it; without it this machine must have what the run needs."""
     options = ["engine.kind=sglang", "cluster.nodes=1", "cluster.gpus_per_node=8"]
     config = configured(*options)
-    lines_ = rehearse(config, resume=False, replay=None)
+    lines_ = dry_run(config, resume=False, replay=None)
     (said,) = [line for line in lines_ if "servers were not checked" in line]
     assert said.startswith("warning: ") and "which has no sglang" in said
 
@@ -182,7 +182,7 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
     assert "trainer.export_hf: got true" in ends_with_the_same_error(configured("trainer.export_hf=true"))
 
 
-def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(configured):
+def test_a_restart_that_the_audit_refuses_is_refused_by_a_dry_run_too(configured):
     config, other = configured(), configured("trainer.seed=1")
     checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config))
 
@@ -192,9 +192,9 @@ def test_a_restart_that_the_audit_refuses_is_refused_by_the_rehearsal_too(config
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
     asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
     before = sorted(config.trainer.run_dir.rglob("*"))
-    assert rehearse(config, resume=True, replay=None)
+    assert dry_run(config, resume=True, replay=None)
     with pytest.raises(CheckpointError, match=r"trainer\.seed"):
-        rehearse(other, resume=True, replay=None)
+        dry_run(other, resume=True, replay=None)
     assert sorted(config.trainer.run_dir.rglob("*")) == before
 
 
@@ -226,15 +226,15 @@ def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configu
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_rehearsal_reads_the_ends_of_a_file_and_all_of_it_before_it_refuses(configured, pack):
+def test_a_dry_run_reads_the_ends_of_a_file_and_all_of_it_before_it_refuses(configured, pack):
     config = configured(content=pack(lines(ROWS)))
-    found = rehearse(config, resume=False, replay=None)
+    found = dry_run(config, resume=False, replay=None)
     assert f"training data: {2 * ENDS} rows, 10 prompts kept" in found
-    # Both ends without an answer: the start would drop and count them, so the rehearsal must not refuse.
+    # Both ends without an answer: the start would drop and count them, so a dry run must not refuse.
     bad_ends = lines([{"problem": "1="}] * ENDS + ROWS + [{"problem": "1="}] * ENDS)
     assert any(
         f"dropped {2 * ENDS}: no answer" in line
-        for line in rehearse(configured(content=pack(bad_ends)), resume=False, replay=None)
+        for line in dry_run(configured(content=pack(bad_ends)), resume=False, replay=None)
     )
     assert not config.trainer.run_dir.parent.exists()
 
@@ -304,8 +304,8 @@ FIELDS = {
         lambda drawn: st.fixed_dictionaries({path: FIELDS[path] for path in drawn})
     )
 )
-def test_what_passes_the_rehearsal_can_be_put_together(configured, overrides):
-    """Every part that a start makes before its first process; a field the rehearsal overlooks fails here."""
+def test_what_passes_a_dry_run_can_be_put_together(configured, overrides):
+    """Every part that a start makes before its first process; a field a dry run overlooks fails here."""
     from megatron_daro.runtime import parts
 
     base = configured()
@@ -314,9 +314,9 @@ def test_what_passes_the_rehearsal_can_be_put_together(configured, overrides):
         config = configured(
             *(f"{path}={json.dumps(value)}".replace("{", "{{").replace("}", "}}") for path, value in overrides.items())
         )
-        if check(config).problems:  # a rehearsal is of a configuration that was checked
+        if check(config).problems:  # a dry run is of a configuration that was checked
             return
-        rehearse(config, resume=False, replay=None)
+        dry_run(config, resume=False, replay=None)
     except DaroError:
         return
     assert not base.trainer.run_dir.exists()
