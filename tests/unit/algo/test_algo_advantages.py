@@ -89,16 +89,10 @@ def test_differences_far_below_eps_are_divided_by_eps():
     torch.testing.assert_close(group_advantages(rewards_N, torch.tensor([0, 0])), expected, rtol=1e-9, atol=0)
 
 
-def test_the_first_reward_that_is_not_finite_is_named():
-    rewards_N = torch.tensor([0.0, float("inf"), 0.0, float("nan")])
-    with pytest.raises(AlgorithmError, match=r"rewards_N\[1\]: got inf \(group 5\)"):
-        group_advantages(rewards_N, torch.tensor([4, 5, 6, 7]))
-
-
 def test_refuses_what_has_no_meaning():
     with pytest.raises(AlgorithmError, match=r"rewards_N\[1\].*nan.*group 5"):
         group_advantages(torch.tensor([0.0, float("nan")]), torch.tensor([4, 5]))
     with pytest.raises(AlgorithmError, match="shapes"):
         group_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(DaroError, match="population, sample, batch, none"):
+    with pytest.raises(DaroError, match="unbiased"):
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), std="unbiased")

@@ -7,22 +7,11 @@ import torch
 
 from megatron_daro.algo.corrections import (
     masked_importance_weights,
-    rollout_ratio,
     segment_mean,
-    segment_sums,
     segment_totals,
     sequence_log_ratio,
     truncated_importance_weights,
 )
-
-
-def test_weights_carry_no_gradient():
-    ratio_T = torch.tensor([0.5, 3.0], requires_grad=True)
-    assert not truncated_importance_weights(ratio_T, 2.0).weight_T.requires_grad
-    assert not masked_importance_weights(ratio_T, 0.4, 4.0).weight_T.requires_grad
-    mask_T, segment_T = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
-    assert not segment_mean(ratio_T, mask_T, segment_T, 1).requires_grad
-    assert not rollout_ratio(ratio_T, ratio_T, mask_T, segment_T, 1, level="token").requires_grad
 
 
 def test_a_ratio_of_exactly_the_cap_is_not_changed():
@@ -36,12 +25,6 @@ def test_the_mean_of_a_segment_without_tokens_is_zero():
     means_T = segment_mean(torch.tensor([9.0, 2.0, 4.0, 9.0]), mask_T, torch.tensor([0, 1, 1, 0]), 2)
     assert means_T.tolist() == [0.0, 3.0, 3.0, 0.0]
     assert segment_mean(torch.tensor([5.0, 7.0]), torch.tensor([True, False]), torch.tensor([0, -1]), 1)[0] == 5.0
-
-
-def test_tokens_of_no_segment_at_all():
-    values_T, mask_T, segment_T = torch.ones(2), torch.zeros(2, dtype=torch.bool), torch.full((2,), -1)
-    assert segment_sums(values_T, mask_T, segment_T, 0).shape == (0,)
-    assert segment_mean(values_T, mask_T, segment_T, 0).tolist() == [0.0, 0.0]
 
 
 def test_both_ends_of_the_masked_range_are_inside():

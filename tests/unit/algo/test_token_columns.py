@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_daro.algo.algorithm import Algorithm
 from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
 from megatron_daro.algo.weighting import Grpo, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -58,15 +57,12 @@ def test_a_class_with_columns_and_method_is_taken():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (
-            Unknown,
-            "Unknown.token_columns: got 'entropies', allowed is a tuple of some of rollout_logprobs, old_logprobs",
-        ),
-        (OneName, "OneName.token_columns: got 'ref_logprobs', allowed is a tuple of some of"),
-        (NoMethod, "NoMethod has token_columns but no token_advantages; allowed are both or neither"),
-        (NoColumns, "NoColumns has token_advantages but no token_columns; allowed are both or neither"),
-        (NoTargets, "NoTargets has the column values but no value_targets; allowed are both or neither"),
-        (OtherArguments, "token_advantages: missing a required argument: 'gamma'; write it as `def token_adv"),
+        (Unknown, r"Unknown\.token_columns: got 'entropies'"),
+        (OneName, r"OneName\.token_columns: got 'ref_logprobs'"),
+        (NoMethod, "NoMethod .*token_advantages"),
+        (NoColumns, "NoColumns .*token_columns"),
+        (NoTargets, "NoTargets .*value_targets"),
+        (OtherArguments, "token_advantages: .*'gamma'"),
     ],
 )
 def test_what_would_never_be_called_or_computed_is_refused_before_a_start(cls, message):
@@ -105,8 +101,3 @@ def test_rows_along_the_sequence_and_back(lengths):
     assert torch.equal(tokens.end_to_end(rows_NS), values_R)
     want_R = torch.tensor([float(n) for n, length in enumerate(lengths) for _ in range(length)])
     assert torch.equal(tokens.per_token(torch.arange(float(len(lengths)))), want_R)
-
-
-def test_the_base_class_has_none():
-    with pytest.raises(NotImplementedError, match="Grpo has one advantage for all tokens of a rollout"):
-        Algorithm.token_advantages(Grpo(rollouts_per_prompt=2, max_response_tokens=1), None)
