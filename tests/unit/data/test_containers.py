@@ -81,28 +81,25 @@ def test_the_ends_of_a_parquet_file_are_those_of_the_whole(tmp_path, groups):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (zipped(lines(ROWS[:20])), "a zip archive, which is not read; unpack it"),
-        (zipped(b"")[-22:], "an empty zip archive"),
-        (lzma.compress(lines()), "an xz archive"),
-        (bz2.compress(lines()), "a bzip2 archive"),
-        (arrow(ROWS, pa.ipc.new_file), "an Arrow file, which is not read; write the table as Parquet"),
-        (arrow(ROWS, pa.ipc.new_stream), "an Arrow stream"),
-        (lines().decode().encode("utf-16"), "UTF-16 text, which is not read; save the file as UTF-8"),
-        (lines().decode().encode("utf-16-be"), "a binary file of an unknown kind"),
-        (b"\x80\x04\x95\x00" + lines(), "a binary file of an unknown kind"),
-        (gzip.compress(zipped(lines())), "a zip archive"),
-        (gzip.compress(b"  \n"), "the file is empty"),
-        (gzip.compress(lines())[:-7], "torn gzip file"),
-        (zstandard.compress(lines())[:-7], "torn zstd file"),
-        (gzip.compress(parquet()[:-9]), "torn Parquet file"),
-        (parquet()[:4000], "torn Parquet file"),
-        (parquet([]), "has no rows"),
-        (b"problem,answer\n1 + 1?,2\n", "no usable row among 2: line is not JSON"),
-        (
-            lines([{"instruction": "1+1?", "output": "2"}]),
-            "the fields are instruction, output: name two with problem_field",
-        ),
-        (lines([{"q": {"text": "1+1?"}, "a": 2}]), "the fields are q, a, q.text"),
+        (zipped(lines(ROWS[:20])), "zip"),
+        (zipped(b"")[-22:], "zip"),
+        (lzma.compress(lines()), "xz"),
+        (bz2.compress(lines()), "bzip2"),
+        (arrow(ROWS, pa.ipc.new_file), "Arrow"),
+        (arrow(ROWS, pa.ipc.new_stream), "Arrow"),
+        (lines().decode().encode("utf-16"), "UTF-16"),
+        (lines().decode().encode("utf-16-be"), "binary"),
+        (b"\x80\x04\x95\x00" + lines(), "binary"),
+        (gzip.compress(zipped(lines())), "zip"),
+        (gzip.compress(b"  \n"), "empty"),
+        (gzip.compress(lines())[:-7], "gzip"),
+        (zstandard.compress(lines())[:-7], "zstd"),
+        (gzip.compress(parquet()[:-9]), "Parquet"),
+        (parquet()[:4000], "Parquet"),
+        (parquet([]), "no rows"),
+        (b"problem,answer\n1 + 1?,2\n", "JSON"),
+        (lines([{"instruction": "1+1?", "output": "2"}]), "instruction, output"),
+        (lines([{"q": {"text": "1+1?"}, "a": 2}]), "q.text"),
     ],
     ids=lambda value: (
         value if isinstance(value, str) else "file"
@@ -122,7 +119,7 @@ def test_a_row_that_python_cannot_hold_does_not_cost_the_others(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     prompts, report = load_problems([tmp_path / "rows.parquet"])
     assert [p.answer for p in prompts] == ["2", "4"]
-    assert dict(report.dropped) == {"row cannot be read (UnicodeDecodeError)": ["rows.parquet:2"]}
+    assert list(report.dropped.values()) == [["rows.parquet:2"]]
 
 
 def test_numbers_stand_as_they_were_written(tmp_path):

@@ -70,11 +70,11 @@ def test_shuffle_differs_by_epoch_and_seed():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (PromptSource(prompts(9), seed=1), "num_prompts was 8 .* 9 now"),
-        (PromptSource(prompts(8)[::-1], seed=1), "fingerprint.*the prompts changed"),
+        (PromptSource(prompts(9), seed=1), "num_prompts"),
+        (PromptSource(prompts(8)[::-1], seed=1), "fingerprint"),
         (PromptSource([replace(p, tokens=(2,)) for p in prompts(8)], seed=1), "fingerprint"),
         (PromptSource([replace(p, answer="0") for p in prompts(8)], seed=1), "fingerprint"),
-        (PromptSource(prompts(8), seed=2), "seed was 1"),
+        (PromptSource(prompts(8), seed=2), "seed"),
         (PromptSource(prompts(8), seed=1, shuffle=False), "shuffle"),
     ],
 )
@@ -90,14 +90,14 @@ def test_other_data_is_refused_and_nothing_changes(other, words):
 @pytest.mark.parametrize("edit", [{"position": 8}, {"position": -1}, {"epoch": "1"}, {"epoch": -1}, {"extra": 1}])
 def test_torn_state_is_refused(edit):
     source = PromptSource(prompts(8), seed=1)
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError, match=next(iter(edit))):
         source.load_state_dict(source.state_dict() | edit)
 
 
 def test_refusals():
-    with pytest.raises(DataError, match="no prompts"):
+    with pytest.raises(DataError):
         PromptSource([])
     with pytest.raises(DataError, match="seed"):
         PromptSource(prompts(1), seed=-1)
-    with pytest.raises(DataError, match="n must be"):
+    with pytest.raises(DataError, match="-1"):
         PromptSource(prompts(1)).next(-1)

@@ -93,9 +93,9 @@ def test_other_data_settings_and_torn_states_are_refused(kind):
         {"columns": dict.fromkeys(state["columns"], "AA==")},
         {"columns": dict.fromkeys(state["columns"], "!")},
     ):
-        with pytest.raises(CheckpointError, match="torn"):
+        with pytest.raises(CheckpointError):
             make().load_state_dict(state | change)
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError):
         make().load_state_dict({k: v for k, v in state.items() if k != "drawn"})
 
 
@@ -120,7 +120,7 @@ def test_a_curriculum_draws_the_least_drawn():
 
 
 def test_a_curriculum_needs_every_pass_rate():
-    with pytest.raises(DataError, match=r"2 of 4 problems have no pass rate.*megatron-daro curate"):
+    with pytest.raises(DataError, match=r"2 of 4 .*curate"):
         Curriculum(prompts(4), {"p0": 1.0, "p3": 0.0}, CurriculumSection(), seed=0, ramp=10)
 
 
@@ -135,23 +135,32 @@ def test_priorities_follow_recent_failure():
         source.observe([])
     failed = sum(drawn[i] for i in range(5, 10)) / 3000
     assert abs(failed - 1 / 1.1) < 0.03  # five of priority 1, five of 0.1
-    source.observe([group(every[0], 0)])
-    assert source._weights_N[ids(every)[0]] == 2**20
 
 
-def test_memory_exponent_floor_and_signal():
-    p = prompts(1)[0]
-    source = prioritised(num=1, memory=1.0, floor=0.0)
-    source.observe([group(p, 4)])  # failure 1 -> 0.5
-    source.observe([group(p, 3)])  # -> 0.375
-    assert source._weights_N[0] == int(0.375 * 2**20)
-    assert prioritised(1, rates={"p0": 0.5}, exponent=2.0, floor=0.2)._weights_N[0] == int(0.4 * 2**20)
-    assert prioritised(1, rates={"p0": 0.25}, by="signal", floor=0.0)._weights_N[0] == int(0.75 * 2**20)
-    assert prioritised(1, by="signal", floor=0.0)._weights_N[0] == 0
-    assert prioritised(1, by="signal", floor=1e-9)._weights_N[0] == 1
-    gaussian = prioritised(3, rates={"p0": 0.5, "p1": 0.4, "p2": 0.9}, by="gaussian", floor=0.0)
-    assert gaussian._weights_N.tolist() == [2**20, int(math.exp(-0.5) * 2**20), int(math.exp(-8) * 2**20)]
-    assert gaussian.state_dict()["settings"]["width"] == 0.1 and "width" not in source.state_dict()["settings"]
+@pytest.mark.parametrize(
+    ("options", "rates", "right", "priority"),
+    [
+        ({"exponent": 2.0, "floor": 0.2}, (0.5, 0.0), (), 0.2 + 0.8 * 0.5**2),
+        ({"by": "signal", "floor": 0.0}, (0.25, 0.5), (), 4 * 0.25 * 0.75),
+        ({"by": "gaussian", "floor": 0.0}, (0.4, 0.5), (), math.exp(-0.5)),  # of width 0.1
+        (
+            {"memory": 1.0, "floor": 0.0},
+            (0.0, 0.0),
+            (4, 3),
+            0.5 * (0.5 * 1 + 0.5 * 0) + 0.5 * 0.25,
+        ),  # each observation counts half
+    ],
+)
+def test_the_first_of_two_prompts_is_drawn_by_its_priority(options, rates, right, priority):
+    """The second has priority 1. right: answers of four to the first, reported before."""
+    source = prioritised(2, rates=dict(zip(("p0", "p1"), rates, strict=True)), **options)
+    for number in right:
+        source.observe([group(prompts(1)[0], number)])
+    first = 0
+    for _ in range(2000):
+        first += ids(source.next(1)) == [0]
+        source.observe([])
+    assert first / 2000 == pytest.approx(priority / (priority + 1), abs=0.03)
 
 
 def test_with_a_floor_of_0_what_is_always_solved_comes_last():
@@ -182,9 +191,9 @@ def test_orders_are_fixed_for_ever():
 
 @pytest.mark.parametrize("make", MAKERS.values())
 def test_bad_calls(make):
-    with pytest.raises(DataError, match="0 or more"):
+    with pytest.raises(DataError, match="-1"):
         make().next(-1)
-    with pytest.raises(DataError, match="no prompts"):
+    with pytest.raises(DataError):
         make(num=0)
 
 
@@ -210,5 +219,5 @@ def test_pass_rates_of_files(tmp_path):
 def test_a_column_of_another_length_is_refused_with_both(kind, column):
     state = MAKERS[kind]().state_dict()
     state["columns"][column] = "AAAAAAAAAAA="  # eight bytes, one number
-    with pytest.raises(CheckpointError, match=f"column {column} has 1 entries, 10 are needed; it is torn"):
+    with pytest.raises(CheckpointError, match=f"{column} .*1 .*10"):
         MAKERS[kind]().load_state_dict(state)

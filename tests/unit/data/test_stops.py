@@ -106,9 +106,9 @@ def test_stops_from_all_sources(tmp_path):
 
 def test_stops_that_are_refused(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    with pytest.raises(ModelError, match=r"rollout\.stop: 'a<s>' has the special token <s> inside"):
+    with pytest.raises(ModelError, match=r"rollout\.stop: 'a<s>'"):
         read_stops(tokenizer, stop=["a<s>"])
-    with pytest.raises(ModelError, match=r"\[-1, 9999\] are outside"):
+    with pytest.raises(ModelError, match=r"\[-1, 9999\]"):
         read_stops(tokenizer, extra_ids=[9999, -1])
     for text in ('{"eos_token_id": "x"}', "{torn", "[]"):
         (tmp_path / "generation_config.json").write_text(text)

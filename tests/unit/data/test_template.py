@@ -55,8 +55,8 @@ def test_a_chat_that_the_template_refuses_is_dropped_and_counted(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, chat=refusing), chat_template=True)
     kept, report = tokenize_prompts([text_prompt("1+1?"), chat_prompt("Be short.", "2+2?")], tokenizer)
     assert [p.text for p in kept] == ["1+1?"]
-    assert dict(report.dropped) == {"the chat template refuses it (no system role)": ["chat"]}
-    with pytest.raises(DataError, match=r"no prompt is left .*1 the chat template refuses it \(no system role\)"):
+    assert list(report.dropped.values()) == [["chat"]]
+    with pytest.raises(DataError, match="no system role"):
         tokenize_prompts([chat_prompt("Be short.", "2+2?")], tokenizer)
 
 
@@ -97,12 +97,8 @@ def test_long_and_unfit_prompts_are_dropped_and_counted(tmp_path):
     rows = [text_prompt("a" * 8, "fits"), text_prompt("a" * 9, "long"), text_prompt("", "void"), chat_prompt("s", "u")]
     kept, report = tokenize_prompts(rows, tokenizer, prompt_template="plain", max_prompt_tokens=8)
     assert [p.id for p in kept] == ["fits"]
-    assert dict(report.dropped) == {
-        "chat of several messages under the plain template": ["chat"],
-        "longer than max_prompt_tokens = 8": ["long"],
-        "no tokens": ["void"],
-    }
-    assert "dropped 1: longer than max_prompt_tokens = 8 (first: long)" in report.summary()
+    assert sorted(report.dropped.values()) == [["chat"], ["long"], ["void"]]
+    assert all(name in report.summary() for name in ("chat", "long", "void"))
     assert kept[0].answer == "1" and kept[0].text == "a" * 8
 
 
@@ -115,16 +111,16 @@ def test_more_prompts_than_one_chunk_stay_in_order(tmp_path):
 
 def test_nothing_left_is_an_error(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    with pytest.raises(DataError, match=r"1 longer than max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match=r"max_prompt_tokens = 1"):
         tokenize_prompts([text_prompt("abc")], tokenizer, max_prompt_tokens=1)
-    with pytest.raises(DataError, match=r"must contain \{prompt\}"):
+    with pytest.raises(DataError, match=r"\{prompt\}"):
         tokenize_prompts([text_prompt("abc")], tokenizer, template="Solve it")
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(ModelError, match="is not a directory"):
+    with pytest.raises(ModelError, match="gone"):
         load_tokenizer(tmp_path / "gone")
-    with pytest.raises(ModelError, match="has no tokenizer files"):
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
 
 
@@ -132,18 +128,18 @@ def test_torn_file(tmp_path):
     save_tokenizer(tmp_path)
     whole = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
 
 
 def test_tokenizer_without_the_stop_token(tmp_path):
-    with pytest.raises(ModelError, match="no stop token"):
+    with pytest.raises(ModelError, match="stop"):
         load_tokenizer(save_tokenizer(tmp_path, eos=None))
 
 
 def test_no_chat_template_while_it_is_asked_for(tmp_path):
     save_tokenizer(tmp_path, chat=None)
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError, match="chat template"):
         load_tokenizer(tmp_path, chat_template=True)
     assert load_tokenizer(tmp_path).eos_token == "<|im_end|>"
 
