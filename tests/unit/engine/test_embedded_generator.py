@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from engine_checkpoints import CONFIGS, VOCAB, save_small_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 import megatron_daro.engine.embedded as generator_module
 from megatron_daro.data.stops import repeated_at
 from megatron_daro.engine.decoding import AbortSignal
-from megatron_daro.engine.embedded import EmbeddedEngine, EmbeddedGenerator, growing_cache
+from megatron_daro.engine.embedded import EmbeddedGenerator, growing_cache
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
@@ -86,8 +85,7 @@ def test_sampling_settings_of_the_checkpoint_are_not_applied(tmp_path):
     assert {r.response_length for r in bent.values()} == {12}
 
 
-def test_tokens_do_not_depend_on_the_batch(small_models, monkeypatch):
-    monkeypatch.setattr("megatron_daro.engine.decoding._COMPACT_AT_LEAST_ROWS", 1)
+def test_tokens_do_not_depend_on_the_batch(small_models):
     wanted = requests(8)
     together = responses(run(EmbeddedGenerator(small_models["qwen2"], seed=5, batch_size=100), wanted))
     assert len({tuple(t) for t in together.values()}) > 16
@@ -206,11 +204,6 @@ def test_an_answer_that_repeats_itself_ends_where_it_began_to_and_saves_the_step
     assert len(steps) < 60
 
 
-def test_stop_texts_need_a_decoder(small_models):
-    with pytest.raises(EngineError, match=r"stop texts \['b'\], but this engine was made without `decode`"):
-        EmbeddedGenerator(small_models["qwen2"], seed=2).plan(requests(1, stop=("b",)))
-
-
 def test_finish_reasons_and_the_stop_token(small_models):
     rollouts = run(EmbeddedGenerator(small_models["qwen2"], seed=2, batch_size=64), requests(8, max_new_tokens=10))
     reasons = [r.finish_reason for r in rollouts.values()]
@@ -261,17 +254,6 @@ def test_finished_rows_leave_the_batch(small_models, monkeypatch):
     assert calls[0] == 32 and len(calls) > 1 and calls == sorted(calls, reverse=True)
 
 
-def test_rollouts_are_delivered_when_they_finish(small_models):
-    generator, delivered = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64), []
-    wanted = [request(g, [4, 5], count=4, max_new_tokens=20 - 3 * g, stop_token_ids=()) for g in range(4)]
-    [batch] = generator.plan(wanted)
-    rollouts = generator.generate_rows(batch, deliver=lambda row, rollout: delivered.append((row, rollout)))
-    assert [rollout.group_id for _, rollout in delivered] == [3] * 4 + [2] * 4 + [1] * 4 + [0] * 4
-    assert sorted(id(r) for _, r in delivered) == sorted(id(r) for r in rollouts)
-    assert all(row.index == r.index and row.request.group_id == r.group_id for row, r in delivered)
-    assert [r.group_id for r in rollouts] == [row.request.group_id for row in batch]
-
-
 def test_abort_keeps_what_was_generated_and_touches_no_other_group(small_models, monkeypatch):
     generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
     wanted = [request(g, [4 + g, 5], count=3, stop_token_ids=(), max_new_tokens=10) for g in range(3)]
@@ -292,14 +274,6 @@ def test_abort_keeps_what_was_generated_and_touches_no_other_group(small_models,
         assert rollout.finish_reason == ("abort" if key[0] == 1 else "length")
         assert response == (whole[key][:4] if key[0] == 1 else whole[key])
         assert len(rollout.logprobs) == len(response)
-
-
-def test_abort_before_the_start_gives_empty_rollouts(small_models):
-    generator, signal = EmbeddedGenerator(small_models["qwen2"], seed=0), AbortSignal()
-    signal.abort()
-    for rollout in generator.generate_rows(generator.plan([request(0, [4, 5])])[0], signal):
-        assert (rollout.finish_reason, rollout.response_length) == ("abort", 0)
-        assert rollout.tokens.tolist() == [4, 5]
 
 
 def named_weights(model):
@@ -340,7 +314,7 @@ def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp
     generator = EmbeddedGenerator(tmp_path / "old", seed=0)
     before = responses(run(generator, requests()))
     some = next(i for i, (name, _) in enumerate(stored) if "experts.2." in name)
-    with pytest.raises(EngineError, match=r"1 of .* tensors never came: .*experts\.2\."):
+    with pytest.raises(EngineError, match=r"experts\.2\."):
         update(generator, bucketize([*stored[:some], *stored[some + 1 :]], 5000), version=6)
     assert responses(run(generator, requests())) == before
     update(generator, bucketize(stored, 5000), version=7)
@@ -373,14 +347,13 @@ def broken(weights, how):
     return [*weights, weights[0]]
 
 
-@pytest.mark.parametrize(
-    ("how", "named"), [("missing", "never came"), ("shape", "has shape"), ("unknown", "extra"), ("twice", "came twice")]
-)
-def test_a_wrong_update_is_refused_and_the_old_weights_stay(how, named, tmp_path):
+@pytest.mark.parametrize("how", ["missing", "shape", "unknown", "twice"])
+def test_a_wrong_update_is_refused_and_the_old_weights_stay(how, tmp_path):
     save_small_model(tmp_path / "old", seed=0)
     new = save_small_model(tmp_path / "new", seed=1)
     generator = EmbeddedGenerator(tmp_path / "old", seed=0)
     before = run(generator, requests())
+    named = {"unknown": "model.extra.weight", "twice": "model.embed_tokens.weight"}.get(how, "lm_head.weight")
     with pytest.raises(EngineError, match=named):
         update(generator, bucketize(broken(named_weights(new), how), 5000), version=7)
     after = run(generator, requests())
@@ -408,15 +381,16 @@ def test_text_comes_from_the_given_decoder_and_holds_the_response_only(small_mod
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        (request(0, []), "no tokens"),
+        (request(0, []), "p0"),
         (request(0, [VOCAB]), f"token {VOCAB}"),
-        (request(0, [1], stop_token_ids=(-1,)), "token -1"),
+        (request(0, [1], stop_token_ids=(VOCAB,)), f"token {VOCAB}"),
         (request(0, [1] * 250), "256"),
         (request(0, [1], max_new_tokens=0), "max_new_tokens 0"),
-        (request(0, [1], temperature=-1.0), "temperature -1.0"),
         (request(0, [1], temperature=float("nan")), "temperature nan"),
         (request(0, [1], top_p=0.0), "top_p 0.0"),
-        (request(0, [1], count=0), "no rollout indices"),
+        (request(0, [1], count=0), "p0"),
+        (request(0, [1], stop=("b",)), "stop"),
+        (request(1, [1]), "twice"),
     ],
 )
 def test_requests_that_cannot_be_generated_are_refused(bad, named, small_models):
@@ -424,28 +398,48 @@ def test_requests_that_cannot_be_generated_are_refused(bad, named, small_models)
         EmbeddedGenerator(small_models["qwen2"], seed=0).plan([request(1, [1]), bad])
 
 
-def test_a_rollout_is_asked_for_once(small_models):
-    with pytest.raises(EngineError, match="asked for twice"):
-        EmbeddedGenerator(small_models["qwen2"], seed=0).plan([request(1, [1]), request(1, [1])])
-
-
 def test_a_checkpoint_that_is_not_whole_is_refused(small_models, tmp_path):
-    with pytest.raises(ModelError, match="not a directory"):
+    with pytest.raises(ModelError, match="nowhere"):
         EmbeddedGenerator(tmp_path / "nowhere", seed=0)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError):
         EmbeddedGenerator(tmp_path, seed=0)
     source = small_models["qwen2"]
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-10])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError):
         EmbeddedGenerator(tmp_path, seed=0)
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(source / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
         EmbeddedGenerator(tmp_path, seed=0)
+
+
+def test_weights_that_are_pickles_are_not_read(small_models, tmp_path):
+    source = small_models["qwen2"]
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(ModelError):
+        EmbeddedGenerator(tmp_path, seed=0)
+
+
+def test_weights_of_another_shape_are_refused(small_models, tmp_path):
+    source = small_models["qwen2"]
+    config = (source / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace(f'"vocab_size": {VOCAB}', f'"vocab_size": {VOCAB + 1}'))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError):
+        EmbeddedGenerator(tmp_path, seed=0)
+
+
+def test_a_failure_of_torch_says_what_to_lower(small_models, monkeypatch):
+    def fails(**options):
+        raise RuntimeError("out of memory")
+
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    monkeypatch.setattr(generator.model, "generate", fails)
+    with pytest.raises(EngineError, match=r"out of memory.*engine\.embedded"):
+        run(generator, [request(0, [1, 2])])
 
 
 def test_the_growing_cache_holds_what_dynamic_cache_holds():
@@ -461,16 +455,3 @@ def test_the_growing_cache_holds_what_dynamic_cache_holds():
             own.batch_select_indices(torch.tensor(select))
             theirs.batch_select_indices(torch.tensor(select))
         assert own.get_seq_length() == theirs.get_seq_length()
-
-
-def test_an_engine_forgets_the_calls_that_ended(small_models):
-    async def scenario():
-        engine = EmbeddedEngine(small_models["qwen2"], seed=0, batch_size=8, threads=1, decode=str)
-        await engine.start()
-        try:
-            during = [len(engine._live) async for _ in engine.generate(requests(2))]
-            return during, len(engine._live)
-        finally:
-            await engine.close()
-
-    assert asyncio.run(scenario()) == ([1, 1], 0)

