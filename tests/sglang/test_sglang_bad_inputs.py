@@ -82,7 +82,7 @@ def router(server):
 @pytest.mark.parametrize("prepare", [no_sglang({"detail": "Not Found"}, 404), no_sglang("It works!", 200), router])
 def test_a_url_of_something_else_is_no_sglang_server(tmp_path, prepare):
     said = refused(tmp_path, {}, prepare)
-    assert said.startswith(URLS) and "is no SGLang server" in said and "allowed: SGLang 0.5.18 or newer" in said
+    assert said.startswith(URLS) and "0.5.18" in said
 
 
 def test_a_url_that_speaks_no_http_is_named(tmp_path):
@@ -95,7 +95,7 @@ def test_a_url_that_speaks_no_http_is_named(tmp_path):
         async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             said = await refusal(tmp_path, url)
-            assert said.startswith(f"{URLS}: {url} does not answer") and "allowed: SGLang servers that run" in said
+            assert said.startswith(URLS) and url in said
 
     run(scenario())
 
@@ -107,54 +107,54 @@ def test_a_url_where_nothing_listens_is_named(tmp_path):
             return server.url, await refusal(tmp_path, server.url)
 
     url, said = run(scenario())
-    assert said.startswith(f"{URLS}: {url} does not answer")
+    assert said.startswith(URLS) and url in said
 
 
 @pytest.mark.parametrize(
     ("stub", "expectation", "texts"),
     [
-        pytest.param({"version": "0.5.17"}, {}, ["it is SGLang 0.5.17; allowed: 0.5.18 or newer"], id="old"),
+        pytest.param({"version": "0.5.17"}, {}, ["0.5.17", "0.5.18"], id="old"),
         pytest.param(
             {"paths": set(ALL_CALLS) - {"/abort_request", "/pause_generation"}}, {},
-            ["lacks /abort_request, /pause_generation; allowed: 0.5.18 or newer, over HTTP"], id="lacks-a-call",
+            ["/abort_request", "/pause_generation"], id="lacks-a-call",
         ),
         pytest.param(
             {"paths": set(ALL_CALLS) - {"/init_weights_update_group"}}, {},
-            ["lacks /init_weights_update_group", "or another engine.sglang.sync"], id="lacks-a-call-of-sync",
+            ["/init_weights_update_group", "engine.sglang.sync"], id="lacks-a-call-of-sync",
         ),
         pytest.param(
-            {"model_type": "llama"}, {}, ["it serves a model of type 'llama'; allowed: 'qwen2', as model.path"],
+            {"model_type": "llama"}, {}, ["llama", "qwen2", "model.path"],
             id="other-model",
         ),
         pytest.param(
             {"vocabulary": 20}, {"vocabulary": 31},
-            ["its model has a vocabulary of 20 tokens, that of model.path 31; serve the same model"],
+            ["20", "31", "model.path"],
             id="smaller-vocabulary",
         ),
         pytest.param(
             {"vocabulary": 40}, {"vocabulary": 31},
-            ["its model has a vocabulary of more than 31 tokens, that of model.path 31; serve the same model"],
+            ["31", "model.path"],
             id="larger-vocabulary",
         ),
         pytest.param(
             {"info": {"max_req_input_len": 63}}, {},
-            ["its longest prompt is 63 tokens, data.max_prompt_tokens is 64", "or lower data.max_prompt_tokens"],
+            ["63", "64", "data.max_prompt_tokens"],
             id="short-prompts",
         ),
         pytest.param(
             {"info": {"context_length": 100}}, {},
-            ["its context is about 100 tokens, prompt and answer may be 128", "or lower rollout.max_response_tokens"],
+            ["100", "128", "rollout.max_response_tokens"],
             id="short-context",
         ),
         pytest.param(
             {"version": "0.5.17", "model_type": "llama", "info": {"max_req_input_len": 1}}, {},
-            ["it is SGLang 0.5.17", "of type 'llama'", "its longest prompt is 1 tokens"], id="all-at-once",
+            ["0.5.17", "llama", "data.max_prompt_tokens"], id="all-at-once",
         ),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_do_what_the_run_needs_is_refused(tmp_path, stub, expectation, texts):
     said = refused(tmp_path, stub, **expectation)
-    assert said.startswith(f"{URLS}: server 0 at http") and "cannot be used" in said
+    assert said.startswith(URLS) and "server 0" in said
     assert all(text in said for text in texts), said
 
 
@@ -166,7 +166,7 @@ def test_a_servers_tokenizer_must_be_that_of_the_model(tmp_path, ids, fits):
     said = refused(tmp_path, {"info": {"skip_tokenizer_init": False}}, prepare, encode=lambda text: [5, 6, 7])
     assert (said == "") == fits
     if not fits:
-        assert "its tokenizer writes" in said and "model.path" in said and "--skip-tokenizer-init" in said
+        assert "tokenizer" in said and "model.path" in said
 
 
 def test_what_fits_is_accepted_and_a_version_that_nobody_tried_is_a_warning(tmp_path):
@@ -174,7 +174,8 @@ def test_what_fits_is_accepted_and_a_version_that_nobody_tried_is_a_warning(tmp_
     options = {"vocabulary": 31, "encode": lambda text: [], "warnings": warnings}
     assert refused(tmp_path, {}, **options) == "" and warnings == []
     assert refused(tmp_path, {"version": "0.6.0"}, **options) == ""
-    assert warnings == ["server 0 is SGLang 0.6.0, newer than 0.5.23, the newest that was tested"]
+    (warning,) = warnings
+    assert "server 0" in warning and "0.6.0" in warning
 
 
 def test_another_way_of_sync_needs_other_calls(tmp_path):
@@ -191,7 +192,7 @@ def test_a_real_server_of_another_vocabulary_or_size_is_refused(pool, tmp_path):
     async def scenario():
         for vocabulary in (VOCAB - 1, VOCAB + 1):
             said = await refusal(tmp_path, server.url, vocabulary=vocabulary)
-            assert "vocabulary of" in said and f"that of model.path {vocabulary}; serve the same model" in said
+            assert "vocabulary" in said and str(vocabulary) in said
         assert await refusal(tmp_path, server.url, vocabulary=VOCAB) == ""
         wider = save_policy(tmp_path / "wider", 0, hidden=48)
         async with started(engine_of([server.url], tmp_path, expect=expected(tmp_path / "wider"))) as engine:
@@ -218,8 +219,8 @@ def test_train_with_an_interpreter_that_is_not_there(tiny, tmp_path, refused):
     finished = refused(arguments_of(tiny, tmp_path, python=str(missing)))
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert finished.code == CONFIGURATION
-    assert finished.last_line.strip().startswith("engine.sglang.python: got") and "does not exist" in finished.last_line
-    assert str(missing) in finished.last_line and "correct the path" in finished.last_line
+    assert "engine.sglang.python" in finished.last_line
+    assert str(missing) in finished.last_line
 
 
 @contextlib.contextmanager
@@ -242,8 +243,7 @@ def test_train_with_the_url_of_something_else(tiny, tmp_path):
         finished = run_cli(arguments_of(tiny, tmp_path, urls=[url]), tmp_path / "log")
     assert "Traceback" not in finished.stderr and not (tmp_path / "run" / "checkpoints").exists()
     assert finished.code == ERROR
-    assert f"{URLS}: {url} is no SGLang server" in finished.last_line
-    assert "allowed: SGLang 0.5.18 or newer" in finished.last_line
+    assert URLS in finished.last_line and url in finished.last_line
 
 
 def test_arguments_that_the_installed_sglang_does_not_know_are_refused(tiny, tmp_path):

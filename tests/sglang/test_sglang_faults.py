@@ -117,7 +117,7 @@ def test_a_server_that_stops_making_tokens_is_given_up_and_its_groups_are_answer
             assert worst_difference(models[1], rollouts) <= TOLERANCE
             first, second = engine.fleet.servers
             assert (first.state, second.state) == ("fenced", "serving")
-            assert "no token came out of it for 12 s (engine.sglang.stall_timeout_s)" in first.reason
+            assert "engine.sglang.stall_timeout_s" in first.reason
         async with started(engine_of(urls, tmp_path, options=options, expect=expect)) as engine:
             await give(engine, models[0], 2, bucket_bytes=BUCKET_BYTES)
             assert engine.metrics()["engine/servers"] == 2, "it goes on once it may"

@@ -25,7 +25,6 @@ from sglang_pool import (
 )
 from sglang_shards import ShardedWeights
 
-from megatron_daro.sync.in_server import megatron_daro_shards
 from megatron_daro.sync.publish import WeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
@@ -54,7 +53,6 @@ def updated_thrice(directory: Path) -> None:
 
     with serving(directory) as server:
         asyncio.run(asyncio.wait_for(scenario(server), LIMIT_S))
-    assert list(megatron_daro_shards._engines) == [("127.0.0.1", "tcp")]
 
 
 def test_a_server_has_every_update_that_mooncake_carries(tmp_path):

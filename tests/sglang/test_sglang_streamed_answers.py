@@ -9,12 +9,37 @@ import pytest
 from sglang_pool import VOCAB, collect, engine_of, expected, give, group, section, started, worst_difference
 from transformers import AutoModelForCausalLM
 
+from megatron_daro.engine.sglang.generation import DirectAnswers
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TOLERANCE, LIMIT_S, COUNT = 1e-4, 300, 12
 FEW, LONG = 3, 100
 # Of a random model's tokens; so that answers are of many lengths.
 STOPS = tuple(range(0, VOCAB, 30))
+
+
+class Noting(DirectAnswers):
+    """Tells of each question that is asked, and of answers that have ended after the engine has heard of them."""
+
+    def __init__(self, ended, asked=lambda question: None):
+        super().__init__(lambda ids: " ".join(map(str, ids)))
+        self.note_ended, self.note_asked = ended, asked
+
+    def when_ended(self, take):
+        def both(answers):
+            take(answers)
+            self.note_ended(answers)
+
+        super().when_ended(both)
+
+    async def ask(self, question):
+        self.note_asked(question)
+        return await super().ask(question)
+
+
+def requests_of(question):
+    return [call.request for call in question.calls]
 
 
 def test_answers_end_one_by_one_and_are_whole(pool, tmp_path):
@@ -24,18 +49,17 @@ def test_answers_end_one_by_one_and_are_whole(pool, tmp_path):
     request = group(0, count=COUNT, max_new_tokens=60, stop_token_ids=tuple(range(0, VOCAB, 7)))
 
     async def scenario():
-        engine = engine_of([server.url], tmp_path, options=section(), expect=expected(server.model))
-        ended = []
+        ended, held = [], []
+
+        def noted(answers):
+            ended.extend(answers)
+            held.append(engine.fleet.servers[0].tokens_in_flight)
+
+        engine = engine_of(
+            [server.url], tmp_path, options=section(), expect=expected(server.model), answers=Noting(noted)
+        )
         async with started(engine):
             await give(engine, model, 0)
-            take, held = engine._take_ended, []
-
-            def noted(answers):
-                ended.extend(answers)
-                take(answers)
-                held.append(engine.fleet.servers[0].tokens_in_flight)
-
-            engine._answers.when_ended(noted)
             rollouts = await collect(engine, [request])
         assert worst_difference(model, rollouts) <= TOLERANCE
         assert sorted(answer.tokens for answer in ended) == sorted(r.response_length for r in rollouts)
@@ -53,23 +77,15 @@ def test_answers_that_had_ended_when_their_server_was_killed_are_kept(pool, tmp_
     asked, ended = [], []
 
     async def scenario():
-        engine = engine_of([victim.url, survivor.url], tmp_path, options=section(), expect=expected(victim.model))
-        async with started(engine):
+        def noted(answers):
+            ended.extend(answers)
+            if len(ended) == FEW:
+                victim.kill()
+
+        noting = Noting(noted, lambda question: asked.append((question.url, requests_of(question), len(ended))))
+        servers, expect = [victim.url, survivor.url], expected(victim.model)
+        async with started(engine_of(servers, tmp_path, options=section(), expect=expect, answers=noting)) as engine:
             await give(engine, model, 1)
-            take, ask = engine._take_ended, engine._answers.ask
-
-            def noted(answers):
-                take(answers)
-                ended.extend(answers)
-                if len(ended) == FEW:
-                    victim.kill()
-
-            async def noting(question):
-                asked.append((question.url, [call.request for call in question.calls], len(ended)))
-                return await ask(question)
-
-            engine._answers.when_ended(noted)
-            engine._answers.ask = noting
             return await collect(engine, [group(0, count=COUNT, max_new_tokens=LONG, stop_token_ids=STOPS)])
 
     rollouts = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
