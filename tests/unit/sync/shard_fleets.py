@@ -77,7 +77,7 @@ def synced(
     case,
     fleet,
     *,
-    before_sending=lambda senders: None,
+    before_sending=lambda senders, offers: None,
     offered=lambda writes: writes,
     timeout_s=SECONDS,
     over="tcp",
@@ -96,7 +96,7 @@ def synced(
         transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s, shards_over=over
     )
     shard_tcp.check_offers(offers, case.servers)
-    before_sending(senders)
+    before_sending(senders, offers)
 
     def send(rank):
         held = {write.source: parameter(rank, write.source) for write in writes[rank]}

@@ -63,7 +63,7 @@ def test_one_rank_sends_to_all_by_other_transports_and_on_one_host(transport):
 
 
 def test_a_server_on_a_host_without_ranks_is_refused_by_name():
-    with pytest.raises(SyncError, match=r"got tensor for s2 on fd::2, where no rank .* on 10\.0\.0\.1, 10\.0\.0\.3"):
+    with pytest.raises(SyncError, match="s2 on fd::2"):
         routes(PLAN, world((FIRST, True, True), ("10.0.0.3", False, False)))
 
 

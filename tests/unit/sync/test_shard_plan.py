@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 from shard_cases import (
     CASES,
@@ -23,19 +21,14 @@ from shard_cases import (
     times_written,
 )
 
-from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.errors import ModelError
-from megatron_daro.sync import shard_plan
 from megatron_daro.sync.shard_layouts import (
-    HeldPart,
-    Part,
     ServerLayout,
     TrainerLayout,
-    _vocab_part,
     server_layout,
     trainer_parts,
 )
-from megatron_daro.sync.shard_plan import ShardPlan, _filled
+from megatron_daro.sync.shard_plan import ShardPlan
 
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -94,11 +87,6 @@ def test_each_rank_writes_only_what_it_holds_and_no_more_than_its_share(case):
     assert max(sent) <= 1.1 * balance.floor
 
 
-def test_between_replicas_of_a_whole_model_all_send_alike():
-    balance = BY_NAME["many_replicas"].plan().balance()
-    assert balance.floor_over_mean == 1.0 and balance.over_mean < 1.01
-
-
 def test_stages_that_hold_more_send_more_and_the_floor_says_so():
     balance = BY_NAME["uneven_stages"].plan().balance()
     assert balance.over_mean == pytest.approx(balance.floor_over_mean, rel=0.02) and balance.floor_over_mean > 1.1
@@ -134,27 +122,16 @@ def test_replicas_of_experts_are_megatrons(expert, expert_tensor):
     assert sorted(map(list, ours)) == sorted(map(sorted, generator.get_ranks("dp")))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 300))
-def test_the_least_loaded_are_filled_up_first(loads, amount):
-    shares = _filled(loads, amount)
-    assert sum(shares) == amount and min(shares) >= 0
-    levels = [load + share for load, share in zip(loads, shares, strict=True)]
-    given_some = [level for level, share in zip(levels, shares, strict=True) if share]
-    if given_some:
-        assert max(given_some) - 1 <= min(levels)
-
-
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
-        ("one_to_one", {"tp_size": 3}, "3 attention ranks, 8 heads"),
-        ("one_to_one", {"tp_size": 4, "attn_dp_size": 2}, "qwen2 with DP attention"),
-        ("one_to_one", {"ep_size": 2, "tp_size": 2}, "ep_size without experts"),
-        ("one_to_one", {"quantization": "fp8"}, "quantization 'fp8'"),
-        ("ep", {"tp_size": 4, "ep_size": 3}, "ep_size 3; allowed: a ep_size that divides tp_size"),
-        ("ep", {"moe_runner_backend": "flashinfer_cutlass"}, "sync=distributed"),
-        ("ep", {"tp_size": 4, "ep_num_redundant_experts": 2}, "ep_num_redundant_experts 2"),
+        ("one_to_one", {"tp_size": 3}, "8 heads"),
+        ("one_to_one", {"tp_size": 4, "attn_dp_size": 2}, "qwen2"),
+        ("one_to_one", {"ep_size": 2, "tp_size": 2}, "ep_size"),
+        ("one_to_one", {"quantization": "fp8"}, "quantization"),
+        ("ep", {"tp_size": 4, "ep_size": 3}, "ep_size 3"),
+        ("ep", {"moe_runner_backend": "flashinfer_cutlass"}, "moe_runner_backend"),
+        ("ep", {"tp_size": 4, "ep_num_redundant_experts": 2}, "ep_num_redundant_experts"),
     ],
 )
 def test_a_server_whose_layout_is_not_known_is_refused(family, arguments, message):
@@ -165,22 +142,22 @@ def test_a_server_whose_layout_is_not_known_is_refused(family, arguments, messag
 def test_layers_that_no_stage_has_are_refused():
     case = BY_NAME["one_to_one"]
     lacking = replace(case.trainer_layout, parts=((range(5),),))
-    with pytest.raises(ModelError, match="5 layers in 1 stages, the model has 6"):
+    with pytest.raises(ModelError, match="5 layers"):
         ShardPlan(case.shape, lacking, case.server_layout, 1)
 
 
 def test_experts_that_do_not_fit_the_ranks_are_refused():
-    with pytest.raises(ModelError, match="EP 3 x ETP 1 does not divide"):
+    with pytest.raises(ModelError, match="EP 3"):
         TrainerLayout(parts=((range(1),),), padded_vocab=16, data=4, expert=3)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "arguments", "message"),
     [
-        ("one_to_one", {"ffn": 50}, {"tp_size": 4}, "tp_size 4 and an MLP of 50 columns; allowed: a tp_size that"),
-        ("ep", {"ffn": 20}, {"tp_size": 8}, "ep_size 1, 8 experts of 20 columns and 8 ranks for each; allowed"),
-        ("ep", {"number": 6}, {"tp_size": 8, "ep_size": 4}, "ep_size 4, 6 experts of 24 columns and 2 ranks for each"),
-        ("ep", {"dense_layers": (0,)}, {}, "a mixture of experts with dense layers"),
+        ("one_to_one", {"ffn": 50}, {"tp_size": 4}, "tp_size 4"),
+        ("ep", {"ffn": 20}, {"tp_size": 8}, "20 columns"),
+        ("ep", {"number": 6}, {"tp_size": 8, "ep_size": 4}, "6 experts"),
+        ("ep", {"dense_layers": (0,)}, {}, "dense layers"),
     ],
 )
 def test_a_model_that_a_server_cannot_cut_is_refused(family, changes, arguments, message):
@@ -200,7 +177,7 @@ def test_on_a_cpu_columns_are_padded_and_heads_must_divide():
     assert ServerLayout(tensor=2, on_cpu=True).columns(65, 2) == 64
     assert ServerLayout(tensor=2).columns(50, 2) == 25
     server_layout(shape, {"tp_size": 4})
-    with pytest.raises(ModelError, match="4 attention ranks, 8 heads and 2 key-value heads"):
+    with pytest.raises(ModelError, match="2 key-value heads"):
         server_layout(shape, {"tp_size": 4, "device": "cpu"})
 
 
@@ -216,42 +193,5 @@ def test_arguments_that_change_no_order_are_taken_under_all_their_names():
         assert server_layout(shape, names) == wanted
     assert server_layout(shape, {"tp_size": 4, "expert_parallel_size": 2}) == ServerLayout(tensor=4, expert=2)
     for name in usual:
-        with pytest.raises(ModelError, match=f"{name} 7: where SGLang then keeps its weights is not known; allowed: "):
+        with pytest.raises(ModelError, match=f"{name} 7"):
             server_layout(shape, {name: 7})
-
-
-def test_a_vocabulary_is_padded_until_the_ranks_divide_it():
-    rule = TensorRule("x", ("model.embed_tokens.weight",), ((130, 4),), "vocab")
-    parts = [next(_vocab_part(rule, ServerLayout(tensor=5), rank)) for rank in range(5)]
-    assert [(part.start, part.stop) for part in parts] == [(0, 64), (64, 128), (128, 130), (130, 130), (130, 130)]
-    assert {part.shape for part in parts} == {(64, 4)}, "320 rows: 192, the next multiple of 64, are not divided by 5"
-    three = [next(_vocab_part(rule, ServerLayout(tensor=3), rank)) for rank in range(3)]
-    assert [(part.start, part.stop, part.at) for part in three] == [(0, 64, 0), (64, 128, 0), (128, 130, 0)]
-
-
-def held(start, stop, ranks=(0,), dim=0):
-    return HeldPart(Part("p", (4, 4), "w", dim, start, stop, 0), ranks)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([held(0, 4), held(0, 2, (1,))], "w: ranks hold it cut in different ways"),
-        ([held(0, 4), held(0, 4, (1,), dim=1)], "w: ranks hold it cut in different ways"),
-        ([held(0, 2), held(3, 6)], "w: no rank of the trainer has its entries from 2 on"),
-        ([held(1, 6)], "w: no rank of the trainer has its entries from 0 on"),
-        ([held(0, 3)], "w: no rank of the trainer has its entries from 3 on"),
-        ([], "w: no rank of the trainer has its entries from 0 on"),
-    ],
-)
-def test_a_tensor_that_the_trainer_has_in_part_or_in_two_ways_is_refused(monkeypatch, parts, message):
-    monkeypatch.setattr(shard_plan, "trainer_parts", lambda shape, layout: iter(parts))
-    with pytest.raises(ModelError, match=message):
-        list(shard_plan._Held(None, None).overlaps(held(0, 6).part))
-
-
-def test_parts_of_several_ranks_are_one_and_overlap_in_order(monkeypatch):
-    parts = [held(3, 6, (2, 3)), held(0, 3, (4,)), held(0, 3, (1, 4))]
-    monkeypatch.setattr(shard_plan, "trainer_parts", lambda shape, layout: iter(parts))
-    found = list(shard_plan._Held(None, None).overlaps(held(1, 5).part))
-    assert [(start, stop, ranks) for start, stop, _, ranks in found] == [(1, 3, (1, 4)), (3, 5, (2, 3))]

@@ -20,8 +20,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
@@ -29,11 +27,7 @@ from torch.multiprocessing import reductions
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import broadcast, send
 from megatron_daro.sync.broadcast import BroadcastSender
-from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TENSORS = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
+from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport, Target
 
 
 def named(count=10, numel=16):
@@ -53,22 +47,6 @@ class Stream:
                 self.at[1]()
             self.taken += 1
             yield item
-
-
-@settings(max_examples=60, deadline=None)
-@given(specs=TENSORS, bucket_bytes=st.integers(1, 2000))
-def test_buckets_have_one_dtype_no_padding_and_everything_in_order(specs, bucket_bytes):
-    generator = torch.Generator().manual_seed(0)
-    sent = [(f"t{i}", torch.randn(s, generator=generator).to(d)) for i, (s, d) in enumerate(specs)]
-    received = []
-    for bucket in bucketize(iter(sent), bucket_bytes):
-        assert bucket.data.nbytes <= bucket_bytes or len(bucket.names) == 1
-        tensors = list(bucket.tensors())
-        assert sum(t.nbytes for _, t in tensors) == bucket.data.nbytes
-        assert {str(t.dtype) for _, t in tensors} == {f"torch.{bucket.dtype}"}
-        received += [(name, t.clone()) for name, t in tensors]
-    assert [name for name, _ in received] == [name for name, _ in sent]
-    assert all(torch.equal(got, t) and got.dtype == t.dtype for (_, got), (_, t) in zip(received, sent, strict=True))
 
 
 @pytest.fixture
@@ -123,7 +101,7 @@ def test_one_file_needs_no_index_and_all_that_a_model_needs_is_beside_it(tmp_pat
     assert json.loads((tmp_path / "hf" / "megatron_daro.json").read_text()) == {"step": 7}
 
 
-@pytest.mark.parametrize(("had", "has"), [("dtype", "dtype"), ("torch_dtype", "torch_dtype"), ("other", "torch_dtype")])
+@pytest.mark.parametrize(("had", "has"), [("dtype", "dtype"), ("other", "torch_dtype")])
 def test_the_configuration_names_the_dtype_of_the_files(tmp_path, model_path, had, has):
     (model_path / "config.json").write_text(json.dumps({"model_type": "x", had: "bfloat16"}))
     write_checkpoint(tmp_path / "hf", [named(1)], model_path, 64)
@@ -134,7 +112,7 @@ def test_the_configuration_names_the_dtype_of_the_files(tmp_path, model_path, ha
 def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be_read(tmp_path, model_path):
     directory = tmp_path / "sync" / "version_1"
     stream = Stream(named(10), at=(4, lambda: shutil.rmtree(send.partial_directory(directory))))
-    with pytest.raises(SyncError, match=r"weights could not be written: .*; buy$"):
+    with pytest.raises(SyncError, match=r"buy$"):
         write_checkpoint(directory, [stream], model_path, 64)
     assert stream.taken == 10, "other ranks gather along with it"
     assert not directory.exists()
@@ -142,7 +120,7 @@ def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be
 
 def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path, model_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SyncError, match=r"cannot be made: .*; buy$"):
+    with pytest.raises(SyncError, match=r"buy$"):
         write_checkpoint(tmp_path / "file" / "version_1", [named()], model_path, 64)
 
 
@@ -161,7 +139,7 @@ def test_an_older_checkpoint_stays_until_the_new_one_is_whole(tmp_path, model_pa
     write_checkpoint(directory, [named(1)], model_path, 64, step=1)
     old = (directory / "model.safetensors").read_bytes()
     (model_path / "config.json").unlink()
-    with pytest.raises(SyncError, match=r"hf could not be written: .*config.json.*; buy$"):
+    with pytest.raises(SyncError, match=r"config\.json.*buy$"):
         write_checkpoint(directory, [named(2)], model_path, 1024, step=2)
     assert (directory / "model.safetensors").read_bytes() == old
     assert json.loads((directory / "megatron_daro.json").read_text()) == {"step": 1}
@@ -195,23 +173,6 @@ def test_a_broadcast_that_nobody_joins_reads_the_stream_to_its_end(error):
     assert sorted(calls) == [(f"http://{n}", "/init_weights_update_group", i) for n, i in (("a", 1), ("b", 2))]
 
 
-@pytest.mark.parametrize(
-    ("said", "own", "kinds"),
-    [
-        ({"a": "refused"}, None, {"a": "refused"}),
-        ({"a": "refused", "b": "refused"}, None, {"a": "refused", "b": "refused"}),
-        ({"a": "unanswered", "b": "refused"}, None, {"a": "unanswered", "b": "group"}),
-        ({"a": "refused"}, OSError("broken pipe"), {"a": "group"}),
-        ({}, OSError("broken pipe"), {"a": "group", "b": "group"}),
-        ({}, None, {}),
-    ],
-)
-def test_a_refusal_is_a_servers_own_fault_only_where_nothing_else_went_wrong(said, own, kinds):
-    failures = {name: SendFailure(kind, "status 400: process group, receive") for name, kind in said.items()}
-    told = broadcast._told_apart(failures, own, "broadcast failed", ["a", "b"])
-    assert {name: failure.kind for name, failure in told.items()} == kinds
-
-
 def test_the_senders_store_listens_on_its_host_only():
     store, port = broadcast.listening_store("127.0.0.1", 2, 5.0)
     with open("/proc/net/tcp") as table:  # noqa: PTH123
@@ -228,22 +189,7 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
 
     stream = Stream(named(10))
     report = send.push(stream, plan_of(["a"]), lambda: nullcontext(post))
-    assert "needs weights on a GPU" in report.failures["a"].text and stream.taken == 10
-
-
-def test_no_handle_is_of_the_storage_of_a_parameter(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    sent, stream = [], [("large", torch.ones(400)), *named(3), ("last", torch.zeros(17))]
-
-    async def push_bucket(bucket, plan, post):
-        sent.append(bucket)
-        return {}
-
-    monkeypatch.setattr(send, "_push_bucket", push_bucket)
-    send.push(stream, plan_of(["a"]), lambda: nullcontext(None))
-    assert [name for bucket in sent for name in bucket.names] == [name for name, _ in stream]
-    storages = {tensor.untyped_storage().data_ptr() for _, tensor in stream}
-    assert not storages & {bucket.data.untyped_storage().data_ptr() for bucket in sent}
+    assert report.failures.keys() == {"a"} and stream.taken == 10
 
 
 def cuda_handle(value):
@@ -255,17 +201,25 @@ def cuda_handle(value):
 
 
 def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_uuid(monkeypatch):
-    cuda_handle.calls = 0
-    monkeypatch.setattr(reductions, "reduce_tensor", cuda_handle)
+    """And none of the storage of a parameter: the server may keep it open while the next step writes to it."""
+    cuda_handle.calls, storages = 0, set()
+
+    def reduced(value):
+        storages.add(value.untyped_storage().data_ptr())
+        return cuda_handle(value)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(reductions, "reduce_tensor", reduced)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device}"))
     bodies = {}
 
     async def post(url, path, body, timeout_s):
         bodies[url] = body
 
-    (bucket,) = bucketize(named(2), 1000)
-    targets = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1))
-    assert asyncio.run(send._push_bucket(bucket, replace(plan_of(["a"]), targets=targets), post)) == {}
+    targets, stream = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1)), named(2)
+    plan = replace(plan_of(["a"]), targets=targets, bucket_bytes=1000)
+    assert send.push(stream, plan, lambda: nullcontext(post)).failures == {}
+    assert storages and not storages & {tensor.untyped_storage().data_ptr() for _, tensor in stream}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
     sent = [
         base64.b64decode(text) for url in ("http://a", "http://b") for text in bodies[url]["serialized_named_tensors"]
@@ -274,15 +228,6 @@ def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_
     assert [[name for name, _ in one] for one in received] == [["t0", "t1"]] * 3
     assert all(arguments[6] == "uuid-1" for one in received for _, arguments in one)
     assert len({arguments[11] for one in received for _, arguments in one}) == 6, "a counter each"
-
-
-def test_reports_of_stages_add_up():
-    gone = SendFailure("unanswered", "gone")
-    first = SendReport(10, 1, 0.5, {"a": Digest("float32", "1", "1")}, {"a": ("one", 10)})
-    second = SendReport(20, 2, 0.25, {"b": Digest("float32", "2", "2")}, {"b": ("two", 20)}, {"server 0": gone})
-    both = first.joined(second)
-    assert (both.num_bytes, both.num_buckets, both.send_s) == (30, 3, 0.75)
-    assert both.digests.keys() == both.files.keys() == {"a", "b"} and both.failures == {"server 0": gone}
 
 
 class Peer:
@@ -505,15 +450,14 @@ def test_a_server_that_says_nothing_after_the_broadcast_broke_costs_seconds_and_
     started = time.monotonic()
     report, taken = servers.send(4)
     assert time.monotonic() - started < 20 and taken == 4
-    assert report.failures["b"] == SendFailure(
-        "group", "no answer within 0.5 s after another server, or the broadcast, had failed"
-    )
+    assert report.failures["b"].kind == "group"
 
 
 def test_the_last_broadcast_is_waited_for_and_its_failure_told(monkeypatch):
     report, _ = Answering(monkeypatch, lambda log, bucket: log.count(("answer", bucket)) == 2, breaks=3).send(4)
-    failure = SendFailure("group", "broadcast failed: NCCL: remote process exited")
-    assert report.failures == {"a": failure, "b": failure}
+    assert {(failure.kind, "remote process exited" in failure.text) for failure in report.failures.values()} == {
+        ("group", True)
+    }
 
 
 def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_no_process(monkeypatch):
@@ -542,16 +486,8 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
     while not destroyed and time.monotonic() < deadline:
         time.sleep(0.01)
     assert destroyed == made and made[0].aborted.is_set()
+    assert made[0].errors == "0", "or a thread of torch's would end the trainer"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
-
-
-def test_errors_of_the_senders_group_alone_are_left_to_whoever_waits(monkeypatch):
-    monkeypatch.setattr(c10d, "_new_process_group_helper", lambda *a, **k: (Nccl(*a, **k), None))
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    store, _ = broadcast.listening_store("127.0.0.1", 2, 5.0)
-    group = broadcast.SendGroup.join("g", 2, store, backend="nccl", join_s=5.0, broadcast_s=300.0)
-    assert group._group.errors == "0" and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert group._group.timeout.total_seconds() > 300, "the sender's own limit comes first"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -571,17 +507,3 @@ def test_a_digest_on_the_device_changes_with_any_bit_and_any_order(dtype, monkey
     assert whole not in sums and len(set(sums)) == len(sums)
     monkeypatch.setattr(send, "_DIGEST_PART", 1000)
     assert int(send.device_digest(numbers)) == whole
-
-
-def test_digests_of_tensors_on_a_gpu_stay_there_until_the_stream_ends(monkeypatch):
-    class OnGpu(torch.Tensor):
-        @property
-        def device(self):
-            return SimpleNamespace(type="cuda")
-
-    monkeypatch.setattr(send, "device_digest", lambda tensor: torch.tensor(-1 if tensor.dtype == torch.float32 else 5))
-    tensor, digests = torch.ones(4).as_subclass(OnGpu), {}
-    stream = send.noted(iter([("norm.weight", tensor), ("other", tensor)]), "bfloat16", digests)
-    assert next(stream)[0] == "norm.weight" and not digests
-    assert [name for name, _ in stream] == ["other"]
-    assert digests == {"norm.weight": Digest("float32", "f" * 16, f"{5:016x}", on_device=True)}

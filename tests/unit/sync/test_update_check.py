@@ -6,10 +6,8 @@ and nothing after that), so that they differ as two implementations do; the weig
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_daro.engine.sglang.generation import probe_text
-from megatron_daro.errors import LostReceiversError
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
-from megatron_daro.sync.plan import Digest, SendReport
-from megatron_daro.sync.publish import WeightSync
+from megatron_daro.sync.plan import Digest
 from megatron_daro.types import Rollout
 
 VOCAB, SYNCS = 512, 25
@@ -93,7 +89,7 @@ def test_a_receiver_that_follows_is_never_accused_and_one_that_skips_a_step_alwa
         if version:
             kept_R = found[version - 1][1]
             outcome = judged(copy.deepcopy(check), dtype, policy_R, kept_R, version)
-            assert "it kept its weights" in outcome.rejected["server 0"], version
+            assert "server 0" in outcome.rejected, version
         outcome = judged(check, dtype, policy_R, receiver_R, version)
         assert not outcome.rejected, (version, outcome)
         verified += len(outcome.verified)
@@ -151,21 +147,9 @@ def test_after_a_restart_it_is_compared_with_the_weights_it_had_at_first(steps):
     check = UpdateCheck()
     for version, (policy_R, receiver_R) in enumerate(found[:-1]):
         judged(check, dtype, policy_R, receiver_R, version)
-    every, other = copy.deepcopy(check), copy.deepcopy(check)
-    check.restarted("server 0"), every.restarted(), other.restarted("server 1")
-    assert every._histories["server 0"].last is None and other._histories["server 0"].last is not None
+    check.restarted("server 0")
     assert judged(copy.deepcopy(check), dtype, found[-1][0], found[0][1], SYNCS).rejected
     assert not judged(check, dtype, found[-1][0], found[-1][1], SYNCS).rejected
-
-
-def test_an_accusation_says_by_how_much_each_side_changed(steps):
-    dtype, found = steps
-    check = UpdateCheck()
-    judged(check, dtype, *found[0], 0)
-    rejected = judged(check, dtype, found[-1][0], found[0][1], SYNCS).rejected
-    wanted = np.sqrt(np.mean(np.square(found[-1][0] - found[0][0], dtype=np.float64)))
-    text = f"log-probs changed by {wanted:.3g} nat, its own by 0, {wanted:.3g} away from the policy's change"
-    assert text in str(rejected)
 
 
 @pytest.mark.parametrize(("dtype", "by", "accused"), [("float32", 2e-3, True), ("float32", 5e-4, False)])
@@ -196,120 +180,6 @@ def test_in_bf16_one_token_may_be_far_off_and_not_all_of_them(dtype, apart, accu
     answer = ProbeAnswer(rollout(zeros), rollout(apart_R), 1.0, dtype)
     rejected = UpdateCheck().judge({"a": answer}, {"a": (zeros, zeros)}, {}).rejected
     assert bool(rejected) is accused
-    if accused and dtype == "bfloat16" and apart == [0.51] * 16:
-        assert "up to 0.51, 0.51 on the mean; allowed: 0.5 on the mean (bfloat16). Does it" in rejected["a"]
-
-
-def test_a_receiver_that_comes_back_gets_the_weights_as_they_are_now_and_alone():
-    """Once something was published; nothing where it does not wait any more."""
-
-    class Policy:
-        @asynccontextmanager
-        async def hold(self, version=None):
-            yield version or 8
-
-        async def export(self, plan):
-            return SendReport()
-
-    class Update:
-        def __init__(self, version, only):
-            self.told = [(version, only)]
-
-        async def prepare(self):
-            return "plan"
-
-        async def install(self, report):
-            self.told.append("installed")
-
-        async def probe(self):
-            return {}
-
-        async def accept(self):
-            self.told.append("serves")
-            return {}
-
-    class Engine:
-        updates = []
-
-        def when_back(self, call):
-            self.came_back = call
-
-        def update(self, version, only=None):
-            if only == "gone":
-                return None
-            self.updates.append(Update(version, only))
-            return self.updates[-1]
-
-    async def scenario():
-        await engine.came_back("early")
-        await sync.publish(7)
-        await engine.came_back("server 1")
-        await engine.came_back("gone")
-
-    engine = Engine()
-    sync = WeightSync(Policy(), engine)
-    asyncio.run(scenario())
-    assert [update.told for update in Engine.updates] == [
-        [(7, None), "installed", "serves"],
-        [(8, "server 1"), "installed", "serves"],
-    ]
-
-
-def test_receivers_that_were_all_lost_are_met_again_as_restarted_ones(monkeypatch):
-    """Their weights are those of the start then, not those of the sync before."""
-    told = []
-
-    class Update:
-        async def accept(self):
-            told.append("update")
-            if len(told) == 1:
-                raise LostReceiversError("all are gone")
-            return {}
-
-        def abandon(self, error):
-            pass
-
-        async def prepare(self):
-            return None
-
-    class Policy:
-        @asynccontextmanager
-        async def hold(self, version):
-            yield version
-
-    class Engine:
-        def when_back(self, call):
-            pass
-
-        def update(self, version):
-            return Update()
-
-    sync = WeightSync(Policy(), Engine())
-    monkeypatch.setattr(sync._check, "restarted", lambda: told.append("restarted"))
-    asyncio.run(sync.publish(7))
-    assert told == ["update", "restarted", "update"]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_sampled_probe_is_scored_at_its_own_temperature_and_the_given_text_at_one(temperature):
-    class Engine:
-        def when_back(self, call):
-            pass
-
-    class Policy:
-        scored = []
-
-        async def score(self, rollouts, *, temperature):
-            self.scored += [(len(r.logprobs), temperature) for r in rollouts]
-            return [r.logprobs + np.float32(temperature) for r in rollouts]
-
-    given, short = rollout(np.zeros(5, np.float32)), rollout(np.zeros(3, np.float32))
-    answers = {name: ProbeAnswer(given, short, temperature, "float32") for name in ("server 0", "server 1")}
-    scores = asyncio.run(WeightSync(Policy(), Engine())._scores(answers))
-    assert sorted(Policy.scored) == [(3, temperature), (3, temperature), (5, 1.0)]
-    assert scores.keys() == answers.keys()
-    for of_fixed, of_sampled in scores.values():
-        assert of_fixed.tolist() == [1.0] * 5 and of_sampled.tolist() == pytest.approx([temperature] * 3)
 
 
 def test_a_sync_that_changes_nothing_still_shows_a_receiver_that_went_back_to_its_first_weights(steps):
@@ -320,4 +190,4 @@ def test_a_sync_that_changes_nothing_still_shows_a_receiver_that_went_back_to_it
     last = len(found) - 1
     assert not judged(copy.deepcopy(check), dtype, *found[last], last).rejected
     outcome = judged(check, dtype, found[last][0], found[0][1], last)
-    assert "it kept its weights" in outcome.rejected["server 0"]
+    assert "server 0" in outcome.rejected
