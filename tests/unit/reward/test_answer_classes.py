@@ -6,7 +6,7 @@ import pytest
 from answer_classes import RIGHT, WRONG
 
 from megatron_daro.reward import VerifierSpec, build_verifier
-from megatron_daro.reward.math import MathVerifier
+from megatron_daro.reward.pool import RewardPool
 
 VERIFIER = build_verifier("math")
 
@@ -22,10 +22,9 @@ def test_pairs_that_must_match(gold: str, answer: str) -> None:
     assert VERIFIER.verify(f"so \\boxed{{{answer}}}", gold).reason == "match"
 
 
-@pytest.mark.parametrize(("gold", "answer"), WRONG["unevaluated operator"])
-def test_an_operator_counts_where_the_gold_has_it(gold: str, answer: str) -> None:
-    assert VERIFIER.verify(f"\\boxed{{{answer}}}", answer).correct
-    assert VERIFIER.verify(f"\\boxed{{{gold}}}", gold).correct
+def test_every_text_matches_itself() -> None:
+    texts = {text for pairs in (WRONG | RIGHT).values() for pair in pairs for text in pair}
+    assert {VERIFIER.verify(f"so \\boxed{{{text}}}", text).reason for text in texts} == {"match"}
 
 
 def test_lenient_mode_evaluates_operators() -> None:
@@ -39,25 +38,25 @@ STATEMENT = (
 )
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold", "reason"),
-    [
-        (r"\frac{(10r^3)(4r^6)}{8r^4}", "5r^5", "restated"),
-        (r"\dfrac{ (10r^3)(4r^6) }{8r^4}", "5r^5", "restated"),
-        ("99^2+99+1", "9901", "restated"),
-        ("x^2-1", "(x-1)(x+1)", "restated"),
-        ("5r^5", "5r^5", "match"),
-        ("99^2+100", "9901", "match"),
-        ("3/20", "0.15", "match"),
-        ("k", "k", "match"),
-        ("x^2 - 1", "x^2-1", "match"),
-    ],
-)
-def test_an_expression_of_the_statement_is_no_answer_where_asked_for(answer: str, gold: str, reason: str) -> None:
-    asked, usual = (MathVerifier(VerifierSpec(refuse_restated=refuse)) for refuse in (True, False))
-    text = f"\\boxed{{{answer}}}"
-    screened = asked.screen(text, gold, STATEMENT)
-    verdict = asked.judge(screened) if not hasattr(screened, "reason") else screened
-    assert verdict.reason == reason
-    assert usual.verify(text, gold).reason == "match"
-    assert asked.verify(text, gold).reason == "match"  # nothing is known of a statement
+RESTATED = [
+    (r"\frac{(10r^3)(4r^6)}{8r^4}", "5r^5", "restated"),
+    (r"\dfrac{ (10r^3)(4r^6) }{8r^4}", "5r^5", "restated"),
+    ("99^2+99+1", "9901", "restated"),
+    ("x^2-1", "(x-1)(x+1)", "restated"),
+    ("5r^5", "5r^5", "match"),
+    ("99^2+100", "9901", "match"),
+    ("3/20", "0.15", "match"),
+    ("k", "k", "match"),
+    ("x^2 - 1", "x^2-1", "match"),
+]
+"""(answer, gold, reason where expressions of the statement are refused)"""
+
+
+def test_an_expression_of_the_statement_is_no_answer_where_asked_for() -> None:
+    texts = [(f"\\boxed{{{answer}}}", gold) for answer, gold, _ in RESTATED]
+    with RewardPool(VerifierSpec(refuse_restated=True), workers=1, timeout_s=60) as pool:
+        found = pool.score([(*text, STATEMENT) for text in texts])
+        unknown = pool.score(texts)
+    assert [verdict.reason for verdict in found] == [reason for *_, reason in RESTATED]
+    assert {verdict.reason for verdict in unknown} == {"match"}, "nothing is known of a statement"
+    assert all(VERIFIER.verify(*text).correct for text in texts)

@@ -1,26 +1,12 @@
-"""MathVerifier in one process: each stage and comparison, and every wrong accept and refusal that was measured."""
+"""The math verifier in one process: every wrong accept and refusal that was measured, and what it refuses unparsed."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-from sympy import Expr
 
-from megatron_daro.reward import ScreenLimits, VerifierSpec, build_verifier
-from megatron_daro.reward.base import Job, StagedVerifier
-from megatron_daro.reward.math import (
-    MathVerifier,
-    changes_value,
-    compare,
-    quick_equal,
-    restates,
-    unevaluated,
-    unit,
-    without_unit,
-)
-from megatron_daro.reward.normal_form import canonical
-from megatron_daro.reward.symbolic import _surely_differ, parsed
+from megatron_daro.reward import ScreenLimits, build_verifier
 from megatron_daro.types import Verdict
 
 STRICT = build_verifier("math")
@@ -163,6 +149,9 @@ def test_different_in_both_orders_of_arguments(left: str, right: str) -> None:
         ("\\boxed 5", "match", "match"),
         ("\\boxed{\\boxed{5}}", "match", "match"),
         ("\\boxedx{5} nothing", "no_answer", "match"),
+        ("\\boxed  \n {5}", "match", "match"),
+        ("\\fbox{6} \\boxed{5}", "match", "match"),
+        ("\\boxed{\\frac{10}{2}} x }", "match", "match"),
         ("\\boxed{}", "no_answer", "no_answer"),
         ("no number", "no_answer", "no_answer"),
         ("", "no_answer", "no_answer"),
@@ -176,41 +165,62 @@ def test_last_box_wins_and_a_trailing_number_counts_in_lenient_mode_only(text: s
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("9^{9^{9^9}}", "too_complex"),
-        ("9**9**9**9", "too_complex"),
-        ("2^{1000000000}", "too_complex"),
-        ("2^{10^9}", "too_complex"),
-        ("(10^9)!", "too_complex"),
-        ("1000000000!", "too_complex"),
-        ("((100)!)!", "too_complex"),
-        ("5^{99}!", "too_complex"),
-        ("5^9!", "too_complex"),
-        ("\\binom{1000000000}{500000000}", "too_complex"),
-        ("{" * 3000 + "5" + "}" * 3000, "too_long"),
-        ("{" * 100 + "5" + "}" * 100, "too_complex"),
-        ("(" * 30 + "5" + ")" * 30, "too_complex"),
-        ("9" * 400, "too_long"),
         ("x+" * 600 + "1", "too_long"),
+        ("9" * 400, "too_long"),
+        ("{" * 3000 + "5" + "}" * 3000, "too_long"),
+        *(
+            (answer, "too_complex")
+            for answer in (
+                "{" * 100 + "5" + "}" * 100,
+                "(" * 30 + "5" + ")" * 30,
+                "[" * 9,
+                "9^{9^{9^9}}",
+                "9**9**9**9",
+                "2^{1000000000}",
+                "2^{10^9}",
+                "2^ -10001",
+                "2^{100 * 101}",
+                "2^(1000000/100)",
+                "2^{x + 99999}",
+                "2^{9!}",
+                "2^{10000.5}",
+                "2^{a9999999}",
+                "x^{y^{z^{w^{v}}}}",
+                "1000000000!",
+                "2001 !",
+                "(10^9)!",
+                "(40 \\cdot 51)!",
+                "((100)!)!",
+                "(n)!!",
+                "5^{99}!",
+                "5^9!",
+                "\\binom{1000000000}{500000000}",
+                "\\dbinom{9999}{n}",
+                "2001 \\choose 1",
+            )
+        ),
     ],
 )
 def test_pathological_answers_are_refused_before_any_parsing(answer: str, reason: str) -> None:
-    assert isinstance(STRICT, StagedVerifier)
-    assert STRICT.screen(f"\\boxed{{{answer}}}", "5 x") == Verdict(False, 0.0, reason)
+    assert STRICT.verify(f"\\boxed{{{answer}}}", "5 x") == Verdict(False, 0.0, reason)
 
 
 @pytest.mark.parametrize(
     "answer",
     ["2^{1009}", "10^{100}", "e^{x^{2}}", "\\frac{100!}{2^{50}}", "\\frac{n!}{(n-k)!}", "\\binom{2n}{n}", "((a+b)c+d)e"]
-    + ["x^8 + x^7 + x^6 + x^5 + x^4 + x^3 + x^2 + x + 1", "\\frac{2016}{2017^{2}}", "x^{5/2}", "e^{-\\frac{t}{R C}}"],
+    + ["x^8 + x^7 + x^6 + x^5 + x^4 + x^3 + x^2 + x + 1", "\\frac{2016}{2017^{2}}", "x^{5/2}", "e^{-\\frac{t}{R C}}"]
+    + ["x" * 400, "9" * 300, "()" * 9, "2^{10000}", "2^{100 * 100}", "2^3^4", "2^{a}9999999", "2000!", "3!+3!"],
 )
-def test_ordinary_answers_pass_the_screen(answer: str) -> None:
-    assert isinstance(STRICT, StagedVerifier)
-    assert isinstance(STRICT.screen(f"\\boxed{{{answer}}}", "5 z"), Job)
+def test_ordinary_answers_are_compared(answer: str) -> None:
+    assert STRICT.verify(f"\\boxed{{{answer}}}", "5 z").reason not in ("too_long", "too_complex")
 
 
 def test_screen_limits_are_a_setting() -> None:
-    verifier = MathVerifier(VerifierSpec(limits=ScreenLimits(max_exponent=10**10)))
-    assert isinstance(verifier.screen("\\boxed{2^{1000000000}}", "5 x"), Job)
+    limited = build_verifier("math", limits=ScreenLimits(max_chars=5, max_exponent=9))
+    assert limited.verify("\\boxed{1+x}", "x+1").reason == "match"
+    assert limited.verify("\\boxed{x+1+y+z}", "5").reason == "too_long"
+    assert limited.verify("\\boxed{x+1+y+z}", " x+1+y+z ").reason == "match", "literally right"
+    assert limited.verify("\\boxed{2^10}", "5 x").reason == "too_complex"
 
 
 def test_an_answer_equal_to_a_huge_gold_is_literally_right() -> None:
@@ -229,15 +239,10 @@ def test_unusable_golds_are_said_so(gold: object, reason: str) -> None:
     assert STRICT.verify("\\boxed{5}", gold) == Verdict(False, 0.0, reason)  # type: ignore[arg-type]
 
 
-def test_a_gold_that_cannot_be_parsed_is_matched_literally_and_reported() -> None:
+def test_a_gold_that_cannot_be_parsed_is_matched_literally() -> None:
     gold = "\\foo{ / + }} x"
     assert boxed("x_{7}^", "x_{7}^").correct
     assert STRICT.verify("\\boxed{2 x}", gold).reason == "gold_unparsed"
-    assert isinstance(STRICT, MathVerifier)
-    assert STRICT.gold_problem(gold) == "gold_unparsed"
-    assert STRICT.gold_problem("\\frac{1}{2}") is None
-    assert STRICT.gold_problem("\\text{east}") is None
-    assert STRICT.gold_problem(" ") == "gold_empty"
 
 
 def test_an_answer_that_cannot_be_parsed_is_said_so() -> None:
@@ -274,171 +279,79 @@ def test_units_of_three_words_and_each_end_of_an_interval(gold: str, answer: str
     assert boxed(answer, gold).correct is correct
 
 
-@pytest.mark.parametrize("answer", ["\\text{or more}", "  \\text{or more}"])
-def test_words_with_no_value_before_them_are_no_unit(answer: str) -> None:
-    assert not changes_value(answer) and changes_value("5" + answer)
-    assert unit(answer) is None and without_unit(answer) == answer
-
-
-@pytest.mark.parametrize("answer", ["\\int_0^{10^{9}} \\sin(x^2) dx", "\\lim_{x\\to 0} \\frac{\\sin(1/x)}{x}", "f(2)"])
-def test_what_has_no_value_yet_is_not_computed_to_look_for_a_difference(
-    answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Quadrature of such an integral may take minutes; the proof of equality is not begun here."""
-    asked: list[str] = []
-    monkeypatch.setattr(Expr, "evalf", lambda self, *options, **names: asked.append(str(self)))
-    gold, value = parsed("3"), parsed(answer)
-    assert gold is not None and value is not None
-    assert not _surely_differ(gold, value) and not _surely_differ(value, gold) and not asked
-
-
 @pytest.mark.parametrize(
-    ("gold", "answer", "outcome"),
+    ("left", "right"),
     [
-        ("5", "", "no_answer"),
-        ("1/3", "0.33333", "no_match"),
-        ("1/3", "0.333333", None),
-        ("0.333333", "1/3", None),
-        ("0.5", "1/2", "match"),
-        ("1/2", "0.50", "match"),
-        ("0.5", "0.50", "match"),
-        ("1/2", "2/4", "match"),
-        ("1/2", "1/3", "no_match"),
-        ("0.5", "x", None),
-        ("\\text{east}", "\\textbf{East}", "match"),
-        ("\\text{east}", "west", "no_match"),
-        ("(C)", "C", "match"),
-        ("(C)", "D", "no_match"),
-        ("\\text{east}", "5", None),
-        ("5", "east", None),
-        ("1a_{16}", "1A_{16}", "match"),
-        ("012_3", "12_3", "match"),
-        ("12_3", "12_4", "no_match"),
-        ("12_3", "x+12_3", "no_match"),
-        ("12_3+x", "12_3 + x", "match"),
+        ("1.5e3", "1.5 \\times 10^{3}"),
+        ("1e-08", "1 \\times 10^{-8}"),
+        ("np.sqrt(x) + math.acos(y)", "\\sqrt{x} + \\arccos(y)"),
+        ("x**2", "x^2"),
+        ("7. ,;", "7"),
+        ("12,345.5", "12345.5"),
+        ("2.1\\dot{6}", "\\frac{195}{90}"),
+        ("\\left( x \\right.", "( x"),
+        ("$x$ \\[y\\] \\(z\\)", "x y z"),
+        ("a \\\\[2pt] b $", "a \\\\[2pt] b"),
+        ("\\displaystyle x\\!\\,y~z", "x y z"),
+        ("\\tfrac12+\\cfrac12", "\\frac12+\\frac12"),
+        ("\uff11\uff12", "12"),
+        ("5\u20136", "5-6"),
+        ("\\lbrace 1 \\rbrace", "\\{ 1 \\}"),
+        ("2 \\cdot 10^{-3}", "0.002"),
+        ("-\\frac{-1}{2}", "1/2"),
+        ("- 3 / 4", "-0.75"),
+        ("50 percent", "0.5"),
+        ("1/2%", "\\frac{1}{200}"),
+        ("x\\%", "\\frac{x}{100}"),
+        ("1a_{16}", "1A_{16}"),
+        ("012_3", "12_3"),
+        ("\\text{no}", "No"),
+        ("O'Neil", "o'neil"),
+        ("2x \\text{ cms}", "x+x \\text{ CM}"),
+        ("5 \\text{ m}^{2}", "5"),
+        ("5 square units", "5"),
+        ("S=\\{1,2\\}", "T=\\{2,1\\}"),
+        ("x,y,z", "z+0,x,y+0"),
+        ("x=1, y=2", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+        ("\\{x \\pm 1, \\pm 2\\}", "x+1, x-1, 2, -2"),
     ],
 )
-def test_what_needs_no_algebra_is_decided_without(gold: str, answer: str, outcome: str | None) -> None:
-    assert quick_equal(gold, answer) == outcome
-
-
-def test_brackets_within_brackets_have_an_end() -> None:
-    assert compare("x", "y", 7) == "too_complex" and compare("5", "5", 6) == "match"
-    deep = "((((((((x,1),1),1),1),1),1),1),1)"
-    assert compare(deep.replace("x", "a"), deep.replace("x", "b"), 0) == "too_complex"
+def test_one_answer_in_two_notations(left: str, right: str) -> None:
+    assert boxed(right, left).reason == "match"
+    assert boxed(left, right).reason == "match"
 
 
 @pytest.mark.parametrize(
-    ("gold", "answer", "outcome"),
+    ("gold", "answer", "reason"),
     [
-        ("(x,1)", "(x+0,1)", "match"),
-        ("(x,1)", "(x,2)", "no_match"),
-        ("(x,1)", "(1,x)", "no_match"),
-        ("(1,2,3)", "(1,2)", "no_match"),
-        ("\\{x,y\\}", "y,x", "match"),
+        ("1/3", "0.333333", "match"),
+        ("1/3", "0.33333", "no_match"),
+        ("2x", "y=x+x=2x", "match"),
+        ("8", "2^3=9=8", "no_match"),
+        ("8", "=", "no_answer"),
+        ("12_3", "12_4", "no_match"),
+        ("\\text{(D)}", "C", "no_match"),
+        ("5", "east", "no_match"),
         ("x,x", "x,y", "no_match"),
-        ("x,y,z", "z+0,x,y+0", "match"),
-        ("x + + / ) 3,y", "x,z", "gold_unparsed"),
-        ("(1,2)", "\\{1,2\\}", "no_match"),
+        ("(x,1)", "(1,x)", "no_match"),
         ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "no_match"),
         ("x=1, y=2", "x=1, z=2", "no_match"),
-        ("x=1, y=2", "y=2, x=0+1", "match"),
-        ("x=1, y=2", "[1,2]", "no_match"),
         ("x=1, y=2", "(1,2,3)", "no_match"),
-        ("x=1, y=2", "(1,2)", "match"),
-        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "x=1, y=2", "match"),
-        ("(1,2)", "3", "no_match"),
-        ("S=\\{1,2\\}", "T=\\{2,1\\}", "match"),
-        ("(x,y)=(1,2)", "(y,x)=(1,2)", "no_match"),
-        ("x\\%", "\\frac{x}{100}", "match"),
-        ("x\\%", "x", "no_match"),
-        ("2x \\text{ cms}", "x+x \\text{ CM}", "match"),
-        ("2x \\text{ cm}", "2x \\text{ km}", "no_match"),
         ("2x \\text{ cm}^2", "2x \\text{ cm}^3", "no_match"),
-        ("x", "x \\text{ or so}", "no_match"),
         ("x \\text{ or so}", "x \\text{ or so}", "match"),
-        ("2x", "y=2x", "match"),
-        ("2x", "y=x+x=2x", "match"),
-        ("2x", "2x=y", "match"),
-        ("8", "2^3=9=8", "no_match"),
-        ("8", "2^3=8", "match"),
-        ("8", "8=", "match"),
-        ("8", "=", "no_answer"),
-        ("x>5", "y=x>5", "no_match"),
+        ("x", "x \\text{ or so}", "no_match"),
+        ("((((((((x,1),1),1),1),1),1),1),1)", "((((((((y,1),1),1),1),1),1),1),1)", "too_complex"),
+        ("5", "\\prod k = 5", "match"),
+        ("\\sum k", "\\prod k", "unevaluated"),
+        ("5\\pi", "\\sin 1", "unevaluated"),
+        ("0.84", "\\sin 1", "no_match"),
+        ("5x", "\\sin x", "no_match"),
+        ("6!", "5!", "no_match"),
+        ("x=4", "x+1=5", "unevaluated"),
+        ("x+y=4", "x+1=5", "no_match"),
+        ("(5,6)", "2x>10", "unevaluated"),
+        ("(5,6)", "5<x", "no_match"),
     ],
 )
-def test_comparison_by_shape_and_leaf(gold: str, answer: str, outcome: str) -> None:
-    assert compare(canonical(gold), canonical(answer), 0) == outcome
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "refused"),
-    [
-        ("S = \\sum k", "5", True),
-        ("\\sum k = 5", "5", False),
-        ("\\sum k = n", "\\sum k", False),
-        ("\\prod k", "\\sum k", True),
-        ("\\operatorname{gcd}(1,2)", "\\gcd(1,2)", False),
-        ("\\sin x", "5x", False),
-        ("\\sin 1", "5\\pi", True),
-        ("\\sin 1", "5\\sqrt{2}", True),
-        ("\\sin 1", "0.84", False),
-        ("5!", "120", True),
-        ("5!", "6!", False),
-        ("x+1=5", "x=4", True),
-        ("x=4", "x=4", False),
-        ("x+1=5", "x+y=4", False),
-        ("x+1=5", "x=y", False),
-        ("5", "x=4", False),
-        ("2x>10", "x>5", True),
-        ("x>5", "x>5", False),
-        ("2x>10", "2x>10", False),
-        ("2x>10", "[5,6]", True),
-        ("2x>10", "(5,6)", True),
-        ("2x>10", "5", False),
-        ("5<x", "(5,6)", False),
-    ],
-)
-def test_what_only_restates_the_work_is_told_from_an_answer(answer: str, gold: str, refused: bool) -> None:
-    assert unevaluated(canonical(answer), canonical(gold)) is refused
-
-
-def test_an_expression_of_the_statement_is_found_in_its_first_20000_characters() -> None:
-    assert restates("x+1", "what is $$x + {1}$$?") and restates("x+1", "if $y = x+1.$") and restates("x+1", "\\(x+1\\)")
-    assert not restates("x", "$x$") and not restates("xy", "$xy$") and restates("xyz+", "$xyz+$")
-    assert not restates("abc", "$abc$") and not restates("12/5", "$12/5$") and not restates("x+1", "x+1")
-    assert restates("x+1,", "$x+1$") and restates("x+1", "$y = x+1.; z$")
-    assert restates("x+1", " " * 19_995 + "$x+1$") and not restates("x+1", " " * 19_996 + "$x+1$")
-
-
-@pytest.mark.parametrize(
-    ("text", "bare", "name", "changed"),
-    [
-        ("5 \\text{ Apples}", "5", "apple", False),
-        ("5 \\text{ m}^{2}", "5", "m^2", False),
-        ("5 square units", "5", None, False),
-        ("5 cm^2", "5", None, False),
-        ("x cm", "x cm", None, False),
-        ("\\text{ cm}", "\\text{ cm}", None, False),
-        ("5 \\text{a b c}", "5", "a b c", True),
-        ("5 \\text{x y z}", "5", "x y z", False),
-        ("5 \\text{x y z w}", "5", "x y z w", True),
-        ("5 \\text{ Million}", "5", "million", True),
-    ],
-)
-def test_units_are_told_from_words_that_change_a_value(text: str, bare: str, name: str | None, changed: bool) -> None:
-    assert (without_unit(text), unit(text), changes_value(text)) == (bare, name, changed)
-
-
-def test_a_long_answer_is_compared_as_text_or_in_a_worker() -> None:
-    strict = MathVerifier(VerifierSpec(limits=ScreenLimits(max_chars=5)))
-    assert strict.screen("\\boxed{x+1+y+z}", " x+1+y+z ") == Verdict(True, 1.0, "match")
-    assert strict.screen("\\boxed{x+1+y+z}", "5") == Verdict(False, 0.0, "too_long")
-    assert strict.screen("\\boxed{x+1+y}", "x+1+y").reason == "match" and strict.screen("\\boxed{x+1+}", "5 y") == Job(
-        "x+1+", "5 y"
-    )
-    wide = MathVerifier(VerifierSpec(limits=ScreenLimits(max_chars=5000)))
-    assert wide.screen("\\boxed{" + "x" * 1001 + "}", "x" * 1001) == Job("x" * 1001, "x" * 1001)
-    assert wide.screen("\\boxed{" + "x" * 1000 + "}", "x" * 1000).reason == "match"
-    assert strict.judge(Job("x", "\\boxed{x}")).reason == strict.judge(Job("1+x", "x+1")).reason == "match"
-    assert strict.judge(Job("9^{9^{9^9}}", " 9^{9^{9^9}} ")).reason in ("match", "too_long")
+def test_what_decides_between_two_answers(gold: str, answer: str, reason: str) -> None:
+    assert boxed(answer, gold).reason == reason

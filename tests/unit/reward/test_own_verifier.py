@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.reward.base import VerifierSpec
-from megatron_daro.reward.factory import own_verifier_class
+from megatron_daro.reward.factory import own_verifier_class, verifier_of
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
 
@@ -34,45 +37,62 @@ def test_equal_answers_to_different_statements_are_not_one_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reason", "counter"),
-    [("raises", "verifier_failed", "failures"), ("hangs", "timeout", "timeouts"), ("exits", "crash", "crashes")],
+    ("wrong", "reason", "counter", "timeout_s"),
+    [
+        ("raises", "verifier_failed", "failures", 30.0),
+        ("hangs", "timeout", "timeouts", 0.5),
+        ("exits", "crash", "crashes", 30.0),
+    ],
 )
-def test_what_it_does_to_its_process_costs_one_verdict(wrong: str, reason: str, counter: str) -> None:
-    with _pool(timeout_s=2.0, wrong=wrong) as pool:
+def test_what_it_does_to_its_process_costs_one_verdict(wrong: str, reason: str, counter: str, timeout_s: float) -> None:
+    with _pool(timeout_s=timeout_s, wrong=wrong) as pool:
         assert pool.score([("####3", "3", "3=")]) == [Verdict(False, -1.0, reason)]
         assert pool.counters[counter] >= 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("type", "returned a float; allowed: megatron_daro.types.Verdict"),
-        ("reward", "returned reward nan; allowed: a finite number"),
-    ],
-)
-def test_anything_but_a_verdict_is_refused_by_name(wrong: str, words: str) -> None:
-    with _pool(wrong=wrong) as pool, pytest.raises(RewardError, match=r"toy_verifier:LastDigit\.verify") as caught:
+@pytest.mark.parametrize("wrong", ["type", "reward"])
+def test_anything_but_a_verdict_is_refused_by_name(wrong: str) -> None:
+    with _pool(wrong=wrong) as pool, pytest.raises(RewardError, match=r"toy_verifier:LastDigit\.verify"):
         pool.score([("####3", "3", "3=")])
-    assert words in str(caught.value)
+
+
+class Returns:
+    """A verifier that returns what its options say."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.verdict = Verdict(**{"correct": True, "reward": 1, "reason": "m", **fields})
+
+    def verify(self, answer_text: str, gold: str, statement: str) -> Verdict:
+        return self.verdict
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"correct": 1}, {"reward": True}, {"reward": "1"}, {"reward": math.inf}, {"reason": ""}, {"reason": None}],
+)
+def test_a_verdict_with_another_field_is_refused_by_name(fields: dict[str, Any]) -> None:
+    verifier = verifier_of(VerifierSpec(f"{__name__}:Returns", options=fields))
+    with pytest.raises(RewardError, match=f"{next(iter(fields))} {next(iter(fields.values()))!r}"):
+        verifier.verify("answer", "gold")
+    assert verifier_of(VerifierSpec(f"{__name__}:Returns")).verify("answer", "gold") == Verdict(True, 1.0, "m")
 
 
 def test_a_constructor_that_raises_ends_the_start_with_its_words() -> None:
-    with pytest.raises(RewardError, match=r"cannot be made \(RuntimeError: no such table\)"):
+    with pytest.raises(RewardError, match="no such table"):
         _pool(wrong="constructor").start()
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "options", "named"),
     [
-        ("no_such_module:X", {}, "got 'no_such_module:X', which cannot be imported"),
-        ("toy_verifier:Missing", {}, "got 'toy_verifier:Missing', which cannot be imported"),
-        ("toy_verifier:time", {}, "got 'toy_verifier:time', which is no class"),
-        ("toy_verifier:OtherSignature", {}, "write it as `def verify(self, answer_text"),
-        ("toy_verifier:Asynchronous", {}, "write it as `def verify(self, answer_text"),
-        ("toy_verifier:LastDigit", {"far": 1}, "unexpected keyword argument 'far'"),
+        ("no_such_module:X", {}, "no_such_module:X"),
+        ("toy_verifier:Missing", {}, "toy_verifier:Missing"),
+        ("toy_verifier:time", {}, "toy_verifier:time"),
+        ("toy_verifier:OtherSignature", {}, "def verify"),
+        ("toy_verifier:Asynchronous", {}, "def verify"),
+        ("toy_verifier:LastDigit", {"far": 1}, "far"),
     ],
 )
-def test_a_class_that_does_not_fit_is_named(name: str, options: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_class_that_does_not_fit_is_named(name: str, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         own_verifier_class(name, options)
-    assert words in str(caught.value)

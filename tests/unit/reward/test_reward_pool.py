@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import threading
 from collections.abc import Iterator
-from functools import partial
 
 import psutil
 import pytest
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RewardError
-from megatron_daro.reward import VerifierSpec, build_verifier
-from megatron_daro.reward.base import Job
+from megatron_daro.reward import build_verifier
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.reward.worker import answer_all
 from megatron_daro.types import Verdict
-from megatron_daro.worker_pool.child import EXIT_MEMORY, serve
-from megatron_daro.worker_pool.pool import longest_wait_s
 
 PAIRS = [
     ("\\boxed{(x+1)^2}", "x^2+2x+1"),
@@ -108,43 +101,25 @@ def test_settings_come_from_a_section_and_cheap_verifiers_start_no_process() -> 
         assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_zero_workers_with_a_marker() -> None:
-    with RewardPool(VerifierSpec("exact", marker="#"), workers=0) as pool:
-        assert [v.correct for v in pool.score([("1+2#3", "3"), ("1+2#4", "3")])] == [True, False]
+def test_form_and_marker_of_a_section_decide() -> None:
+    for strict, unmarked in ((True, False), (False, True)):
+        section = RewardSection(verifier="exact", strict=strict, marker="#", correct_reward=2.0)
+        with RewardPool.from_section(section) as pool:
+            verdicts = pool.score([("1+2#3", "3"), ("1+2#4", "3"), ("3", "3")])
+        assert [v.correct for v in verdicts] == [True, False, unmarked] and verdicts[0].reward == 2.0
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"workers": -1}, {"timeout_s": 0.0}, {"memory_mib": 0}, {"verifier": "maths"}]
+    ("wrong", "name"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": -1, "verifier": "exact"}, "workers"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"memory_mib": 0}, "memory_mib"),
+        ({"verifier": "maths"}, "maths"),
+        ({"verifier": "toy_verifier:LastDigit", "workers": 0}, "toy_verifier:LastDigit"),
+    ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(wrong: dict[str, object]) -> None:
-    with pytest.raises(RewardError, match="allowed"):
+def test_settings_that_cannot_work_are_refused_at_once(wrong: dict[str, object], name: str) -> None:
+    with pytest.raises(RewardError, match=name):
         RewardPool(**{"verifier": "math", **wrong})  # type: ignore[arg-type]
-
-
-def test_the_longest_wait_grows_with_what_each_worker_has_to_do():
-    alone = longest_wait_s(0, 1, 5.0)
-    assert longest_wait_s(100, 1, 5.0) == pytest.approx(51 * alone)  # 102 rounds in the place of 2
-    assert longest_wait_s(100, 4, 5.0) == pytest.approx(13.5 * alone)
-    assert longest_wait_s(0, 0, 5.0) == alone  # in the driver's own process
-
-
-def test_a_worker_ends_after_an_answer_that_was_too_large_for_it() -> None:
-    class Hungry:
-        def judge(self, job: Job) -> Verdict:
-            if job.answer == "large":
-                raise MemoryError
-            return Verdict(True, 1.0, "match")
-
-    answers = ("small", "large", "small")
-    requests = [{"kind": "judge", "answer": answer, "gold": "1", "statement": ""} for answer in answers]
-    lines, replies = io.BytesIO(b"".join(json.dumps(one).encode() + b"\n" for one in requests)), io.BytesIO()
-    status = serve(partial(answer_all, Hungry()), lines, replies, timeout_s=60, memory_mib=100_000)  # type: ignore[arg-type]
-    said = [json.loads(line)["reason"] for line in replies.getvalue().splitlines()]
-    assert (status, said) == (EXIT_MEMORY, ["match", "memory"])
-
-
-def test_the_workers_are_there_as_soon_as_the_pool_is_entered() -> None:
-    with RewardPool("math", workers=1) as own:
-        assert len(own.worker_pids) == 1
-        own.start()
-        assert len(own.worker_pids) == 1
