@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_same_state(host, tmp_path):
     _, resumed, _, _ = start(host, 1)
     resumed.resume(tmp_path)
     assert resumed.step.state_dict() == daro.step.state_dict()
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match=r"daro\.json"):
         resumed.resume(tmp_path / "elsewhere")
 
 
@@ -176,9 +176,9 @@ def test_columns_that_do_not_arrive_stop_the_run(host):
     _, _, policy, loss_fn = start(host, 1)
     data = train_data(host, batches.samples(0))
     data["advantages"] = torch.zeros_like(data["token_mask"])
-    with pytest.raises(AlgorithmError, match="daro_bin, daro_coefficient missing"):
+    with pytest.raises(AlgorithmError, match="daro_bin, daro_coefficient"):
         policy.train(data, loss_fn)
-    with pytest.raises(AlgorithmError, match="pass rates: those of this batch are unknown"):
+    with pytest.raises(AlgorithmError, match="pass rates"):
         start(host, 1)[1].wrap(policy).train(data, loss_fn)
 
 
@@ -187,7 +187,7 @@ def test_what_does_not_go_with_daro_is_refused(host, monkeypatch):
     policy.cfg["train_global_batch_size"] = 8
     with pytest.raises(ConfigError, match="train_global_batch_size: got 8"):
         one_step(host, estimator, daro.wrap(policy), loss_fn, batches.samples(0))
-    with pytest.raises(ConfigError, match="allowed is DaroLoss"):
+    with pytest.raises(ConfigError, match="loss_fn"):
         one_step(host, estimator, daro.wrap(policy), clipped(host), batches.samples(0))
     monkeypatch.setenv("MEGATRON_DARO_OPTIONS", "daro.magnitude=token")
     with pytest.raises(ConfigError, match="magnitude"):
@@ -209,7 +209,7 @@ def test_repeated_prompts_are_groups_of_their_own_and_reordered_rows_are_refused
     prompts, rewards = torch.zeros(2 * K, 3), torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
     estimator.compute_advantage(prompt_ids=prompts, rewards=rewards, mask=torch.ones(2 * K, 5))
     assert daro.bins_B.tolist() == [1] * K + [3] * K
-    with pytest.raises(AlgorithmError, match="answers to several prompts"):
+    with pytest.raises(AlgorithmError, match="group 0"):
         estimator.compute_advantage(
             prompt_ids=torch.arange(2 * K)[:, None] % 2, rewards=rewards, mask=torch.ones(2 * K, 5)
         )

@@ -21,7 +21,6 @@ from megatron_daro.plugins.core import (
     bins_of_pass_rates,
     consecutive_groups,
     load_state,
-    over_group,
     save_state,
 )
 from megatron_daro.plugins.options import read_options
@@ -155,14 +154,13 @@ def test_tokens_that_the_loss_did_not_see_stop_the_run():
     step.begin(torch.tensor([1, 2]), torch.tensor([3, 4]), alone)
     three = torch.tensor([3.0], dtype=torch.float64)
     step.weigh(SampleSums(three, three, three), torch.tensor([1]))
-    with pytest.raises(AlgorithmError, match=r"counted \[0, 3, 4, 0, 0\].*saw \[0, 3, 0, 0, 0\]"):
+    with pytest.raises(AlgorithmError, match=r"\[0, 3, 4, 0, 0\].*\[0, 3, 0, 0, 0\]"):
         step.end(alone)
-    assert not step.open
 
 
-def test_a_loss_without_a_step_says_that_the_hook_did_not_run():
+def test_a_loss_without_a_step_is_refused():
     ones = torch.ones(1, dtype=torch.float64)
-    with pytest.raises(AlgorithmError, match="hook before the optimizer step did not run"):
+    with pytest.raises(AlgorithmError):
         new_step().weigh(SampleSums(ones, ones, ones), torch.tensor([1]))
 
 
@@ -211,7 +209,7 @@ def test_pass_rates_come_back_as_bins(k, dtype):
 
 @pytest.mark.parametrize("value", [0.3, -0.25, 1.25, math.nan])
 def test_what_is_no_pass_rate_is_refused(value):
-    with pytest.raises(AlgorithmError, match=r"allowed are 0/4, 1/4"):
+    with pytest.raises(AlgorithmError, match=f"got {value:g}"):
         bins_of_pass_rates(torch.tensor([0.5, value]), K)
 
 
@@ -240,25 +238,22 @@ def test_a_state_of_another_k_is_refused_and_changes_nothing(tmp_path):
     save_state(taught(), tmp_path / "daro.json")
     other = new_step(k=8)
     before = other.state_dict()
-    with pytest.raises(CheckpointError, match="rollouts_per_prompt: the saved state has 4, this run has 8"):
+    with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
         load_state(other, tmp_path / "daro.json")
     assert other.state_dict() == before
 
 
 @pytest.mark.parametrize(
-    ("content", "match"),
-    [(None, "is not there"), ("{", "torn"), ("[]", "torn"), ('{"format": 2}', "format 2"), ("{}", "format None")],
+    "content",
+    [None, "{", "[]", '{"format": 2, "steps": 1}', '{"format": 1, "steps": 1.5}', '{"format": 1, "steps": 3}'],
 )
-def test_a_missing_or_torn_state_is_refused(tmp_path, content, match):
+def test_a_missing_or_torn_state_is_refused_and_changes_nothing(tmp_path, content):
     if content is not None:
         (tmp_path / "daro.json").write_text(content)
-    with pytest.raises(CheckpointError, match=match):
-        load_state(new_step(), tmp_path / "daro.json")
-
-
-def test_the_state_is_plain_json():
-    state = taught().state_dict()
-    assert json.loads(json.dumps(state)) == state
+    step = new_step()
+    with pytest.raises(CheckpointError, match="daro.json" if content is None else None):
+        load_state(step, tmp_path / "daro.json")
+    assert step.state_dict() == new_step().state_dict()
 
 
 def test_only_an_algorithm_with_difficulty_weights():
@@ -266,19 +261,13 @@ def test_only_an_algorithm_with_difficulty_weights():
         DifficultyStep(make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=1))
 
 
-def test_one_rank_needs_no_process_group():
-    assert over_group(None)(torch.tensor([2.0])).tolist() == [2.0]
-
-
 def test_groups_are_k_rows_of_one_prompt():
     prompts = torch.tensor([[1, 2]] * K + [[1, 2]] * K)
     assert consecutive_groups(prompts, K, "n").tolist() == [0] * K + [1] * K, "two groups may have one prompt"
-    with pytest.raises(AlgorithmError, match="got 7 answers, allowed is a multiple of n, 4"):
+    with pytest.raises(AlgorithmError, match="got 7"):
         consecutive_groups(prompts[:7], K, "n")
     prompts[6, 1] = 3
-    with pytest.raises(
-        AlgorithmError, match=r"1 of 2 have answers to several prompts \(first: group 1\).*4 rows .*\(n\)"
-    ):
+    with pytest.raises(AlgorithmError, match="group 1"):
         consecutive_groups(prompts, K, "n")
 
 
@@ -290,7 +279,6 @@ def test_metrics_are_of_the_step_before_the_weights_move():
         torch.tensor([0.0, 3, 4, 0, 5], dtype=torch.float64),
         2.5,
     )
-    assert step.open and step.first_here
     metrics = step.end(alone)
     groups = {"difficulty/groups/1": 0.5, "difficulty/groups/2": 0.25, "difficulty/groups/4": 0.25}
     tokens = {"difficulty/tokens/1": 3, "difficulty/tokens/2": 4, "difficulty/tokens/4": 5}
@@ -308,49 +296,14 @@ def test_metrics_are_of_the_step_before_the_weights_move():
         "difficulty/clamped": 0.0,
         "difficulty/skipped": 0.0,
     }
-    assert not step.open and not step.first_here and step.steps == 1
+    assert step.steps == 1
     totals = step.begin(torch.tensor([1, 2]), torch.tensor([3, 4]), alone)
     extra = step.algorithm.extra_loss(totals)
     step.note(*torch.zeros(2, K + 1), totals.tokens_per_bin, 0.5)
     assert step.end(alone)["loss/total"] == pytest.approx(0.5 + extra) and abs(extra) > 1e-3
 
 
-def test_a_step_that_begins_anew_forgets_the_losses_of_the_one_before():
-    step = new_step()
-    for _ in range(2):
-        step.begin(torch.tensor([1]), torch.tensor([2]), alone)
-        two = torch.tensor([2.0], dtype=torch.float64)
-        step.weigh(SampleSums(two, two, two), torch.tensor([1]))
-    assert step.end(alone)["loss/policy"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        ({"format": 1}, "format 1 with steps None"),
-        ({"format": 1, "steps": 1.5}, "steps 1.5, allowed is format 1 with a whole number"),
-        ({"format": 2, "steps": 1}, "format 2 with steps 1"),
-    ],
-)
-def test_a_state_without_a_whole_number_of_steps_is_refused(state, match):
-    step = new_step()
-    with pytest.raises(CheckpointError, match=match):
-        step.load_state_dict(state | {"algorithm": step.algorithm.state_dict()})
-    assert step.steps == 0
-    with pytest.raises(CheckpointError):
-        step.load_state_dict({"format": 1, "steps": 3})
-    assert step.steps == 0, "nothing is changed"
-
-
-def test_pass_rates_are_refused_only_beyond_a_twentieth_of_an_answer():
-    assert bins_of_pass_rates(torch.tensor([0.25 + 0.0124, 1 - 0.0124, 1.0124, -0.0124]), K).tolist() == [1, 4, 4, 0]
-    with pytest.raises(
-        AlgorithmError, match=r"pass rate: got 0\.263, allowed are 0/4, 1/4, \.\.\. 1 \(rollouts_per_prompt 4\)"
-    ):
-        bins_of_pass_rates(torch.tensor([0.5, 0.263, 0.3]), K)
-
-
-def test_what_a_saved_state_is(tmp_path):
+def test_the_file_of_a_saved_state(tmp_path):
     step = taught()
     save_state(step, tmp_path / "daro.json")
     assert json.loads((tmp_path / "daro.json").read_text()) == {
@@ -358,9 +311,3 @@ def test_what_a_saved_state_is(tmp_path):
         "steps": 3,
         "algorithm": step.algorithm.state_dict(),
     }
-    (tmp_path / "daro.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="holds no mapping"):
-        load_state(new_step(), tmp_path / "daro.json")
-    (tmp_path / "daro.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"is no JSON \("):
-        load_state(new_step(), tmp_path / "daro.json")

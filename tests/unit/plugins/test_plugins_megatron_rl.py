@@ -54,7 +54,7 @@ class Iterator:
 class Host:
     """Two packed bins of one rank, 12 rollouts and a padding row; train_step runs the loss of every bin."""
 
-    def __init__(self, per_turn=False):
+    def __init__(self, per_turn=False, loss=host_loss):
         generator = torch.Generator().manual_seed(0)
         self.rows = [[0, 5, 9, 2], [7, 4, 12], [1, 3], [6, 8, 10, 11]]
         self.lengths = [[3, 3, 3, 3], [4, 3, 0], [6, 5], [3, 3, 3, 3]]
@@ -67,12 +67,12 @@ class Host:
         self.logprobs = (-2 + torch.rand(4, LONG - 1, generator=generator)).requires_grad_()
         self.old = -2 + 0.5 * torch.rand(4, LONG - 1, generator=generator)
         self.advantages = torch.zeros(13)
-        self.kl_beta, self.passes, self.exits = 0.0, 1, False
+        self.kl_beta, self.passes, self.exits, self.skipped = 0.0, 1, False, 0
         self.rl_utils = SimpleNamespace(
             calculate_grpo_advantages=None,
             prepare_data_for_update=lambda **given: "prepared",
             load_packed_data_by_index=self.load,
-            calculate_grpo_loss=host_loss,
+            calculate_grpo_loss=loss,
             get_rl_runtime_state=lambda: SimpleNamespace(packing_context=self),
         )
         if per_turn:  # Megatron-LM core_v0.19.0
@@ -122,7 +122,7 @@ class Host:
             tokens += max(int(found[3].sum()), 1)
         if not self.exits:
             (total / tokens).backward()
-        return {"lm loss": torch.zeros(())}, 0, False, self.exits, 0, 1.0, 0, 0
+        return {"lm loss": torch.zeros(())}, self.skipped, False, self.exits, 0, 1.0, 0, 0
 
     def step(self, *bins):
         items = iter([(torch.tensor(i),) for i in bins])
@@ -163,7 +163,6 @@ def host(monkeypatch):
 
     monkeypatch.setattr(session_module, "over_data", alone)
     monkeypatch.setattr(session_module, "over_data_and_stages", alone)
-    monkeypatch.setattr(adapter, "_session", None)
     found = Host()
     found.arguments.parse_and_validate_args()
     return found
@@ -209,7 +208,7 @@ def test_the_state_lies_beside_the_checkpoint(host, tmp_path):
     with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
         host.training.load_checkpoint(None, None, "scheduler")
     (tmp_path / "iter_0000007" / "daro.json").unlink()
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match=r"daro\.json"):
         host.training.load_checkpoint(None, None, "scheduler")
 
 
@@ -230,9 +229,8 @@ def test_an_exit_leaves_the_weights_alone(host):
 
 
 def test_a_failed_rollout_takes_its_group_out(host):
-    found = session_module.Session.score(adapter.session(), REWARDS, [[1] * K, [1, 0, 1, 1], [1] * K])
-    assert found[K : 2 * K] == [0.0] * K
-    assert adapter.session().scored[0].tolist() == [1] * K + [0] * K + [2] * K
+    found = host.rl_utils.calculate_grpo_advantages(REWARDS, [[1] * K, [1, 0, 1, 1], [1] * K])
+    assert [value != 0 for value in found] == [True] * K + [False] * K + [True] * K
 
 
 def test_rows_follow_turns_that_stand_alone(host):
@@ -267,9 +265,9 @@ def test_one_part_of_a_stage_is_no_interleaving(host):
 
 
 def test_rewards_that_never_arrive_stop_the_run(host):
-    with pytest.raises(AlgorithmError, match="none were scored for 12"):
+    with pytest.raises(AlgorithmError, match="12"):
         host.rl_utils.prepare_data_for_update(rollouts=[[SimpleNamespace(trajectory=["t"])] * K] * 3)
-    with pytest.raises(AlgorithmError, match="grpo-group-size = 4"):
+    with pytest.raises(AlgorithmError, match="grpo-group-size"):
         host.score([[1.0, 0.0]])
     with pytest.raises(AlgorithmError, match="correct_above"):
         host.score([[0.3, 0.0, 1.0, 1.0]])
@@ -278,32 +276,29 @@ def test_rewards_that_never_arrive_stop_the_run(host):
 def test_advantages_of_other_rows_stop_the_run(host):
     host.score()
     host.advantages = host.advantages.roll(1)
-    with pytest.raises(AlgorithmError, match="rows were reordered"):
+    with pytest.raises(AlgorithmError):
         host.step(0, 1)
 
 
-def test_a_loss_that_is_not_homogeneous_stops_the_run(host, monkeypatch):
-    host.score()
-    host.rl_utils.calculate_grpo_loss = adapter.functools.partial(
-        adapter._loss, lambda **given: tuple(x + 1 for x in host_loss(**given))
-    )
-    with pytest.raises(AlgorithmError, match="scales or clips otherwise"):
-        host.step(0, 1)
+def test_a_loss_that_is_not_homogeneous_stops_the_run(host):
+    other = Host(loss=lambda **given: tuple(x + 1 for x in host_loss(**given)))
+    other.arguments.parse_and_validate_args()
+    other.score()
+    with pytest.raises(AlgorithmError, match="loss of the first step"):
+        other.step(0, 1)
 
 
-def test_a_start_without_the_launcher_is_named(monkeypatch):
-    monkeypatch.setattr(adapter, "_session", None)
-    with pytest.raises(ConfigError, match="torchrun"):
-        adapter.session()
-    with pytest.raises(ConfigError, match=r"allowed is Megatron-LM's train_rl\.py"):
-        adapter.main(["--no-script"])
+@pytest.mark.parametrize("words", [[], ["--no-script"]])
+def test_a_start_without_the_script_is_refused(words):
+    with pytest.raises(ConfigError, match=r"train_rl\.py"):
+        adapter.main(words)
 
 
 def test_a_version_without_a_function_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match=r"megatron\.training\.arguments\.parse_and_validate_args"):
         adapter.install(SimpleNamespace(), SimpleNamespace(), SimpleNamespace())
     modules = {place: SimpleNamespace(**dict.fromkeys(names)) for place, names in adapter.FUNCTIONS.items()}
-    with pytest.raises(ConfigError, match=r"one of megatron\.rl\.rl_utils\._is_collapsible_rollout and PAD_TURN_UNIT"):
+    with pytest.raises(ConfigError, match=r"_is_collapsible_rollout.*PAD_TURN_UNIT"):
         adapter.install(**modules)
 
 
@@ -342,10 +337,8 @@ def test_the_script_runs_with_its_own_words_and_folder_after_the_hooks_are_in(mo
     assert given == [tuple(modules)]
     assert rl.seen == ("__main__", [str(script), "--lr", "1e-6"], str(tmp_path), True)
     monkeypatch.setitem(sys.modules, names[1], None)
-    with pytest.raises(ConfigError, match=r"Megatron-LM: .*allowed is a checkout .* in whose root train_rl\.py lies"):
+    with pytest.raises(ConfigError, match="Megatron-LM"):
         adapter.main([str(script)])
-    with pytest.raises(ConfigError, match=r"script: got \[\], allowed"):
-        adapter.main([])
 
 
 def test_a_step_keeps_what_the_host_reports_and_moves_its_iterator_on(host):
@@ -363,22 +356,14 @@ def test_a_step_keeps_what_the_host_reports_and_moves_its_iterator_on(host):
 def test_without_packed_data_the_run_stops(host):
     host.score()
     host.rl_utils.get_rl_runtime_state = lambda: SimpleNamespace(packing_context=None)
-    with pytest.raises(
-        AlgorithmError, match="packed data: none was made, allowed is a run with --rl-use-sequence-packing"
-    ):
+    with pytest.raises(AlgorithmError, match="--rl-use-sequence-packing"):
         host.step(0, 1)
-    with pytest.raises(AlgorithmError, match="packed data: none was loaded"):
-        adapter.session().reweighted(torch.zeros(1))
 
 
 @pytest.mark.parametrize(("skipped", "taken"), [(0, True), (1, False)])
 def test_weights_move_where_megatron_skipped_no_iteration(host, skipped, taken):
     host.score()
-    own = host.train_step
-    host.training.train_step = adapter.functools.partial(
-        adapter._train_step, host.rl_utils, host.training, lambda *given: (own(*given)[0], skipped, *own_rest)
-    )
-    own_rest = (False, False, 0, 1.0, 0, 0)
+    host.skipped = skipped
     report = host.step(0, 1)
     assert float(report["difficulty/skipped"]) == float(not taken)
     assert (adapter.session().step.algorithm.weights.tolist() == [1.0] * 5) == (not taken)

@@ -51,24 +51,24 @@ def config(kind, **sections):
 
 @pytest.mark.parametrize("kind", ["mappings", "models"])
 @pytest.mark.parametrize(
-    ("section", "option", "value", "match"),
+    ("section", "option", "value", "named"),
     [
-        ("data_plane", "enabled", True, "data_plane.enabled: got true; allowed: false"),
-        ("grpo", "adv_estimator", {"name": "gdpo"}, "grpo.adv_estimator.name: got 'gdpo'; allowed: 'grpo'"),
-        ("grpo", "adv_estimator", {"normalize_rewards": False}, "adv_estimator.normalize_rewards: got false"),
-        ("grpo", "adv_estimator", {"minus_baseline": False}, "adv_estimator.minus_baseline: got false"),
-        ("grpo", "adv_estimator", {"use_leave_one_out_baseline": True}, "use_leave_one_out_baseline: got true"),
-        ("grpo", "async_grpo", {"enabled": True, "max_trajectory_age_steps": 2}, "grpo.async_grpo.enabled: got true"),
-        ("grpo", "use_leave_one_out_baseline", True, "use_leave_one_out_baseline: got true; allowed: false"),
-        ("grpo", "token_bonus", 0.5, "grpo.token_bonus: got 0.5; allowed: off: DARO does not know"),
-        ("loss_fn", "use_kl_in_reward", True, "loss_fn.use_kl_in_reward: got true"),
-        ("loss_fn", "positive_example_nll_weight", 0.1, "loss_fn.positive_example_nll_weight: got 0.1"),
-        ("loss_fn", "token_level_loss", False, "loss_fn.token_level_loss: got false"),
+        ("data_plane", "enabled", True, "data_plane.enabled"),
+        ("grpo", "adv_estimator", {"name": "gdpo"}, "grpo.adv_estimator.name: got 'gdpo'"),
+        ("grpo", "adv_estimator", {"normalize_rewards": False}, "adv_estimator.normalize_rewards"),
+        ("grpo", "adv_estimator", {"minus_baseline": False}, "adv_estimator.minus_baseline"),
+        ("grpo", "adv_estimator", {"use_leave_one_out_baseline": True}, "use_leave_one_out_baseline"),
+        ("grpo", "async_grpo", {"enabled": True, "max_trajectory_age_steps": 2}, "grpo.async_grpo.enabled"),
+        ("grpo", "use_leave_one_out_baseline", True, "use_leave_one_out_baseline"),
+        ("grpo", "token_bonus", 0.5, "grpo.token_bonus: got 0.5"),
+        ("loss_fn", "use_kl_in_reward", True, "loss_fn.use_kl_in_reward"),
+        ("loss_fn", "positive_example_nll_weight", 0.1, "loss_fn.positive_example_nll_weight"),
+        ("loss_fn", "token_level_loss", False, "loss_fn.token_level_loss"),
     ],
 )
-def test_options_that_daro_does_not_go_with_are_refused(kind, section, option, value, match):
+def test_options_that_daro_does_not_go_with_are_refused(kind, section, option, value, named):
     adapter.check_options(config(kind), read_options(""))
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError, match=named):
         adapter.check_options(config(kind, **{section: {option: value}}), read_options(""))
 
 
@@ -122,11 +122,11 @@ def test_trainers_without_daro_are_refused_before_and_after_the_set_up(nemo):
         nemo.async_grpo_train(Nothing(), late)
 
 
-@pytest.mark.parametrize(("of_config", "of_call", "match"), [(8, None, "got 8 for a batch of 4"), (4, 8, "got 8 for")])
-def test_a_batch_of_several_optimizer_steps_is_refused(of_config, of_call, match):
+@pytest.mark.parametrize(("of_config", "of_call"), [(8, None), (4, 8)])
+def test_a_batch_of_several_optimizer_steps_is_refused(of_config, of_call):
     daro, loss = adapter.Daro(K, read_options("")), object.__new__(adapter.DaroLoss)
     data = {"token_mask": torch.ones(4, 3), "sample_mask": torch.ones(4)}
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(ConfigError, match="train_global_batch_size: got 8"):
         daro.wrap(SimpleNamespace(cfg={"train_global_batch_size": of_config})).train(data, loss, gbs=of_call)
     for size, given in ((4, None), (8, 4)):
         with pytest.raises(AlgorithmError, match="pass rates"):
@@ -261,33 +261,21 @@ def test_the_state_lies_above_the_weights_and_is_taken_over(tmp_path):
 
 
 def test_what_the_loss_does_not_get_or_cannot_do_is_refused():
-    with pytest.raises(AlgorithmError, match="batch: daro_bin, daro_coefficient missing"):
+    with pytest.raises(AlgorithmError, match="daro_bin, daro_coefficient"):
         adapter.DaroLoss(ClippedLoss())(torch.zeros(1, 2), {}, torch.ones(()), torch.ones(()))
     sequences = SimpleNamespace(loss_type=SimpleNamespace(value="sequence_level"))
-    with pytest.raises(ConfigError, match=r"loss_fn\.token_level_loss: got False"):
+    with pytest.raises(ConfigError, match=r"loss_fn\.token_level_loss"):
         adapter.DaroLoss(sequences)
     adapter.DaroLoss(SimpleNamespace(loss_type=SimpleNamespace(value="token_level")))
-    with pytest.raises(ConfigError, match="got 'token', allowed in NeMo-RL are abs and signed"):
+    with pytest.raises(ConfigError, match="magnitude: got 'token'"):
         adapter.Daro(K, read_options("daro.magnitude=token"))
     daro = adapter.Daro(K, read_options(""))
-    with pytest.raises(ConfigError, match=r"loss_fn: got ClippedLoss, allowed is DaroLoss\(loss_fn\)"):
+    with pytest.raises(ConfigError, match="ClippedLoss"):
         daro.wrap(Trained()).train(batch_of(scored(daro)), ClippedLoss())
-    with pytest.raises(AttributeError):
-        object.__new__(adapter.DaroLoss).host  # noqa: B018
-
-
-def test_the_whole_batch_is_left_as_it_was_but_for_the_columns():
-    daro, policy = adapter.Daro(K, read_options("")), Trained()
-    data = batch_of(scored(daro))
-    before = data["advantages"].clone()
-    daro.wrap(policy).train(data, adapter.DaroLoss(ClippedLoss()))
-    assert torch.equal(data["advantages"], before)
-    assert data[adapter.BIN].tolist() == [1] * 4 + [2] * 4
-    assert data[adapter.COEFFICIENT].tolist() == pytest.approx([1 / 10] * 4 + [1 / 9] * 3 + [0])
 
 
 def test_install_reads_k_and_the_version(nemo):
-    with pytest.raises(ConfigError, match=r"NeMo-RL 0\.7\.0 does not have"):
+    with pytest.raises(ConfigError, match=r"NeMo-RL 0\.7\.0.*_create_advantage_estimator"):
         del nemo._create_advantage_estimator
         adapter.install(config("models"))
     nemo._create_advantage_estimator = None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -34,9 +31,11 @@ def test_words_of_the_environment_reach_the_algorithm(monkeypatch):
 
 
 def test_what_a_host_does_not_hand_on_is_refused_at_the_start():
-    with pytest.raises(AlgorithmError, match=r"^daro\.magnitude: got"):
+    with pytest.raises(AlgorithmError, match=r"daro\.magnitude"):
         read_options("daro.magnitude=advantage").algorithm(4)
     read_options("daro.half_life=9").algorithm(4)
+    with pytest.raises(AlgorithmError, match="rollouts_per_prompt: got 1"):
+        read_options("").algorithm(1)
 
 
 def test_every_wrong_word_is_named():
@@ -53,6 +52,7 @@ def test_every_wrong_word_is_named():
         ("", [-1.0, 1.0], [False, True]),
         ("", [0.0, 0.0], [False, False]),
         ("correct_above=0", [-0.2, 0.7], [False, True]),
+        ("correct_above=0.5", [0.5, 0.75], [False, True]),
     ],
 )
 def test_verdicts(text, rewards, verdicts):
@@ -63,40 +63,3 @@ def test_verdicts(text, rewards, verdicts):
 def test_shaped_rewards_are_no_verdicts(rewards):
     with pytest.raises(AlgorithmError, match="correct_above"):
         read_options("").verdicts(torch.tensor(rewards))
-
-
-def test_importing_the_core_needs_no_host():
-    code = (
-        "import sys, torch.distributed as dist, megatron_daro.plugins.core, megatron_daro.plugins.options;"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'ray', 'megatron', 'transformers', 'verl', 'slime'}),"
-        "dist.is_initialized())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == ["[]", "False"]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "got"),
-    [([0.0, 0.9], "got 0.9,"), ([-1.0, 0.0, 1.0], "got 0 beside -1,"), ([1.0, -0.5, 0.25], "got -0.5,")],
-)
-def test_the_first_reward_that_is_no_verdict_is_named(rewards, got):
-    with pytest.raises(AlgorithmError) as raised:
-        read_options("").verdicts(torch.tensor(rewards))
-    assert got in str(raised.value) and f"{VARIABLE}='correct_above=0'" in str(raised.value)
-
-
-def test_a_reward_is_right_above_the_threshold_and_not_at_it():
-    assert read_options("correct_above=0.5").verdicts(torch.tensor([0.5, 0.75])).tolist() == [False, True]
-    assert read_options("").verdicts(torch.tensor([-1.0, -1.0])).tolist() == [False, False]
-
-
-def test_defaults_of_the_options_and_words_of_a_wrong_one(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "start_fresh=true")
-    assert read_options().start_fresh and not read_options("").start_fresh
-    options = read_options("")
-    assert (options.std, options.correct_above, options.allow_host_options) == ("auto", None, ())
-    with pytest.raises(ConfigError, match=r"std: got 'mad'; allowed: .*; fix: change or remove it in my words"):
-        read_options("std=mad", source="my words")
-    with pytest.raises(AlgorithmError, match="rollouts_per_prompt: got 1"):
-        options.algorithm(1)
-    assert options.algorithm(4).name == "daro"
