@@ -1,4 +1,4 @@
-"""The quickstart and tests/run.sh install with one script, so that the second of them installs nothing again."""
+"""What the quickstart and tests/run.sh install with: nothing is installed a second time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ case "$2" in
     *) exec {python} "$@" ;;
 esac
 """
-
-
-def test_both_commands_install_with_one_script():
-    for script in ("tests/run.sh", "examples/one_command.sh"):
-        text = (ROOT / script).read_text()
-        assert f"bash {INSTALLER}" in text and "pip install" not in text
-    for example in ("quickstart", "smollm2"):
-        assert "source examples/one_command.sh" in (ROOT / "examples" / example / "run.sh").read_text()
 
 
 def test_nothing_is_installed_twice_until_the_requirements_change(tmp_path):

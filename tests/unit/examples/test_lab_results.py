@@ -56,31 +56,6 @@ def test_p_values_and_their_corrections():
     assert results.benjamini_hochberg([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.16 / 3, 0.16 / 3, 0.5])
 
 
-def test_secondary_contrasts_are_corrected_among_those_that_have_a_p_value():
-    """Two arms are tested: the first one's p, 0.013, is doubled; the third diverged in one run, the fourth ran once."""
-
-    def outcome(arm, seed, accuracies, ended=""):
-        records = [{"step": i, "tokens": 10 * i, "accuracy": a} for i, a in enumerate(accuracies)]
-        return Outcome(Job("smollm2", "smollm2", arm, "compare", seed, 0.1), records, ended)
-
-    table = {
-        "daro_shared_half_life": {seed: outcome("daro_shared_half_life", seed, [0.2, 0.8]) for seed in range(3)},
-        "dapo": {0: outcome("dapo", 0, [0.2, 0.3])},
-        "grpo": {seed: outcome("grpo", seed, [0.2, 0.5 + 0.05 * seed]) for seed in range(3)},
-        "ha_dw": {seed: outcome("ha_dw", seed, [0.2, last]) for seed, last in enumerate((0.7, 0.8, 0.9))},
-        "dr_grpo": {seed: outcome("dr_grpo", seed, [0.2, 0.5], ended="diverged" * (seed == 1)) for seed in range(3)},
-        "lite_ppo": {0: outcome("lite_ppo", 0, [0.2, 0.5])},
-    }
-    header, rows = smollm2_findings.secondary(table)
-    assert header == ["daro_shared_half_life less", "seeds", "over tokens", "p", "below 0.05"]
-    assert rows == [
-        ["grpo", "3", "+12.5 (+6.3 to +18.7)", "0.026", "yes"],
-        ["ha_dw", "3", "-0.0 (-12.4 to +12.4)", "1.000", "no"],
-        ["dr_grpo", "3", "-", "", ""],
-        ["lite_ppo", "1", "+15.0", "", ""],
-    ]
-
-
 def test_accuracy_is_averaged_over_tokens_up_to_where_the_first_of_two_ends():
     def run(accuracies, tokens):
         records = [{"accuracy": a, "tokens": t} for a, t in zip(accuracies, tokens, strict=True)]
@@ -91,9 +66,6 @@ def test_accuracy_is_averaged_over_tokens_up_to_where_the_first_of_two_ends():
     assert long.mean_accuracy(300, "tokens") == pytest.approx((0.3 * 200 + 0.55 * 100) / 300)
     found = results.difference_over_tokens({0: long, 1: short}, {0: short, 2: short})
     assert found.mean == pytest.approx((0.3 * 200 + 0.55 * 100 - 0.3 * 100 - 0.5 * 200) / 300)
-    header, rows = findings.over_tokens({"daro": {0: long}, "dapo": {0: short}}, "dapo")
-    assert rows[0][:3] == ["daro", "1", "0.4"] and rows[0][4] == f"{100 * found.mean:+.1f}" and rows[0][5] == "+40.0"
-    assert rows[1] == ["dapo", "1", "0.3", "60.0", "", ""] and len(header) == 6
     ended = Outcome(short.job, short.records, "diverged")
     assert math.isnan(results.difference_over_tokens({0: ended}, {0: short}).mean)
 
@@ -176,30 +148,6 @@ def test_a_learning_rate_alone_is_shown_beside_the_arms_and_is_no_rival():
     ]  # fmt: skip
 
 
-def test_every_arm_stands_beside_every_world_and_differences_without_0_are_marked():
-    skewed = {"grpo": {s: outcome("grpo", s, [0.2, 0.4 + s / 10]) for s in (0, 1)}}
-    skewed["daro"] = {s: outcome("daro", s, [0.2, 0.45 + s / 10 + s / 1000]) for s in (0, 1)}
-    skewed["dapo"] = {s: outcome("dapo", s, [0.2, 0.3 + s / 5]) for s in (0, 1)}
-    easy = {arm: skewed[arm] for arm in ("grpo", "dapo")}
-    easy["rloo"] = {s: outcome("rloo", s, [0.2], ended="diverged") for s in (0, 1)}
-    header, rows = findings.matrix({"skewed": skewed, "easy": easy})
-    assert header == ["arm", "skewed", "easy"]
-    assert rows == [["dapo", "-5.0", "-5.0"], ["daro", "+5.1*", ""], ["rloo", "", "diverged"]]
-
-
-def test_each_rung_of_the_ladder_stands_beside_the_one_before_it():
-    finals = {"grpo": 0.9, "ladder_grpo": 0.4, "ladder_filter": 0.45, "ladder_dapo": 0.43}
-    rungs = {arm: {s: outcome(arm, s, [0.2, final + s / 100]) for s in (0, 1)} for arm, final in finals.items()}
-    header, rows = findings.ladder(rungs)
-    assert [row[:1] + row[2:3] for row in rows] == [
-        ["ladder_grpo", ""], ["ladder_filter", "+5.0 (+5.0 to +5.0)"], ["ladder_dapo", "-2.0 (-2.0 to -2.0)"],
-    ]  # fmt: skip
-    assert rows[0][1].startswith("40.5 ± ") and len(header) == len(rows[0])
-    tables = {"skewed": {"grpo": rungs["grpo"]}, "chains_ladder": rungs}
-    assert findings.matrix(tables) == (["arm", "skewed"], []) and len(findings.speeds(tables)[1]) == 1
-    assert "ladder_dapo" in findings.comparison(tables)
-
-
 def test_fresh_seeds_at_the_rates_of_an_earlier_search(quick, tmp_path, monkeypatch):
     earlier, options = quick
     ran = []
@@ -229,18 +177,8 @@ def test_what_is_written_is_read(tmp_path):
     assert note["command"] == "me" and [o.job for o in found] == [o.job for o in ran]
     assert [r["accuracy"] for r in found[0].records] == [0.1235, 0.4] and found[0].records[-1]["bands"] == [0.4]
     assert len(found[1].records) == 1 and found[1].ended == "diverged"
-    with pytest.raises(DataError, match="no results of the lab here"):
+    with pytest.raises(DataError, match="nothing"):
         results.read(tmp_path / "nothing")
-
-
-def test_what_only_later_runs_have_is_kept(tmp_path):
-    ran = [outcome("grpo", 0, [0.1, 0.4]), outcome("daro", 0, [0.2, 0.5])]
-    for record in ran[1].records:
-        record |= {"tokens": 7, "sign_weights": [1.0, 2.0]}
-    results.write(tmp_path, ran, {})
-    (plain, signed), _ = results.read(tmp_path)
-    assert "tokens" not in plain.records[0] and "sign_weights" not in plain.records[0]
-    assert signed.records[0]["tokens"] == 7 and signed.records[0]["sign_weights"] == [1.0, 2.0]
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +209,7 @@ def test_a_lab_that_is_repeated_runs_nothing_and_writes_the_same(quick, monkeypa
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
-def test_a_finished_run_is_used_only_while_everything_it_depends_on_is_the_same(quick, monkeypatch):
+def test_a_finished_run_is_used_only_while_its_dials_are_the_same(quick):
     out, _ = quick
     store, (_, plan) = lab.Store(out), lab.parse(["--quick"])
     job, dials = plan.tuning()[0], plan.dials("skewed")
@@ -280,8 +218,6 @@ def test_a_finished_run_is_used_only_while_everything_it_depends_on_is_the_same(
     store.put(again, dials)
     assert lab.Store(out).get(job, dials) == again, "a run is the same whether it was read or has just ended"
     assert store.get(job, lab.dataclasses.replace(dials, wrong_length=1.0)) is None
-    monkeypatch.setattr(lab, "_code_fingerprint", lambda kind: "changed")
-    assert lab.Store(out).get(job, dials) is None
 
 
 def test_the_page_of_results_that_are_there(quick, tmp_path):
@@ -319,13 +255,13 @@ def test_controls_asked_for_by_name_take_the_place_of_the_baselines():
     ("options", "words"),
     [
         (["--arms", "grpo,dapo", "--controls", "dapo@0.5"], "--controls: got dapo@0.5"),
-        (["--arms", "grpo,dapo", "--controls", "grpo@0.05,daro@0.05"], "--controls: got daro@0.05, allowed are ARM@"),
+        (["--arms", "grpo,dapo", "--controls", "grpo@0.05,daro@0.05"], "--controls: got daro@0.05"),
         (["--arms", "grpo,dapo", "--controls", "dapo@fast"], "--controls: got dapo@fast"),
         (["--arms", "grpo,gpro"], "--arms: got gpro"),
         (["--worlds", "flat"], "--worlds: got flat"),
         (["--seeds", "-1"], "--seeds, --processes: got -1"),
-        (["--first-seed", "996"], "--first-seed: got 996 for 5 seeds, allowed is 0 to 995"),
-        (["--page", "nowhere"], "no results of the lab here"),
+        (["--first-seed", "996"], "--first-seed: got 996"),
+        (["--page", "nowhere"], "nowhere"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_before_anything_starts(options, words, tmp_path, capsys):
@@ -362,35 +298,6 @@ def test_the_page_of_runs_with_a_language_model_has_kinds_of_problems_and_tokens
     assert lab.main(["--page", str(RESULTS / "smollm2"), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "lab.html").read_text()
     assert "Held-out accuracy by tokens generated" in page and "kind of problem" in page
-
-
-def test_arms_are_compared_with_a_rival_by_final_accuracy_and_over_tokens():
-    def runs(arm, finals, rate=1e-3):
-        found = {seed: outcome(arm, seed, [0.2, 0.3, final], rate=rate) for seed, final in enumerate(finals)}
-        for run in found.values():
-            for record in run.records:
-                record["tokens"] = 10 * record["step"]
-        return found
-
-    table = {"grpo": runs("grpo", [0.4, 0.4]), "dapo": runs("dapo", [0.5, 0.5]), "daro": runs("daro", [0.74, 0.58])}
-    text = findings.against({"skewed": table})
-    final, over = text.split("The same, averaged")
-    assert "on 2 seeds" in final and "less `dapo`'s" in final
-    assert "daro  +16.0\n" in final and "grpo  -10.0*\n" in final, "an interval of two seeds is wide"
-    assert "daro  +4.0\n" in over and "grpo  -2.5*\n" in over
-    assert "at rates" not in text
-    table |= {arm: runs(arm, [0.6, 0.6]) for arm in findings.FASTER} | {
-        "dapo@0.01": runs("dapo@0.01", [0.4, 0.4], 0.01)
-    }
-    table |= {f"dapo@{rate}": runs(f"dapo@{rate}", [0.1, 0.2], rate) for rate in (0.0001, 0.02, 0.03)}
-    *_, faster = findings.against({"skewed": table, "easy": {**table, "dapo": runs("dapo", [0.5, 0.5], 0.5)}}).split(
-        "took "
-    )
-    words = [" ".join(line.split()) for line in faster.splitlines()]
-    assert faster.startswith("0.001.") and words[3] == "skewed", "in the other world the rate is another"
-    assert words[4:6] == ["dapo@0.01 less dapo over tokens -2.5*", "dapo@0.01 less dapo at the end -10.0*"]
-    assert "daro_shared_free less dapo@0.01 at the end +20.0*" in words and "0.0001" not in faster
-    assert "dapo@0.02 less dapo at the end -35.0" in words and "dapo@0.03" not in faster
 
 
 @pytest.mark.slow

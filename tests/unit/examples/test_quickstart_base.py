@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import build_base
@@ -11,6 +10,7 @@ import numpy as np
 import problems
 import pytest
 import torch
+import torch.multiprocessing
 from transformers import Qwen2ForCausalLM
 
 from megatron_daro.config import check, resolve, to_yaml
@@ -87,7 +87,7 @@ def test_what_another_build_left_is_replaced(tmp_path, monkeypatch):
     """Only the pretraining itself is left out here."""
     target = tmp_path / "base"
     calls = []
-    monkeypatch.setattr(build_base, "_run_ranks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *arguments, **_: calls.append(arguments))
     assert build_base.build(target, SMALL, 1)
     (target / "stale").touch()
     assert not build_base.build(target, SMALL, 1)
@@ -100,15 +100,15 @@ def test_what_another_build_left_is_replaced(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_build_is_not_taken_for_a_finished_one(tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(build_base, "_run_ranks", interrupted)
+        patch.setattr(torch.multiprocessing, "spawn", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build_base.build(tmp_path / "base", SMALL, 1)
     assert list(tmp_path.iterdir()) == [], "nothing half made may stay"
-    monkeypatch.setattr(build_base, "_run_ranks", lambda *_: None)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, **__: None)
     assert build_base.build(tmp_path / "base", SMALL, 1)
 
 
@@ -120,4 +120,3 @@ def test_batches_depend_on_seed_and_step_only_and_hold_no_held_out_sum():
     everything = frozenset((min(a, b), max(a, b)) for a in range(10) for b in range(10))
     batch = build_base.supervised_batch(SMALL, 1, everything)
     assert batch.prompt_lengths_N.min() > len("1+1=") + 1, "sums of one digit are held out here"
-    assert json.dumps(dataclasses.asdict(SMALL))

@@ -97,10 +97,10 @@ def test_nothing_is_trained_without_the_environment(copy):
 def test_anything_else_is_refused_before_anything_is_done(copy, arguments, got):
     refused = copy.run(*arguments)
     assert refused.returncode == 2
-    assert f"got '{got}'" in refused.stderr and "allowed: --engine embedded, --engine sglang" in refused.stderr
+    assert f"got '{got}'" in refused.stderr
     assert copy.calls("python") == copy.calls("sglang_cpu_env") == []
 
 
-def test_help_names_the_engine(copy):
+def test_help_names_the_engine_and_runs_nothing(copy):
     shown = copy.run("--help")
-    assert shown.returncode == 0 and "--engine sglang" in shown.stdout and copy.calls("python") == []
+    assert shown.returncode == 0 and "--engine" in shown.stdout and copy.calls("python") == []

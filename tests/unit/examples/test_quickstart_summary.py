@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import summary
-
-from megatron_daro.config import resolve
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,22 +32,22 @@ def test_first_and_last_evaluation_are_compared(tmp_path, capsys):
         {"step": 4, "eval/sums/accuracy": 0.75, "eval/sums/accuracy/digits_1": 1.0, "eval/[b]x/accuracy": 0.2}
         | {"eval/sums/tool_calls_mean": 1.25, "eval/sums/turns_mean": 2.25},
     )
-    first, last = (summary.evaluations(run)[i] for i in (0, -1))
-    assert summary.accuracy_rows(first, last) == [
-        ("[b]x", "all", 0.1, 0.2),
-        ("sums", "digits_1", 0.5, 1.0),
-        ("sums", "all", 0.25, 0.75),
-        ("sums", "tool calls, mean", 0.5, 1.25),
-    ]
     assert summary.main([str(run)]) == 0
     out = capsys.readouterr().out
-    assert "step 0" in out and "step 4" in out and "+0.500" in out and "[b]x" in out
+    rows = [re.findall(r"[+-]?\d\.\d{3}", line) for line in out.splitlines()]
+    assert [row for row in rows if row] == [
+        ["0.100", "0.200", "+0.100"],
+        ["0.500", "1.000", "+0.500"],
+        ["0.250", "0.750", "+0.500"],
+        ["0.500", "1.250", "+0.750"],
+    ]
+    assert "[b]x" in out and "digits_1" in out
 
 
 def test_a_run_without_two_evaluations_says_so(tmp_path, capsys):
     run = write_run(tmp_path / "run", {"step": 0, "eval/sums/accuracy": 0.25}, {"step": 1})
     assert summary.main([str(run)]) == 0
-    assert "1 evaluations, two are needed" in capsys.readouterr().out
+    assert "1 evaluations" in capsys.readouterr().out
 
 
 def test_a_missing_or_torn_file_is_an_error(tmp_path, capsys):
@@ -56,16 +55,8 @@ def test_a_missing_or_torn_file_is_an_error(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('{"step": 0')
     assert summary.main([str(run)]) == 1
-    assert capsys.readouterr().err.count("cannot be read") == 2
-
-
-def test_the_configuration_is_what_the_issue_asks_for():
-    config = resolve(ROOT / "examples/quickstart/config.yaml")
-    assert config.algorithm.name == "daro"
-    assert config.actor.tensor_parallel == 2 and config.actor.use_sequence_parallel
-    assert config.engine.replicas == 2 and config.engine.embedded.threads == 1
-    assert str(config.trainer.run_dir) == "runs/quickstart"
-    assert config.reward.verifier == "exact"
+    errors = capsys.readouterr().err
+    assert str(tmp_path / "nothing") in errors and str(run) in errors
 
 
 def test_the_script_explains_itself_and_refuses_options_of_its_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -19,11 +20,13 @@ def sets(tmp_path_factory):
     return {path.stem: [json.loads(line) for line in path.open()] for path in folder.iterdir()}
 
 
+@functools.cache
 def pattern(wording: str) -> re.Pattern[str]:
     places = re.sub(r"\\\{\d?\\\}", r"(\\d+)", re.escape(wording))
     return re.compile(places + r"(\d*)$")
 
 
+@functools.cache
 def wordings_of(line: str) -> set[tuple[str, int, tuple[int, ...]]]:
     """(kind, number of the wording, numbers in the order of the question) that a line may be."""
     found = set()

@@ -75,9 +75,3 @@ def test_a_killed_run_goes_on_and_a_finished_one_is_moved_aside(copy):
 def test_a_run_killed_before_its_first_checkpoint_starts_again(copy):
     (copy.root / "runs/smollm2").mkdir(parents=True)
     assert "--resume" not in trained(copy)
-
-
-def test_help(copy):
-    shown = copy.run("--help").stdout
-    assert "examples/smollm2/run.sh --engine sglang" in shown and "Killed and started again" in shown
-    assert "set -euo" not in shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import build_base
@@ -47,32 +46,6 @@ def test_without_bad_habits_the_tool_is_called_and_its_output_answered():
             ("assistant", "####1904"),
         ]
     ]
-
-
-@pytest.mark.parametrize(
-    ("habits", "second", "right"),
-    [
-        ({"guess": {2: 1.0}}, None, 0.01),
-        ({"operator": 1.0}, "\n```output\n90\n```\n", 0.0),
-        ({"silent": 1.0, "again": 0.0}, "\n```output\n\n```\n", 0.01),
-        ({"silent": 1.0, "again": 1.0}, "\n```output\n\n```\n", 1.0),
-        ({"answer_digit": 0.25}, "\n```output\n1904\n```\n", 0.316),
-    ],
-)
-def test_each_habit_is_seen_as_often_as_it_is_asked_for(habits, second, right):
-    """right: the share of right answers; a guess of four digits has two that are random."""
-    found = taught(Product(34, 56), 2000, **habits)
-    assert {text for one in found for _, text in one[1:2]} == ({second} if second else set())
-    assert sum(one[-1][1] == "####1904" for one in found) / len(found) == pytest.approx(right, abs=0.05)
-
-
-def test_digits_of_a_call_are_exchanged_and_the_output_is_that_of_the_call():
-    found = taught(Product(30, 9), call_digit=0.5)
-    calls = Counter(one[0][1] for one in found)
-    assert len(calls) > 50 and not any("(0" in call or "*0" in call for call in calls)
-    for call, shown in (pair for one in found for pair in pairwise(one[:2])):
-        left, _, right = call[1].partition("print(")[2].partition(")")[0].partition("*")
-        assert shown[1] == f"\n```output\n{int(left) * int(right)}\n```\n"
 
 
 def test_what_the_tool_shows_in_the_texts_is_what_it_shows():
@@ -155,5 +128,3 @@ def test_the_script_makes_the_base_model_trains_in_the_environments_folder_and_p
     assert report == ["report", "runs/tool_use"]
     config = resolve(CONFIG, command[2:])
     assert config.trainer.run_dir == Path("runs/tool_use") and config.environment.kind == "python_tool:PythonTool"
-    shown = copy.run("--help").stdout
-    assert "examples/tool_use/run.sh [a.b=c ...]" in shown and "set -euo" not in shown
