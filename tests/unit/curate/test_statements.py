@@ -1,20 +1,11 @@
-"""The normal form: spellings that must agree, problems that must not, what is split off."""
+"""Spellings of one problem count as one, other problems do not; what a file repeats around its problems does not
+count."""
 
-import json
+from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from made_words import named
+import random
 
-from megatron_daro.workshop.curate.rows import Fields, read_all
-from megatron_daro.workshop.curate.statements import (
-    shared_lines,
-    statement_of,
-    tokens_of,
-    without_figures,
-    without_lines,
-)
+from conftest import PLAIN
 
 SAME = [
     ("Find $\\frac{1}{2}+x^2$.", "find  \\( \\dfrac12 + x^{2} \\)"),
@@ -27,7 +18,8 @@ SAME = [
     ("three dogs and twenty-five cats", "3 dogs and 25 cats"),
     ("Tom's 6-sided die", "Tom’s $6$-sided die"),
     ("Problem 3. Find $x$.", "Find $x$."),
-    ("12. Find $x$.", "Find $x$."),
+    ("12. Find $y$.", "Find $y$."),
+    ("(5 points) Find $z$.", "Example 12: find $z$"),
     ("what is the largest number", "What is the greatest number?"),
     ("$\\sin x \\cdot y$", "$sin x \\times y$"),
     ("Find x²", "Find $x^{2}$"),
@@ -35,132 +27,53 @@ SAME = [
     ("value of \x0crac{1}{2}", "value of $\\frac{1}{2}$"),
     ("Solve it. ![x](http://a/b.png)", "Solve it."),
     ("$x \\in \\{1, 2\\}$", "$x\\in\\left\\{1,2\\right\\}$"),
+    ("Is $\\mathbb{R}^{n}$ open?", "Is $R^n$ open"),
 ]
 OTHER = [
     ("Find $2(x+1)$", "Find $2x+1$"),
     ("Find $x+y$", "Find $x-y$"),
     ("the point $f(1,2)$", "the point $f(12)$"),
-    ("Find $5!$", "Find $5$!"),
     ("from 3.5 to 4", "from 35 to 4"),
     ("segment $AB$", "segment $AC$"),
     ("$\\sin x$", "$\\cos x$"),
-    ("$x^2$", "$x_2$"),
+    ("$x^3$", "$x_3$"),
     ("$[0,1)$", "$(0,1]$"),
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
-def test_spellings_of_one_problem_agree(one, other):
-    assert statement_of(one).tokens == statement_of(other).tokens
+def test_spellings_of_one_problem_are_equal_and_other_problems_are_not(curate):
+    rows = [(text, str(i)) for i, pair in enumerate([*SAME, *OTHER]) for text in pair]
+    found = curate(*rows, options="--no-near")
+    assert found.dropped == {number: ("duplicate", number - 1) for number in range(2, 2 * len(SAME) + 1, 2)}
 
 
-@pytest.mark.parametrize(("one", "other"), [case for case in OTHER if "5" not in case[0] or "." in case[0]])
-def test_other_problems_differ(one, other):
-    assert statement_of(one).tokens != statement_of(other).tokens
-
-
-def test_numbers_in_order():
-    assert statement_of("Add three and 1,000 to 2.50.").numbers == ("3", "1000", "2.50")
-
-
-def test_what_is_said_of_the_answers_form_is_split_off():
-    text = "Find the probability that both dice show a six."
-    plain, asked = statement_of(text), statement_of(text + "The answer is in the form m/n. Please give m + n.")
-    assert plain.tokens == asked.tokens and plain.form == () and asked.form[-3:] == ("m", "+", "n")
-
-
-def test_a_drawing_behind_the_form_belongs_to_the_problem():
+def test_a_drawing_behind_the_form_of_the_answer_belongs_to_the_problem(curate):
     text = "What is the area of the region drawn below? Express your answer as a fraction. [asy] draw({}); [/asy]"
-    one, other = (statement_of(text.format(i)) for i in (1, 2))
-    assert one.form == other.form != () and one.tokens != other.tokens
+    assert curate((text.format(1), "1"), (text.format(2), "1"), options="--no-near").kept == [1, 2]
 
 
-def test_drawings_can_be_left_out_where_enough_is_said():
-    assert without_figures("What is it? [asy] x [/asy]") == "What is it? [asy] x [/asy]"
-    assert "asy" not in without_figures("word " * 20 + "[asy] x [/asy]")
+def test_lines_that_a_file_repeats_do_not_count(curate):
+    """They belong to ten problems of a file at least, and to a fifth."""
+    frame = "Solve the following.\n\n{}\n\nRemember the box."
+    rows = [(frame.format(f"What is {i} + {i}?"), str(2 * i)) for i in range(20)]
+    held_out = [("What is 3 + 3?", "6")]
+    assert curate(*rows, ("What is 4 + 4?", "8"), options="--no-near", held_out=held_out).dropped == {
+        4: ("leak", "exam:1"),
+        21: ("duplicate", 5),
+    }
+    found = curate(*rows[:9], ("What is 4 + 4?", "8"), options="--no-near", held_out=held_out)
+    assert 10 in found.kept
 
 
-def test_instructions_shared_by_a_file_do_not_count():
-    texts = [f"Solve the following.\n\nWhat is {i} + {i}?\n\nRemember the box." for i in range(20)]
-    lines = shared_lines([*texts, "What is 1 + 1?"])
-    assert lines == {"Solve the following.", "Remember the box."}
-    assert without_lines(texts[3], lines).strip() == "What is 3 + 3?"
-    assert without_lines("Remember the box.", lines) == "Remember the box."
-    assert shared_lines(texts[:9]) == frozenset()
+def test_a_drawing_does_not_hide_a_leak_where_enough_is_said(curate):
+    text = "A square of side 4 stands on a circle of radius 3 and touches it in two points. What is its whole area?"
+    held_out = [(f"{text} [asy] draw(3); [/asy]", "16")]
+    found = curate((text, "16"), (f"{text} [asy] draw(8); [/asy]", "16"), PLAIN, held_out=held_out)
+    assert found.reasons == {1: "leak", 2: "leak"}
 
 
-def test_the_lines_that_a_file_repeats_are_said_with_its_name(tmp_path):
-    text = "Solve the following.\n\nWhat is {0} + {0}?"
-    rows = [json.dumps({"problem": text.format(i), "answer": str(2 * i)}) for i in range(20)]
-    (tmp_path / "one.jsonl").write_text("\n".join(rows))
-    (tmp_path / "two.jsonl").write_text(json.dumps({"problem": "What is 1 + 1?", "answer": "2"}))
-    read, shared = read_all([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], Fields())
-    assert len(read) == 21 and shared == {"one.jsonl": ["Solve the following."]}
-
-
-@given(st.text(alphabet="\\{}$^_()ab1 .fracsqrt[],!é²\n\x0c", max_size=80))
-def test_nothing_raises_and_white_space_never_counts(text):
-    assert tokens_of(text) == tokens_of(text.replace(" ", "  ").replace("\n", "\n\n"))
-    assert all(token and not token.isspace() for token in tokens_of(text))
-
-
-def test_the_form_of_an_answer_is_split_off_a_problem_of_eight_tokens():
-    form = "Please give " + " ".join(named(58))
-    assert statement_of(" ".join(named(8)) + " " + form).tokens == named(8)
-    assert len(statement_of(" ".join(named(7)) + " " + form).form) == 0
-    assert statement_of(" ".join(named(8)) + " " + form + " wz").form == ()
-
-
-def test_drawings_go_where_sixteen_words_are_left():
-    drawing = " [asy] x [/asy]"
-    assert "asy" not in without_figures(" ".join(named(16)) + drawing)
-    assert "asy" in without_figures(" ".join(named(15)) + drawing)
-
-
-def test_lines_are_shared_by_ten_problems_and_a_fifth():
-    texts = [f"Do it.\nproblem {i}\n" for i in range(10)]
-    assert shared_lines(texts) == {"Do it."} and shared_lines(texts[:9]) == frozenset()
-    single = [f"word {i}" for i in range(40)]
-    assert shared_lines(texts + single) == {"Do it."} and shared_lines([*texts, *single, "x"]) == frozenset()
-    assert shared_lines(["Do it."] * 10) == frozenset() and shared_lines(["Do it.\n\nDo it."] * 10) == {"Do it."}
-    assert without_lines("a\nb", frozenset()) == "a\nb" and without_lines(" a \nb", frozenset({"a"})) == "b"
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("ABCDE ABCDEF \u00c9A", ("A", "B", "C", "D", "E", "ABCDEF", "\u00e9a")),
-        (".5 .. 0.5", ("0.5", "0.5")),
-        ("twenty-one Ninety nine thousand", ("21", "99", "1000")),
-        ("a\\colon b", ("a", "b")),
-        ("sin max most percent", ("\\sin", "\\max", "\\max", "%")),
-        ("\\frac{1}{\\frac{2}{3}}", ("1", "/", "2", "/", "3")),
-        ("\\frac12", ("1", "/", "2")),
-        ("x\\,y a\\;b c~d e\\!f", ("xy", "a", "b", "c", "d", "ef")),
-        ("60^{\\circ} 30\\degree", ("60", "degrees", "30", "degrees")),
-        ("1,000,000 1,00", ("1000000", "1", "00")),
-        ("A man and a", ("a", "man", "and", "a")),
-        ("A + B", ("A", "+", "B")),
-        ("a well-known f''", ("a", "well", "known", "f")),
-        ("5 \\over 6", ("5", "/", "6")),
-        ("\\mathbb{R}^{n}", ("R", "^", "n")),
-        ("x! y !", ("x", "!", "y")),
-        ("\u7532\u4e59", ("\u7532", "\u4e59")),
-    ],
-)
-def test_the_tokens_of_a_text(text, tokens):
-    assert tokens_of(text) == tokens
-
-
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("Example 12: a b", "a b"),
-        ("(5 points) a b", "a b"),
-        ("3) a b", "a b"),
-        ("3. 5 b", "3 5 b"),
-        ("1234. a", "1234 a"),
-    ],
-)
-def test_the_number_of_a_problem_is_no_part_of_it(text, plain):
-    assert statement_of(text).tokens == tuple(plain.split())
+def test_no_text_breaks_it(curate):
+    rng, alphabet = random.Random(0), "\\{}$^_()ab1 .fracsqrt[],!é²\n\x0c"
+    texts = dict.fromkeys("".join(rng.choices(alphabet, k=rng.randint(1, 80))).strip() or "a" for _ in range(300))
+    found = curate(*((text, "1") for text in texts), PLAIN)
+    assert found.kept
