@@ -1,18 +1,24 @@
-"""An engine of this process whose answers follow from the request alone, as those of a seeded engine do."""
+"""An engine of this process whose answers follow from the request alone, as those of a seeded engine do; and
+evaluations of what it answers."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.stops import until_stop
+from megatron_daro.config.sections import EvalSet, RewardSection
+from megatron_daro.data.stops import Stops, until_stop
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import EngineError
+from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import GroupRequest, Prompt, Rollout
+from megatron_daro.workshop.evaluate import results
+from megatron_daro.workshop.evaluate.answers import AnswerStore, Question, kept, questions_of, requests
+from megatron_daro.workshop.evaluate.asking import Parts, ask
 
 STOP = 0
 
@@ -42,9 +48,9 @@ class SeededEngine:
                 raise EngineError("all 2 SGLang servers are gone: killed")
             self._left = None if self._left is None else self._left - 1
             self.asked += [(request.group_id, index) for index in request.indices]
-            yield tuple(self._rollout(request, index) for index in request.indices)
+            yield tuple(self.rollout(request, index) for index in request.indices)
 
-    def _rollout(self, request: GroupRequest, index: int) -> Rollout:
+    def rollout(self, request: GroupRequest, index: int) -> Rollout:
         wanted, drawn = int(request.prompt.answer), draw(request, index)
         said = f"####{wanted if drawn >= wanted else drawn}{self._tail}"
         ids = [*map(ord, said), STOP]
@@ -73,3 +79,36 @@ def digits(name: str = "digits", *, samples: int = 4, template: str = "data", le
     )
     section = EvalSet(name=name, path=Path("x"), rollouts_per_prompt=samples, temperature=1.0, template=template)
     return HeldOut(section, prompts)
+
+
+def questions(*sets: HeldOut, seed: int = 0) -> list[Question]:
+    return questions_of(sets, seed=seed, max_new_tokens=8, stops=Stops((0,)))
+
+
+def ask_for(
+    out: Path, engine: object, asked: list[Question], *, window: int | None = None, patience_s: float = 60.0
+) -> int:
+    """Asks an engine for what is not there yet; returns how many answers that are."""
+    pending = requests(asked, kept(out))
+    with RewardPool("exact", workers=0) as pool:
+        parts = Parts(engine, pool, AnswerStore(out), window, lambda answer: None, patience_s)
+        asyncio.run(ask(parts, pending, asked))
+    return len(pending)
+
+
+def scored(out: Path, *sets: HeldOut, engine: object | None = None, seed: int = 0) -> list[results.Scored]:
+    """Every problem's score; the answers are asked for before."""
+    asked = questions(*sets, seed=seed)
+    ask_for(out, engine or SeededEngine(), asked)
+    with RewardPool("exact", workers=0) as pool:
+        return asyncio.run(results.score_problems(out, asked, RewardSection(verifier="exact", workers=1), pool))
+
+
+def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
+    """The directory of a whole evaluation."""
+    names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
+    out.mkdir()
+    results.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
+    found = scored(out, *sets, engine=SeededEngine(tail=tail), seed=seed)
+    results.write(out, results.summarise(found, sets, (1,), seed=0), found)
+    return out

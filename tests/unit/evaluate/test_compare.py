@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from dataclasses import replace
@@ -11,35 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answering import SeededEngine, digits
+from answering import digits, evaluated
 
-from megatron_daro.config.sections import RewardSection
-from megatron_daro.data.stops import Stops
+from megatron_daro.cli import main
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
-from megatron_daro.reward.pool import RewardPool
-from megatron_daro.workshop.evaluate import results
-from megatron_daro.workshop.evaluate.answers import AnswerStore, questions_of, requests
-from megatron_daro.workshop.evaluate.asking import Parts, ask
-from megatron_daro.workshop.evaluate.compare import compare, sign_flip_p, write_comparison
-from megatron_daro.workshop.evaluate.tables import table_text
+from megatron_daro.workshop.evaluate.compare import compare, sign_flip_p
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\"'&"
-
-
-def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
-    """The directory of a whole evaluation."""
-    asked = questions_of(sets, seed=seed, max_new_tokens=8, stops=Stops((0,)))
-    names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
-    out.mkdir()
-    results.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
-    with RewardPool("exact", workers=0) as pool:
-        parts = Parts(SeededEngine(tail=tail), pool, AnswerStore(out), None, lambda answer: None, 60.0)
-        asyncio.run(ask(parts, requests(asked, ()), asked))
-        reward = RewardSection(verifier="exact", workers=1)
-        scored = asyncio.run(results.score_problems(out, asked, reward, pool))
-    results.write(out, results.summarise(scored, sets, (1,), seed=0), scored)
-    return out
 
 
 def rates(out: Path) -> dict[str, float]:
@@ -59,7 +37,8 @@ def test_differences_are_those_of_the_problems(tmp_path):
     assert avg.a == pytest.approx(np.mean(list(a.values()))) and avg.b == pytest.approx(np.mean(list(b.values())))
     assert avg.won == sum(b[key] > a[key] for key in a) > 0 and avg.lost == sum(b[key] < a[key] for key in a) > 0
     assert avg.low <= avg.difference <= avg.high and 0 < avg.p <= 1
-    assert found.remarks == ["seed: A 0, B 1"]
+    (remark,) = found.remarks
+    assert "seed" in remark
     swapped = compare(two, one).lines[0]
     assert (swapped.difference, swapped.p, swapped.won) == (pytest.approx(-avg.difference), avg.p, avg.lost)
     same = compare(one, one).lines[0]
@@ -72,12 +51,12 @@ def test_only_common_problems_count_and_the_others_are_said(tmp_path):
     two = evaluated(tmp_path / "b", HeldOut(some.section, some.prompts[:6]), seed=1)
     found = compare(one, two)
     assert [line.problems for line in found.lines] == [6, 6]
-    assert found.remarks[0] == f"14 problems stand in {one} only"
+    assert "14 problems" in found.remarks[0] and str(one) in found.remarks[0]
     other = evaluated(tmp_path / "c", digits("other"), seed=0)
-    with pytest.raises(DataError, match=r"sets digits, more\) and .* \(sets other\) have no problem in common"):
+    with pytest.raises(DataError, match=r"digits, more.*other"):
         compare(one, other)
     (other / "problems.parquet").unlink()
-    with pytest.raises(DataError, match="c has no scores yet"):
+    with pytest.raises(DataError, match=str(other)):
         compare(one, other)
 
 
@@ -104,19 +83,18 @@ def test_the_permutation_test_errs_as_often_as_it_says():
 def test_the_page_shows_problems_with_both_answers_and_escapes_every_text(tmp_path):
     def evil(held_out):
         prompts = tuple(
-            replace(p, text=f"{EVIL} {p.id}", category=EVIL, alternatives=(EVIL,)) for p in held_out.prompts
+            replace(p, text=f"{EVIL} {p.id} \ud800", category=EVIL, alternatives=(EVIL,)) for p in held_out.prompts
         )
         return HeldOut(held_out.section, prompts)
 
     one = evaluated(tmp_path / "a<b>", evil(digits()), seed=0)
     two = evaluated(tmp_path / "b", evil(digits()), seed=1, tail=f"\n{EVIL}")
     found = compare(one, two)
-    write_comparison(replace(found, remarks=[EVIL]), tmp_path / "page.html")
+    assert main(["eval", "--compare", str(one), str(two), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<script") == 3  # the figures, plotly and the page's own
     assert "onerror=alert(2)>" not in page and "\x1b" not in page and "<title>A a&lt;b&gt;" in page
     assert page.count('<details class="sample">') == found.lines[0].won + found.lines[0].lost
-    assert page.count("✓ correct") > 0 and page.count("✗ incorrect") > 0
     (figures,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
     points = json.loads(figures)[0]["data"][1]
     assert sum(int(text.split()[0]) for text in points["text"]) == 10
@@ -128,9 +106,3 @@ def test_a_set_of_one_problem_weighs_as_much_as_one_of_four():
     sums = [abs(one @ signs[:1] + (four @ signs[1:]) / 4) for signs in product((1, -1), repeat=5)]
     p = np.mean([value >= 0.5 - 0.25 / 4 - 1e-12 for value in sums])
     assert sign_flip_p([one, four], seed=0) == pytest.approx(p) == 0.75
-
-
-def test_numbers_end_below_one_another():
-    rows = [["a", "1.0"], ["bbbb", "100.0"]]
-    short, long = (line for line in table_text(["set", "avg@8"], rows, left=1).splitlines() if ".0" in line)
-    assert short.split() == rows[0] and long.split() == rows[1] and len(short) == len(long)

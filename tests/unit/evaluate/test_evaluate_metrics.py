@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.summary import pass_at_k
-from megatron_daro.workshop.evaluate import results
 from megatron_daro.workshop.evaluate.results import bootstrap_means, estimate, estimate_of_sets, interval, majority_at_k
 
 
@@ -23,13 +22,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples):
         for k in range(1, samples + 1):
             counted = fmean(any(chosen) for chosen in combinations(verdicts, k))
             assert pass_at_k(samples, correct, k) == pytest.approx(counted, abs=1e-15)
-
-
-def test_there_are_as_many_resampled_means_as_asked_for_also_in_pieces(monkeypatch):
-    whole = bootstrap_means(np.arange(5.0), seed=1, name="x", resamples=5)
-    monkeypatch.setattr(results, "_AT_ONCE", 10)  # two at a time
-    pieces = bootstrap_means(np.arange(5.0), seed=1, name="x", resamples=5)
-    assert len(whole) == 5 and pieces.tolist() == whole.tolist()
 
 
 @given(st.integers(1, 4096), st.data())
@@ -50,10 +42,10 @@ def test_pass_at_k_of_a_large_number_is_exact():
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 2), (4, -1, 2)])
 def test_what_cannot_be_is_refused(samples, correct, k):
-    with pytest.raises(DataError, match="allowed"):
+    with pytest.raises(DataError):
         pass_at_k(samples, correct, k)
     if k in (0, 5):
-        with pytest.raises(DataError, match="ask for more samples"):
+        with pytest.raises(DataError, match=f"maj@{k}"):
             majority_at_k([0] * samples, 0, k, seed=0)
 
 

@@ -32,10 +32,10 @@ def test_the_documentation_shows_every_template_word_for_word():
 
 def test_a_template_that_the_tokenizer_cannot_write_is_refused():
     check_tokenizer("chat", tokenizer(chat=True))
-    with pytest.raises(ModelError, match=r"template chat: the tokenizer of some/model has no chat template"):
+    with pytest.raises(ModelError, match=r"chat.*some/model"):
         check_tokenizer("chat", tokenizer(chat=False))
     check_tokenizer("qwen-math", tokenizer(chat=False, known=("<|im_start|>", "<|im_end|>")))
-    with pytest.raises(ModelError, match=r"<\|im_end\|> is no token of the tokenizer of some/model"):
+    with pytest.raises(ModelError, match=r"<\|im_end\|>.*some/model"):
         check_tokenizer("qwen-math", tokenizer(chat=True, known=("<|im_start|>",)))
     for name in ("r1", "none"):
         check_tokenizer(name, tokenizer(chat=False))
