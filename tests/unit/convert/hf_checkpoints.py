@@ -1,21 +1,28 @@
-"""Small HF checkpoints with random weights, made without transformers, and what the tests ask of them."""
+"""Small HF checkpoints with random weights, made without transformers, and the command that converts them."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import io
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_mapping import EXPERTS, random_tensors
 
+from megatron_daro.cli import main
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan
 from megatron_daro.convert.hf_files import write_hf_checkpoint
 from megatron_daro.workshop.convert import conversion
-from megatron_daro.workshop.convert.jobs import TensorRecord
 
+CARD_FILE = "conversion.json"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 64}
 
@@ -51,22 +58,42 @@ def replace_tensor(directory: Path, name: str, value: torch.Tensor | None) -> No
     index.write_text(json.dumps(content))
 
 
-def to_megatron(hf: Path, out: Path, *, format_="daro", dtype=None, processes=1, verify=False, progress=None):
-    made = plan.plan_to_megatron(hf, format_, dtype)
-    silent = progress or (lambda phase, done: None)
-    return conversion.convert(made, out, processes=processes, verify=verify, progress=silent)
+class RefusedError(Exception):
+    """The command ended with another status than 0; its words on stderr."""
 
 
-def to_other(megatron: Path, out: Path, format_: str, *, config=None, **options):
-    """From one of Megatron's formats to the other."""
-    config = config or megatron / conversion.HF_FOLDER
-    made = plan.plan_to_megatron(megatron, format_, None, megatron_config=config, **options)
-    return conversion.convert(made, out, processes=1, verify=True, progress=lambda phase, done: None)
+def convert(out: Path, *words: object, processes: int = 1) -> dict[str, Any]:
+    """`megatron-daro convert`; returns the card that it wrote (conversion.json)."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        status = main(["convert", *map(str, words), "--out", str(out), "--processes", str(processes)])
+    if status:
+        raise RefusedError(" ".join(errors.getvalue().split()))
+    return json.loads((out / CARD_FILE).read_text())
 
 
-def to_hf(megatron: Path, out: Path, *, config=None, dtype=None, max_shard_bytes=5000, processes=1, verify=False):
-    made = plan.plan_to_hf(megatron, config or megatron / conversion.HF_FOLDER, dtype, max_shard_bytes)
-    return conversion.convert(made, out, processes=processes, verify=verify, progress=lambda phase, done: None)
+def to_megatron(hf: Path, out: Path, *options: object, format_="daro", dtype=None, **given) -> dict[str, Any]:
+    casts = ["--dtype", dtype] if dtype else []
+    return convert(out, "--hf", hf, "--format", format_, *casts, *options, **given)
+
+
+def to_hf(megatron: Path, out: Path, *options: object, config=None, dtype=None, **given) -> dict[str, Any]:
+    """In files of some thousand bytes, unless an option says otherwise."""
+    casts = ["--dtype", dtype] if dtype else []
+    sizes = [] if "--max-shard-size" in options else ["--max-shard-size", "5KB"]
+    configs = ["--hf-config", config] if config else []
+    return convert(out, "--megatron", megatron, *casts, *sizes, *configs, *options, **given)
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Tensors of a few hundred bytes are split over pieces, parts and files, as those of gigabytes are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.Plan.__init__, "__defaults__", ((), 300))
+        patch.setattr(plan, "_LEAST_FILE_BYTES", 6000)
+        patch.setattr(conversion, "PART_BYTES", 2500)
+        patch.setattr(os, "fsync", lambda file: None)  # hundreds of small files
+        yield
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -75,13 +102,3 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-def sha(values: torch.Tensor) -> str:
-    return hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def record(
-    name: str = "a", shape: tuple[int, ...] = (2, 3), dtype: str = "bfloat16", digest: str = "1"
-) -> TensorRecord:
-    return TensorRecord(name, shape, dtype, digest)

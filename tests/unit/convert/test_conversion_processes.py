@@ -1,91 +1,41 @@
-"""The processes of a conversion: in which order results come, and what an interrupt, a stop and a kill do."""
+"""kill -9 of a process of a conversion: nothing of it stays behind, and the same command goes on from what is there."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import json
 import signal
-import threading
-from types import SimpleNamespace
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
+from hf_checkpoints import CARD_FILE, assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
 
-from megatron_daro.errors import ModelError
-from megatron_daro.workshop.convert import conversion
-
-
-def test_results_come_one_by_one_in_this_process_where_there_is_one():
-    seen: list[object] = []
-    each = conversion._each(
-        lambda *task: seen.append(task) or task, [(1, 2, 3), (4, 5, 6)], 1, lambda: seen.append("tick")
-    )
-    assert next(each) == (1, 2, 3) and seen == ["tick", (1, 2, 3)] and list(each) == [(4, 5, 6)]
-    seen.clear()
-    assert list(conversion._each(lambda *task: task, [(1, 2, 3)], 8, lambda: seen.append("tick"))) == [(1, 2, 3)]
-    assert seen == ["tick"]
+FILES = ("--max-shard-size", "1KB")  # some hundred files, so that there is something left to do
 
 
-@pytest.mark.parametrize("error", [conversion.BrokenProcessPool(), EOFError(), ConnectionError()])
-def test_a_killed_process_is_said_and_the_others_are_ended(monkeypatch, error):
-    ended: list[object] = []
-
-    class Pool:
-        def __init__(self, processes, context, *, initializer, initargs):
-            ended.append(processes)
-            assert initializer is conversion._start_worker
-            self.stop = initargs[0]
-
-        def submit(self, call, function, task):
-            future: conversion.Future[object] = conversion.Future()
-            future.set_exception(error)
-            return future
-
-        def shutdown(self, **options):
-            ended.append((self.stop.is_set(), options))
-
-    monkeypatch.setattr(conversion, "ProcessPoolExecutor", Pool)
-    with pytest.raises(ModelError, match=r"was killed \(out of memory\?\); run again with fewer --processes"):
-        list(conversion._each(print, [(1, 2, 3), (4, 5, 6)], 8, lambda: None))
-    assert ended == [2, (True, {"wait": True, "cancel_futures": True})]
-
-
-def test_the_first_interrupt_is_a_flag_and_the_second_ends():
-    before = signal.getsignal(signal.SIGINT)
-    with conversion._interruptible() as flag:
-        assert not flag.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert flag.wait(5) and signal.getsignal(signal.SIGINT) is before
-    assert signal.getsignal(signal.SIGINT) is before
-    with conversion._interruptible():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-    inner: list[object] = []
-
-    def other_thread():
-        with conversion._interruptible() as flag:
-            inner.append((flag.is_set(), signal.getsignal(signal.SIGINT) is before))
-
-    thread = threading.Thread(target=other_thread)
-    thread.start()
-    thread.join()
-    assert inner == [(False, True)]
-
-
-def test_a_worker_hears_the_stop_and_not_the_interrupt(monkeypatch):
-    before, threads, stop = signal.getsignal(signal.SIGINT), [], object()
-    monkeypatch.setattr(conversion._Worker, "stop", None)
-    monkeypatch.setattr(conversion.torch, "set_num_threads", threads.append)
-    try:
-        conversion._start_worker(stop)  # type: ignore[arg-type]
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threads == [1]
-        assert conversion._call(lambda *given: given, (1, 2)) == (1, 2, stop)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    ended: list[object] = []
-    monkeypatch.setattr(conversion.os, "_exit", ended.append)
-    conversion._end_with_parent()
-    assert ended == []
-    parent = SimpleNamespace(join=lambda: ended.append("joined"))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    conversion._end_with_parent()
-    assert ended == ["joined", 1]
+@pytest.mark.parametrize("victim", ["first", "fork server", "worker"])
+def test_a_killed_process_ends_the_others_and_what_is_complete_is_kept(tmp_path, victim):
+    given = make_hf(tmp_path / "hf", config_of(num_hidden_layers=40), max_shard_bytes=10**6)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    command = ["-m", "megatron_daro.cli", "convert", "--megatron", tmp_path / "megatron", *FILES]
+    command = [sys.executable, *map(str, command), "--out", str(out), "--processes", "2"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not list(partial.rglob("*.safetensors.json")) and time.monotonic() < end:
+        time.sleep(0.005)
+    family = psutil.Process(first.pid).children(recursive=True)
+    (server,) = [one for one in family if one.children()]
+    victims = {"first": psutil.Process(first.pid), "fork server": server, "worker": server.children()[0]}
+    victims[victim].kill()
+    _, errors = first.communicate(timeout=60)
+    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert first.returncode == (-signal.SIGKILL if victim == "first" else 1)
+    assert victim == "first" or "--processes" in errors
+    assert not out.exists()
+    to_hf(tmp_path / "megatron", out, *FILES)
+    checks = {row["check"] for row in json.loads((out / CARD_FILE).read_text())["rows"]}
+    assert checks == {"hashed", "hashed; read back and compared"}
+    assert_equal(tensors_of(out), given)

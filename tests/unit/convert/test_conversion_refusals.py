@@ -1,4 +1,5 @@
-"""What cannot be converted: an error that names the tensor or the file, and nothing under the target's name."""
+"""What cannot be converted, or not there: an error that names the tensor or the file, and nothing under the target's
+name; what a hostile checkpoint names is not run."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ import subprocess
 
 import pytest
 import torch
-from hf_checkpoints import assert_equal, config_of, make_hf, replace_tensor, tensors_of, to_hf, to_megatron
+from hf_checkpoints import (
+    CARD_FILE,
+    RefusedError,
+    assert_equal,
+    config_of,
+    make_hf,
+    replace_tensor,
+    small_pieces,
+    tensors_of,
+    to_hf,
+    to_megatron,
+)
 from safetensors.torch import save_file
 
 from megatron_daro.config.model_files import read_model
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.megatron_weights import checkpoint_directory, open_pieces
-from megatron_daro.errors import CheckpointError, DaroError, ModelError
-from megatron_daro.workshop.convert import conversion, jobs
-from megatron_daro.workshop.convert.jobs import CARD_FILE
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
@@ -30,7 +39,7 @@ def hf(tmp_path):
 
 
 def refused(source, out, match, convert=to_megatron):
-    with pytest.raises(DaroError, match=match):
+    with pytest.raises(RefusedError, match=match):
         convert(source, out)
     assert not out.exists()
 
@@ -38,53 +47,54 @@ def refused(source, out, match, convert=to_megatron):
 def test_a_missing_shard(hf, tmp_path):
     file = sorted(hf.glob("*.safetensors"))[1]
     file.unlink()
-    refused(hf, tmp_path / "out", f"{file.name} is missing")
+    refused(hf, tmp_path / "out", file.name)
 
 
 def test_a_truncated_file(hf, tmp_path):
     file = sorted(hf.glob("*.safetensors"))[1]
     os.truncate(file, file.stat().st_size - 1)
-    refused(hf, tmp_path / "out", f"{file.name} is torn")
+    refused(hf, tmp_path / "out", file.name)
 
 
 def test_a_file_that_is_cut_while_it_is_read(hf, tmp_path, monkeypatch):
-    real = jobs.windows
+    file, real = sorted(hf.glob("*.safetensors"))[0], os.pwrite
 
-    def windows(shape, dtype, most_bytes):
-        os.truncate(sorted(hf.glob("*.safetensors"))[0], 900)
-        return real(shape, dtype, most_bytes)
+    def pwrite(descriptor, data, at):
+        os.truncate(file, 900)
+        return real(descriptor, data, at)
 
-    monkeypatch.setattr(jobs, "windows", windows)
-    refused(hf, tmp_path / "out", r"00001-of-\d+\.safetensors .*(torn|ends before)")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with small_pieces():
+        refused(hf, tmp_path / "out", file.name)
 
 
 def test_a_tensor_too_few(hf, tmp_path):
     replace_tensor(hf, GATE, None)
-    refused(hf, tmp_path / "out", f"{GATE}, which .* is missing from the checkpoint")
+    refused(hf, tmp_path / "out", GATE)
 
 
 def test_a_tensor_too_many(hf, tmp_path):
     replace_tensor(hf, "model.layers.0.mlp.gate_proj.lora_A.weight", torch.zeros(2, 3))
-    refused(hf, tmp_path / "out", r"holds model\.layers\.0\.mlp\.gate_proj\.lora_A\.weight of shape \(2, 3\)")
+    refused(hf, tmp_path / "out", r"model\.layers\.0\.mlp\.gate_proj\.lora_A\.weight")
     replace_tensor(hf, "model.layers.0.mlp.gate_proj.lora_A.weight", None)
     replace_tensor(hf, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))  # computed, in old checkpoints
-    assert to_megatron(hf, tmp_path / "out").ignored == ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+    assert to_megatron(hf, tmp_path / "out")["ignored"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
 
 
 def test_a_shape_that_config_json_does_not_have(hf, tmp_path):
     replace_tensor(hf, GATE, torch.zeros(25, 16, dtype=torch.bfloat16))
-    refused(hf, tmp_path / "out", rf"{GATE} has shape \(25, 16\); config\.json of the model asks for \(24, 16\)")
+    refused(hf, tmp_path / "out", rf"{GATE}.*\(25, 16\).*\(24, 16\)")
 
 
 def test_tied_weights_that_differ(tmp_path):
     given = make_hf(tmp_path / "hf", config_of(tie_word_embeddings=True))
     same = given["model.embed_tokens.weight"]
     replace_tensor(tmp_path / "hf", "lm_head.weight", same)
-    assert to_megatron(tmp_path / "hf", tmp_path / "same").ignored == ("lm_head.weight",)
+    assert to_megatron(tmp_path / "hf", tmp_path / "same")["ignored"] == ["lm_head.weight"]
     other = same.clone()
     other[-1, -1] += 1
     replace_tensor(tmp_path / "hf", "lm_head.weight", other)
-    refused(tmp_path / "hf", tmp_path / "out", r"lm_head\.weight differs from model\.embed_tokens\.weight")
+    refused(tmp_path / "hf", tmp_path / "out", r"lm_head\.weight")
 
 
 def test_layers_of_different_dtypes(hf, tmp_path):
@@ -93,16 +103,16 @@ def test_layers_of_different_dtypes(hf, tmp_path):
     to_hf(tmp_path / "mixed", tmp_path / "back")
     assert tensors_of(tmp_path / "back")["model.norm.weight"].dtype == torch.float32
     replace_tensor(hf, "model.layers.1.input_layernorm.weight", torch.ones(16))
-    refused(hf, tmp_path / "out", r"model\.layers\.1\.input_layernorm\.weight is float32, but model\.layers\.0")
+    refused(hf, tmp_path / "out", r"model\.layers\.1\.input_layernorm\.weight is float32")
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"model_type": "qwen4"}, "qwen4"),
-        ({"num_hidden_layers": 1}, r"holds model\.layers\.1\."),
-        ({"num_hidden_layers": 3}, r"model\.layers\.2\.\S+, which .* is missing"),
-        ({"num_key_value_heads": 4}, r"k_proj\.\S+ has shape"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
+        ({"num_hidden_layers": 3}, r"model\.layers\.2\."),
+        ({"num_key_value_heads": 4}, r"k_proj\."),
     ],
 )
 def test_a_config_json_of_another_model(hf, tmp_path, changes, match):
@@ -114,7 +124,7 @@ def test_a_config_json_of_another_model(hf, tmp_path, changes, match):
 
 @pytest.mark.parametrize(
     ("number", "match"),
-    [(2, r"holds model\.layers\.1\.mlp\.experts\.2"), (8, r"mlp\.gate\.weight has shape \(4, 16\)")],
+    [(2, r"model\.layers\.1\.mlp\.experts\.2"), (8, r"mlp\.gate\.weight.*\(4, 16\)")],
 )
 def test_a_config_json_that_lies_about_the_experts(tmp_path, number, match):
     make_hf(tmp_path / "hf", config_of("qwen3_moe"))
@@ -126,7 +136,7 @@ def test_a_directory_that_is_not_empty(hf, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(ModelError, match="exists and is not empty"):
+    with pytest.raises(RefusedError, match=str(out)):
         to_megatron(hf, out)
     assert [path.name for path in out.iterdir()] == ["mine.txt"] and not (tmp_path / ".out.partial").exists()
     (out / "mine.txt").unlink()
@@ -145,7 +155,7 @@ def test_a_flipped_byte_of_a_converted_checkpoint(hf, tmp_path, format_):
     refused(
         tmp_path / "megatron",
         tmp_path / "back",
-        r"model\.layers\.1\.mlp\.\S+_proj\.weight in .* is not what conversion\.json says",
+        r"model\.layers\.1\.mlp\.\S+_proj\.weight in .*conversion\.json",
         to_hf,
     )
 
@@ -155,7 +165,7 @@ def test_a_flipped_byte_of_a_converted_hf_checkpoint(hf, tmp_path):
     to_hf(tmp_path / "megatron", tmp_path / "back")
     tensors = tensors_of(tmp_path / "back")
     replace_tensor(tmp_path / "back", GATE, tensors[GATE] + 1)
-    refused(tmp_path / "back", tmp_path / "again", rf"{GATE} in .* is not what conversion\.json says")
+    refused(tmp_path / "back", tmp_path / "again", rf"{GATE} in .*conversion\.json")
 
 
 @pytest.mark.parametrize("format_", ["daro", "torch_dist"])
@@ -172,11 +182,11 @@ def test_a_torn_megatron_checkpoint(hf, tmp_path, format_):
 def test_a_megatron_checkpoint_of_another_model(hf, tmp_path):
     to_megatron(hf, tmp_path / "megatron")
     for changes, match in (
-        ({"num_hidden_layers": 3}, r"decoder\.layers\.\S+ has shape \(2, .*asks for \(3,"),
-        ({"vocab_size": 500}, r"embedding\.word_embeddings\.weight has shape \(128"),
-        ({"family": "qwen3"}, r"holds no decoder\.layers\.self_attention\.q_layernorm\.weight"),
-        ({"family": "llama"}, r"holds decoder\.layers\.self_attention\.linear_qkv\.bias"),
-        ({"tie_word_embeddings": True}, r"holds output_layer\.weight .*embeddings are tied"),
+        ({"num_hidden_layers": 3}, r"decoder\.layers\.\S+ .*\(2, .*\(3,"),
+        ({"vocab_size": 500}, r"embedding\.word_embeddings\.weight .*\(128"),
+        ({"family": "qwen3"}, r"decoder\.layers\.self_attention\.q_layernorm\.weight"),
+        ({"family": "llama"}, r"decoder\.layers\.self_attention\.linear_qkv\.bias"),
+        ({"tie_word_embeddings": True}, r"output_layer\.weight"),
     ):
         (tmp_path / "megatron/hf/config.json").write_text(json.dumps(config_of(**changes)))
         refused(tmp_path / "megatron", tmp_path / "back", match, to_hf)
@@ -199,7 +209,7 @@ def test_a_pickle_that_runs_code_is_not_run(hf, tmp_path):
         content = pickle.load(file)  # ours, from a moment ago
     content.planner_data = _Evil(tmp_path / "executed")
     metadata.write_bytes(pickle.dumps(content))
-    refused(tmp_path / "megatron", tmp_path / "back", r"names posix\.system, which .* not loaded", to_hf)
+    refused(tmp_path / "megatron", tmp_path / "back", r"posix\.system", to_hf)
     assert not (tmp_path / "executed").exists()
     with metadata.open("rb") as file:
         pickle.load(file)
@@ -224,16 +234,6 @@ def test_enums_as_an_early_python_3_11_pickles_them(hf, tmp_path):
     assert torch_dist.read_metadata(metadata)
 
 
-@pytest.mark.parametrize(
-    "name", ["torch.load", "torch.hub.load", "builtins.eval", "pathlib.Path.unlink", "torch.Tensor"]
-)
-def test_only_listed_names_are_taken(tmp_path, name):
-    module, _, attribute = name.rpartition(".")
-    program = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, attribute)) + b"\x93."
-    with pytest.raises(CheckpointError, match="not loaded"):
-        torch_dist.RestrictedUnpickler(program, torch_dist._ALLOWED, tmp_path).load()
-
-
 def test_a_blob_that_is_no_tensor_runs_nothing(hf, tmp_path):
     """torch.save's own pickle inside a .distcp file is read with a list of names too."""
     to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
@@ -247,67 +247,89 @@ def test_a_blob_that_is_no_tensor_runs_nothing(hf, tmp_path):
             b"ctorch._utils\n_rebuild_tensor_v2\n", same_length + b"0N" * (padding // 2) + b"N" * (padding % 2)
         )
     )
-    refused(tmp_path / "megatron", tmp_path / "back", "posix.system|torn", to_hf)
+    refused(tmp_path / "megatron", tmp_path / "back", r"\.distcp|posix\.system", to_hf)
 
 
 def test_too_little_space_is_seen_before(hf, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        conversion.os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 9, 9, 0, 0, 0, 0, 0, 255))
-    )
-    refused(hf, tmp_path / "out", "has 0.0 GB free")
-    assert not (tmp_path / ".out.partial").exists()
+    """On the file system that will have the files: a target may be a link."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    looked, full = [], os.statvfs_result((4096, 4096, 9, 9, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: looked.append(path) or full)
+    with pytest.raises(RefusedError, match=r"0\.0 GB"):
+        to_megatron(hf, tmp_path / "link")
+    assert looked == [tmp_path] and sorted(path.name for path in tmp_path.iterdir()) == ["disk", "hf", "link"]
 
 
-def test_a_full_disk_leaves_nothing_under_the_name_and_the_next_run_goes_on(hf, tmp_path, monkeypatch):
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount a tmpfs")
+@pytest.mark.parametrize("kind", ["mount", "bind mount", "current", "under a file"])
+def test_targets_that_cannot_be_replaced_are_known_before_any_work(hf, tmp_path, monkeypatch, kind):
+    out = tmp_path / "disk"
+    out.mkdir()
+    if kind == "under a file":
+        (tmp_path / "file").write_text("")
+        out = tmp_path / "file/out"
+    elif kind == "current":
+        monkeypatch.chdir(out)
+    else:
+        # A bind mount within one file system does not show; only a rename finds it.
+        (tmp_path / "real").mkdir()
+        source = ["--bind", tmp_path / "real"] if kind == "bind mount" else ["-t", "tmpfs", "tmpfs"]
+        if os.geteuid() != 0 or subprocess.run(["mount", *source, out], capture_output=True).returncode:
+            pytest.skip("this machine does not let this user mount")
     try:
-        monkeypatch.setattr(conversion, "_check_space", lambda *_: None)  # as if another process took the space
-        refused(hf, disk / "out", "out was not written: the disk is full.*run the same command again")
-        subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
-        to_megatron(hf, disk / "out")
-        to_hf(disk / "out", tmp_path / "back")
+        with pytest.raises(RefusedError, match=str(tmp_path)):
+            to_megatron(hf, out)
+        assert not list(tmp_path.rglob(CARD_FILE)) and not list(tmp_path.rglob("*.safetensors.json"))
     finally:
-        subprocess.run(["umount", disk], check=True)
-    assert len(tensors_of(tmp_path / "back")) == len(tensors_of(hf))
+        if "mount" in kind:
+            subprocess.run(["umount", out], check=True)
+
+
+def test_a_link_to_an_empty_directory_is_followed(hf, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    to_megatron(hf, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / CARD_FILE).is_file()
+
+
+def test_a_torn_card_is_named(hf, tmp_path):
+    to_megatron(hf, tmp_path / "megatron")
+    card = tmp_path / "megatron" / CARD_FILE
+    for text in ("{", "[]", "{}", '{"kind": "megatron-daro conversion 1", "rows": [{"hf": [{"name": "h"}]}]}'):
+        card.write_text(text)
+        refused(tmp_path / "megatron", tmp_path / "back", str(card), to_hf)
+    card.unlink()
+    to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
 def test_what_is_no_checkpoint_at_all(hf, tmp_path):
-    refused(tmp_path / "hf", tmp_path / "back", "is no Megatron checkpoint", lambda s, o: to_hf(s, o, config=hf))
+    refused(tmp_path / "hf", tmp_path / "back", str(hf), lambda s, o: to_hf(s, o, config=hf))
     to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
     (tmp_path / "megatron/latest_checkpointed_iteration.txt").write_text("100")
-    refused(tmp_path / "megatron", tmp_path / "back", "says '100', but .*iter_0000100 is no checkpoint", to_hf)
-    refused(tmp_path, tmp_path / "back", "hf: give one|is no Megatron", lambda s, o: to_hf(s, o, config=hf))
+    refused(tmp_path / "megatron", tmp_path / "back", "iter_0000100", to_hf)
+    refused(tmp_path, tmp_path / "back", str(tmp_path), lambda s, o: to_hf(s, o, config=hf))
 
 
 def test_quantized_tensors(hf, tmp_path):
     replace_tensor(hf, "model.norm.weight", torch.ones(16, dtype=torch.int8))
-    refused(hf, tmp_path / "out", r"model\.norm\.weight is torch\.int8; allowed")
+    refused(hf, tmp_path / "out", r"model\.norm\.weight is torch\.int8")
 
 
 def test_float64_needs_a_cast(hf, tmp_path):
     tensors = tensors_of(hf)
     replace_tensor(hf, "model.norm.weight", tensors["model.norm.weight"].double())
-    refused(
-        hf, tmp_path / "out", r"model\.norm\.weight is torch\.float64; allowed: fp32, bf16, fp16\. Choose .* --dtype"
-    )
-    to_megatron(hf, tmp_path / "out", dtype="bf16", verify=True)
+    refused(hf, tmp_path / "out", r"model\.norm\.weight is torch\.float64.* --dtype")
+    to_megatron(hf, tmp_path / "out", dtype="bf16")
     to_hf(tmp_path / "out", tmp_path / "back")
     assert_equal(tensors_of(tmp_path / "back"), tensors)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "F4", "C64"])
-def test_a_dtype_that_is_not_read_is_not_called_torn(hf, tmp_path, dtype):
+def test_a_dtype_that_is_not_read_is_named(hf, tmp_path, dtype):
     file = sorted(hf.glob("*.safetensors"))[0]
     header = json.dumps({"scale": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
-    with pytest.raises(ModelError, match=f"holds scale as {dtype}, which is not read; allowed: F64,") as refusal:
-        to_megatron(hf, tmp_path / "out")
-    assert "torn" not in str(refusal.value) and "again" not in str(refusal.value)
+    refused(hf, tmp_path / "out", f"scale as {dtype}")
 
 
 def test_a_single_file_beside_an_index(hf, tmp_path):
@@ -317,7 +339,7 @@ def test_a_single_file_beside_an_index(hf, tmp_path):
     refused(
         hf,
         tmp_path / "out",
-        r"holds model\.safetensors beside model\.safetensors\.index\.json, which names model-00001",
+        r"model\.safetensors beside model\.safetensors\.index\.json",
     )
     for file in hf.glob("model-*"):
         file.unlink()
@@ -332,13 +354,11 @@ def test_weights_that_the_index_does_not_name(hf, tmp_path):
     content = json.loads(index.read_text())
     file = content["weight_map"].pop("model.norm.weight")
     index.write_text(json.dumps(content))
-    refused(
-        hf, tmp_path / "out", rf"{file} holds model\.norm\.weight, which model\.safetensors\.index\.json does not name"
-    )
+    refused(hf, tmp_path / "out", rf"{file} .*model\.norm\.weight")
     content["weight_map"]["model.norm.weight"] = file
     index.write_text(json.dumps(content))
     save_file({"a": torch.ones(2)}, hf / "model-00009-of-00009.safetensors")
-    refused(hf, tmp_path / "out", r"holds model-00009-of-00009\.safetensors, which .* does not name\. Remove it")
+    refused(hf, tmp_path / "out", r"model-00009-of-00009\.safetensors")
     (hf / "model-00009-of-00009.safetensors").rename(hf / "consolidated.safetensors")  # as Mistral's own format
     to_megatron(hf, tmp_path / "out")
 
@@ -351,11 +371,11 @@ def test_a_cast_that_makes_a_number_infinite(tmp_path, format_, back):
     replace_tensor(tmp_path / "hf", GATE, large.bfloat16())
     to_megatron(tmp_path / "hf", tmp_path / "whole", format_=format_)
     source, convert = (tmp_path / "whole", to_hf) if back else (tmp_path / "hf", to_megatron)
-    match = rf"{GATE} holds 6\.554e\+04, and the largest number of float16 is 6\.55e\+04"
+    match = rf"{GATE} holds 6\.554e\+04"
     refused(source, tmp_path / "out", match, lambda s, o: convert(s, o, dtype="fp16"))
     large[3, 2], large[4, 1] = float("-inf"), float("nan")  # no cast makes these
     replace_tensor(tmp_path / "hf", GATE, large.bfloat16())
-    to_megatron(tmp_path / "hf", tmp_path / "out", dtype="fp16", verify=True)
+    to_megatron(tmp_path / "hf", tmp_path / "out", dtype="fp16")
 
 
 def test_fp32_that_bf16_cannot_hold(tmp_path):
@@ -365,6 +385,6 @@ def test_fp32_that_bf16_cannot_hold(tmp_path):
     refused(
         tmp_path / "hf",
         tmp_path / "out",
-        r"model\.norm\.weight holds 3\.403e\+38, .* bfloat16 is 3\.39e\+38",
+        r"model\.norm\.weight holds 3\.403e\+38",
         lambda s, o: to_megatron(s, o, dtype="bf16"),
     )

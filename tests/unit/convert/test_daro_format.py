@@ -16,26 +16,25 @@ def test_what_was_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("place", "value"),
     [
-        (0, 5, "is no shard's row"),
-        (2, None, "is no shard's row"),
-        (1, "../rank0.safetensors", "is not a file name in the checkpoint's own directory"),
-        (3, ["2", 0], "is no shard's row"),
-        (3, [True, 0], "is no shard's row"),
-        (3, [2.5, 0], "is no shard's row"),
-        (3, [-2, 0], "offset [-2, 0], shape [2, 3] and global shape [4, 3] do not fit"),
-        (4, [2], "do not fit"),
-        (5, [4, 3, 1], "do not fit"),
-        (5, 4, "cannot be read"),
+        (0, 5),
+        (2, None),
+        (1, "../rank0.safetensors"),  # outside the checkpoint's own directory
+        (3, ["2", 0]),
+        (3, [True, 0]),
+        (3, [2.5, 0]),
+        (3, [-2, 0]),
+        (4, [2]),
+        (5, [4, 3, 1]),
+        (5, 4),
     ],
 )
-def test_a_row_that_cannot_be_is_refused(tmp_path, place, value, words):
+def test_a_row_that_cannot_be_is_refused(tmp_path, place, value):
     write_index(tmp_path, [WHOLE])
     path = tmp_path / INDEX_FILE
     content = json.loads(path.read_text())
     content["shards"][0][place] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError, match=str(path)):
         list(read_index(tmp_path))
-    assert words in str(refusal.value) and str(path) in str(refusal.value)

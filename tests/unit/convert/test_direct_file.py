@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_daro.convert import safetensors_file
 from megatron_daro.convert.safetensors_file import DirectFile
 
 BUFFER = 8192
@@ -25,7 +24,19 @@ def refuse_direct(monkeypatch):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, data, at)
 
-    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def refuse_to_open_direct(monkeypatch):
+    """As tmpfs does."""
+    real = os.open
+
+    def opened(path, flags, *mode, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", opened)
 
 
 def is_direct(descriptor):
@@ -40,7 +51,7 @@ def test_the_file_has_the_bytes_that_were_given(tmp_path, monkeypatch, kind, siz
     if kind == "refused when written":
         refuse_direct(monkeypatch)
     elif kind == "refused when opened":
-        monkeypatch.setattr(safetensors_file, "_open_direct", lambda path: None)
+        refuse_to_open_direct(monkeypatch)
     file, rng = DirectFile(tmp_path / "file", buffer_bytes=BUFFER), np.random.default_rng(size)
     at = 0
     while at < size:
@@ -74,15 +85,13 @@ def test_a_file_that_is_made_anew_has_nothing_of_the_old_one(tmp_path):
 
 def test_whole_blocks_go_past_the_cache_where_the_file_system_lets_them(tmp_path, monkeypatch):
     file, real, direct = DirectFile(tmp_path / "file", at=10, buffer_bytes=BUFFER), os.pwrite, []
-    if file._direct is None:
-        pytest.skip("this file system has no direct writes")
 
     def pwrite(descriptor, data, at):
         count = real(descriptor, data, at)
         direct.append(count if is_direct(descriptor) else 0)
         return count
 
-    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     file.write(CONTENT)
     file.finish()
     if not any(direct):
@@ -98,7 +107,7 @@ def test_a_full_disk_is_its_error_and_the_file_is_closed(tmp_path, monkeypatch, 
     def pwrite(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(safetensors_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(OSError, match="No space"):
         try:
             file.write(CONTENT[:size])

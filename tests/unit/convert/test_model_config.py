@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_checkpoints import assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
+from hf_checkpoints import RefusedError, assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.errors import CheckpointError, ModelError
-from megatron_daro.workshop.convert import model_config
-from megatron_daro.workshop.convert.model_config import find_config, read_arguments
 
 
 class Backend(enum.Enum):
@@ -100,58 +97,77 @@ def save(folder: Path, arguments: argparse.Namespace) -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_the_arguments_describe_the_model(checkpoint, tmp_path, family):
     folder, config = checkpoint(family)
-    made = find_config(folder)
-    assert isinstance(made, dict) and read_model_shape(made) == read_model_shape(config)
-    to_hf(folder, tmp_path / "back", config=made, verify=True)
+    to_hf(folder, tmp_path / "back")
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
     assert read_model_shape(tmp_path / "back") == read_model_shape(config)
 
 
 def test_without_its_vocabulary_the_padded_one_counts(checkpoint, tmp_path):
-    folder, _ = checkpoint("llama")
-    arguments = read_arguments(folder / "release")
-    save(folder, argparse.Namespace(**{**arguments, "vocab_size": None}))
-    to_hf(folder, tmp_path / "back", config=find_config(folder), verify=True)
+    folder, config = checkpoint("llama")
+    save(folder, argparse.Namespace(**{**vars(arguments_of(config)), "vocab_size": None}))
+    to_hf(folder, tmp_path / "back")
     rows = tensors_of(tmp_path / "back")["lm_head.weight"]
     assert len(rows) == 128 and torch.equal(rows[:61], tensors_of(tmp_path / "hf")["lm_head.weight"])
     assert not rows[61:].any()
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("changes", "named"),
     [
-        ({"normalization": "LayerNorm"}, r"normalization 'LayerNorm' \(allowed: 'RMSNorm'\)"),
-        ({"multi_latent_attention": True, "rotary_percent": 0.5}, "rotary_percent 0.5 .*; multi_latent_attention True"),
-        ({"add_qkv_bias": True}, "no family has models with qk_layernorm True, add_qkv_bias True, experts False"),
+        ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
+        ({"multi_latent_attention": True, "rotary_percent": 0.5}, "rotary_percent 0.5 .*multi_latent_attention True"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type"),
+        ({"softmax_type": "learnable"}, "softmax_type"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
+        ({"add_qkv_bias": True}, "add_qkv_bias True"),  # with norms of queries and keys: no family has both
+        ({"num_experts": 4, "moe_ffn_hidden_size": 8, "qk_layernorm": False, "add_qkv_bias": True}, "experts True"),
         ({"num_layers": None}, "num_hidden_layers"),
     ],
 )
-def test_arguments_of_another_model(checkpoint, changes, match):
+def test_arguments_of_a_model_that_no_family_has_are_refused(checkpoint, tmp_path, changes, named):
     folder, config = checkpoint("qwen3")
     save(folder, argparse.Namespace(**{**vars(arguments_of(config)), **changes}))
-    with pytest.raises(ModelError, match=match):
-        find_config(folder)
+    with pytest.raises(RefusedError, match=named):
+        to_hf(folder, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
-def test_missing_arguments_are_named(checkpoint):
+def test_missing_arguments_are_named(checkpoint, tmp_path):
     folder, config = checkpoint("qwen3")
     arguments = arguments_of(config)
     del arguments.rotary_base
     save(folder, arguments)
-    with pytest.raises(ModelError, match=r"common\.pt: the saved arguments have no rotary_base.*--hf-config"):
-        find_config(folder)
+    with pytest.raises(RefusedError, match=r"common\.pt: .* rotary_base.*--hf-config"):
+        to_hf(folder, tmp_path / "back")
     torch.save({"iteration": 7}, folder / "release/common.pt")
-    with pytest.raises(ModelError, match=r"no config\.json .* nor the arguments of Megatron-LM.*--hf-config"):
-        find_config(folder)
+    with pytest.raises(RefusedError, match=r"config\.json .*--hf-config"):
+        to_hf(folder, tmp_path / "back")
     (folder / "release/common.pt").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read: BadZipFile"):
-        find_config(folder)
+    with pytest.raises(RefusedError, match=r"common\.pt"):
+        to_hf(folder, tmp_path / "back")
 
 
 def test_the_folder_that_slime_was_given_counts_before_the_arguments(checkpoint, tmp_path):
     folder, config = checkpoint("qwen3")
-    save(folder, argparse.Namespace(**vars(arguments_of(config)), hf_checkpoint=str(tmp_path / "hf")))
-    assert find_config(folder) == tmp_path / "hf"
+    given = {**vars(arguments_of(config)), "num_layers": 7, "hf_checkpoint": str(tmp_path / "hf")}
+    save(folder, argparse.Namespace(**given))
+    to_hf(folder, tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+
+
+def described(checkpoint, tmp_path, family, **changes):
+    """The config.json that follows from a model's arguments; without those that are None."""
+    folder, config = checkpoint(family)
+    arguments = {**vars(arguments_of(config)), **changes}
+    save(folder, argparse.Namespace(**{name: value for name, value in arguments.items() if value is not None}))
+    to_hf(folder, tmp_path / "back")
+    return json.loads((tmp_path / "back/config.json").read_text())
+
+
+def test_missing_arguments_have_megatrons_defaults(checkpoint, tmp_path):
+    missing = dict.fromkeys(("group_query_attention", "use_rope_scaling", "rope_scaling_factor", "bf16", "fp16"))
+    made = described(checkpoint, tmp_path, "llama", **missing, rope_scaling=None)
+    assert made["num_key_value_heads"] == 2 and "rope_scaling" not in made and made["dtype"] == "float32"
 
 
 @pytest.fixture
@@ -166,15 +182,15 @@ def test_megatron_checkpoints_in_formats_that_are_not_read(hf, tmp_path):
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("100")
 
     def refused(source, match):
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises(RefusedError, match=match):
             to_hf(source, tmp_path / "back", config=hf)
 
-    refused(tmp_path / "run", r"holds mp_rank_\* folders of pickles.*--ckpt-format torch_dist")
+    refused(tmp_path / "run", "mp_rank_")
     to_megatron(hf, tmp_path / "megatron", format_="torch_dist")
     metadata = tmp_path / "megatron/release/metadata.json"
     metadata.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
-    refused(tmp_path / "megatron", "format 'zarr'; allowed: 'torch_dist' and 'daro_saf")
-    refused(hf / "config.json", "it is a file; give its directory")
+    refused(tmp_path / "megatron", "'zarr'")
+    refused(hf / "config.json", "--megatron: .*config.json")
 
 
 @pytest.mark.parametrize("layout", ["actor/model", "actor", "model", "."])
@@ -187,8 +203,7 @@ def test_verls_layout_is_found(hf, tmp_path, layout):
     (tmp_path / "megatron/hf").rename(step / layout / "huggingface")
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("7")
     for number, source in enumerate([step, step / layout / "dist_ckpt", tmp_path / "checkpoints"]):
-        assert find_config(source) == step / layout / "huggingface"
-        to_hf(source, tmp_path / f"back{number}", config=find_config(source))
+        to_hf(source, tmp_path / f"back{number}")
         assert_equal(tensors_of(tmp_path / f"back{number}"), given)
 
 
@@ -196,8 +211,8 @@ def test_verls_weights_in_hugging_faces_format_are_named(hf, tmp_path):
     model = tmp_path / "global_step_7/actor/model"
     model.mkdir(parents=True)
     hf.rename(model / "huggingface")
-    with pytest.raises(CheckpointError, match=r"actor/model/huggingface holds its weights .*; give that to --hf"):
-        find_config(tmp_path / "global_step_7")
+    with pytest.raises(RefusedError, match=r"actor/model/huggingface .*--hf"):
+        to_hf(tmp_path / "global_step_7", tmp_path / "back")
 
 
 class _Evil:
@@ -213,103 +228,8 @@ class _Evil:
 def test_nothing_of_the_arguments_is_run(checkpoint, tmp_path):
     folder, config = checkpoint("qwen3")
     save(folder, argparse.Namespace(**vars(arguments_of(config)), evil=_Evil(tmp_path / "executed")))
-    assert read_model_shape(find_config(folder)) == read_model_shape(config)
+    to_hf(folder, tmp_path / "back")
+    assert read_model_shape(tmp_path / "back") == read_model_shape(config)
     assert not (tmp_path / "executed").exists()
     torch.load(folder / "release/common.pt", weights_only=False)
     assert (tmp_path / "executed").exists(), "the attack must work on a reader that trusts it"
-
-
-ARGUMENTS = {
-    "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
-    "padded_vocab_size": 128, "max_position_embeddings": 64, "layernorm_epsilon": 1e-5, "rotary_base": 10000,
-    "untie_embeddings_and_output_weights": True,
-}  # fmt: skip
-
-
-def described(**changes: object) -> dict[str, object]:
-    return model_config.config_from_arguments(ARGUMENTS | changes, Path("common.pt"))
-
-
-def test_missing_arguments_have_megatrons_defaults():
-    assert described() == {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24, "vocab_size": 128,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "dtype": "float32",
-    }  # fmt: skip
-    given = described(
-        kv_channels=8, vocab_size=100, norm_epsilon=1e-6, fp16=True, untie_embeddings_and_output_weights=False
-    )
-    assert (given["head_dim"], given["vocab_size"], given["rms_norm_eps"], given["dtype"]) == (8, 100, 1e-6, "float16")
-    assert given["tie_word_embeddings"] is True and described(bf16=True, fp16=True)["dtype"] == "bfloat16"
-    assert (
-        described(group_query_attention=False)["num_key_value_heads"]
-        == 4
-        == described(num_query_groups=None)["num_key_value_heads"]
-    )
-    scaled = described(use_rope_scaling=True, rope_scaling_factor=8.0)["rope_scaling"]
-    assert scaled == {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "allowed"), [(name, values) for name, values in model_config._FIXED.items()])
-def test_arguments_that_no_family_has_are_refused(name, allowed):
-    right = {
-        "swiglu": True, "rotary_percent": 1.0, "moe_router_topk_scaling_factor": 1.0, "normalization": "RMSNorm",
-        "position_embedding_type": "rope", "softmax_type": "vanilla", "moe_router_score_function": "softmax",
-    }  # fmt: skip
-    nothing = ("factor", "freq", "size", "variant", "path", "groups")
-    value = right.get(name, None if name.endswith(nothing) else False)
-    described(**{name: value})
-    for wrong in (not value, 0.5, "x", 2.0):
-        with pytest.raises(ModelError, match=rf"common\.pt: the saved arguments ask for .*: {name} "):
-            described(**{name: wrong})
-    assert value in allowed
-
-
-def test_the_family_of_experts_follows_from_the_arguments():
-    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
-    mixtral = described(**experts)
-    assert mixtral["model_type"] == "mixtral" and (mixtral["num_local_experts"], mixtral["num_experts_per_tok"]) == (
-        4,
-        2,
-    )
-    qwen = described(**experts, qk_layernorm=True, moe_layer_freq=2)
-    assert qwen["model_type"] == "qwen3_moe" and qwen["mlp_only_layers"] == [1] and qwen["norm_topk_prob"] is True
-    assert described(**experts, qk_layernorm=True, moe_layer_freq=[0, 1])["mlp_only_layers"] == [0]
-    assert described(**experts, qk_layernorm=True, moe_router_pre_softmax=True)["norm_topk_prob"] is False
-    wide = described(**(experts | {"moe_ffn_hidden_size": None}), qk_layernorm=True)
-    assert wide["moe_intermediate_size"] == 24 and wide["mlp_only_layers"] == []
-    assert (
-        described(add_qkv_bias=True)["model_type"] == "qwen2" and described(qk_layernorm=True)["model_type"] == "qwen3"
-    )
-    with pytest.raises(
-        ModelError, match="no family has models with qk_layernorm True, add_qkv_bias True, experts False"
-    ):
-        described(qk_layernorm=True, add_qkv_bias=True)
-    with pytest.raises(ModelError, match="no family has models with"):
-        described(**experts, moe_router_pre_softmax=True)
-    with pytest.raises(ModelError, match=r"common\.pt: the saved arguments have no moe_router_topk\. Name a folder"):
-        described(num_experts=4)
-
-
-@pytest.mark.parametrize("place", ["hf", "step/hf", "huggingface", "step", "."])
-def test_the_models_folder_is_looked_for_beside_the_tensors_and_above(tmp_path, monkeypatch, place):
-    folder = tmp_path / "step"
-    folder.mkdir()
-    monkeypatch.setattr(model_config, "checkpoint_directory", lambda megatron: folder)
-    with pytest.raises(ModelError, match=r"step has no config\.json of its model with it, nor the arguments"):
-        model_config.find_config_folder(tmp_path)
-    (tmp_path / place).mkdir(exist_ok=True, parents=True)
-    (tmp_path / place / "config.json").write_text("{}")
-    assert model_config.find_config(tmp_path) == tmp_path / place
-
-
-def test_an_inert_record_takes_everything():
-    one = model_config._Inert(1, a=2)
-    one.append(1)
-    one.extend([1])
-    one["x"] = 1
-    assert isinstance(one, model_config.Record)

