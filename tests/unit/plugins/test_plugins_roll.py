@@ -192,7 +192,7 @@ def test_a_loss_that_scales_otherwise_stops_the_first_step(roll, tmp_path, chang
     worker.initialize(config)
     for name, value in change.items():
         setattr(worker, name, value)
-    with pytest.raises(AlgorithmError, match="^loss"):
+    with pytest.raises(AlgorithmError, match="loss"):
         worker.strategy.train_step(batch=batch(config), loss_func=worker.loss_func)
 
 
