@@ -15,7 +15,7 @@ from hf_checkpoints import CARD_FILE, assert_equal, config_of, make_hf, tensors_
 FILES = ("--max-shard-size", "1KB")  # some hundred files, so that there is something left to do
 
 
-@pytest.mark.parametrize("victim", ["first", "fork server", "worker"])
+@pytest.mark.parametrize("victim", ["first", "worker", pytest.param("fork server", marks=pytest.mark.heavy)])
 def test_a_killed_process_ends_the_others_and_what_is_complete_is_kept(tmp_path, victim):
     given = make_hf(tmp_path / "hf", config_of(num_hidden_layers=40), max_shard_bytes=10**6)
     to_megatron(tmp_path / "hf", tmp_path / "megatron")
