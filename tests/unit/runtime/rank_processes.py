@@ -22,12 +22,10 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
 from megatron_daro.runtime.workers import Place
-from megatron_daro.sync.plan import SendPlan, SendReport, Target
-from megatron_daro.types import MemoryMove, StepResult
+from megatron_daro.types import StepResult
 
 ROOM = 32
 MODEL = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -35,8 +33,6 @@ MODEL |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
 
 
 BATCH = make_batch([(2, 5), (1, 7), (3, 4), (2, 9)], seed=1, old=False)
-TARGETS = (Target("s0", "http://b:1"), Target("s1", "http://c:1"))
-PLAN = SendPlan(transport="tensor", targets=TARGETS, bucket_bytes=1 << 16, timeout_s=5.0)
 LIMITS = HealingLimits(1.0, per_hour=100, hung_s=60.0)
 
 
@@ -50,13 +46,13 @@ async def steps(policy, first, last):
 
 class Rank:
     """A process that was started for a rank. dies_at: the call in which it dies. waits: it answers nothing, for it has
-    no place, or is frozen."""
+    no place."""
 
-    def __init__(self, world, number, options):
-        self.world, self.rank, self.options = world, number, options
+    def __init__(self, world, number):
+        self.world, self.rank = world, number
         self.alive, self.dies_at, self.waits = True, "", False
         self.states, self.seen, self.log = KeptStates(), None, []
-        self._open, self._queue = [], []
+        self._open, self.queue = [], []
         self.keep_own_twice, self.adopt = self.states.keep_own_twice, self.states.adopt
         for name in ("open_copy", "take_block", "seal_copy", "describe", "block"):
             setattr(self, name, getattr(self.states, name))
@@ -70,7 +66,7 @@ class Rank:
         answer = asyncio.get_running_loop().create_future()
         self._open = [one for one in self._open if not one.done()] + [answer]
         if self.waits and self.alive:
-            self._queue.append((answer, name, arguments, options))
+            self.queue.append((answer, name, arguments, options))
         else:
             self._do(answer, name, arguments, options)
         return answer
@@ -91,13 +87,6 @@ class Rank:
                 answer.set_exception(error)
                 answer.exception()
 
-    def go(self):
-        """It has a place now, or works on."""
-        self.waits = False
-        for call in self._queue:
-            self._do(*call)
-        self._queue.clear()
-
     def die(self):
         self.alive = False
         for answer in self._open:
@@ -116,7 +105,6 @@ class Rank:
 
     def do_setup(self, address, settings, actor, algorithm, seed, timeout_s, **options):
         self.actor = actor
-        self.arguments = (address, settings, actor, algorithm, seed, timeout_s), options
         self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
 
     def do_place(self):
@@ -128,13 +116,12 @@ class Rank:
             sends=self.rank % (size * replicas) == 0,
             answers=self.rank % size == 0,
             device=self.world.device,
-            host=self.world.hosts[self.rank],
+            host="a",
             remarks=("slow attention", f"rank {self.rank}") if self.rank < 2 else ("slow attention",),
             weights_key=(self.rank % size, self.rank // size // replicas),
         )
 
     def do_train(self, batch, micro_batches, step, **columns):
-        self.given = batch, micro_batches, {name: column.result() for name, column in columns.items()}
         torn = not all(handle.process.alive for handle in self.world.policy.workers.values())
         for kind in KINDS[:1] if torn else KINDS:
             self.seen[kind].append(step)
@@ -142,23 +129,12 @@ class Rank:
             raise WorkerError("connection closed by peer")
         own_s = 9.0 if self.rank in self.world.slow else 1.0
         metrics = {"loss": step / 4} if self.do_place().answers else {}
-        return StepResult(step, metrics, skipped=self.rank in self.world.skips, own_s=own_s)
-
-    def do_run_pass(self, name, batch, micro_batches):
-        return batch.rollout_logprobs_R * {"old_logprobs": 2, "ref_logprobs": 3}[name] if self._answers() else None
+        return StepResult(step, metrics, own_s=own_s)
 
     def do_score(self, batch, micro_batches, temperature):
-        return batch.rollout_logprobs_R / temperature if self._answers() else None
-
-    def _answers(self):
-        return self.do_place().answers
-
-    def do_move(self, kinds, away):
-        self.moved = kinds, away
-        return MemoryMove(self.rank, 10 - self.rank, self.rank / 4, 3 * self.rank)
+        return batch.rollout_logprobs_R / temperature if self.do_place().answers else None
 
     def do_start_save(self, directory):
-        assert not list(directory.glob("torn*"))
         (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
 
     def do_finish_save(self):
@@ -181,7 +157,7 @@ class Rank:
         self.pending = slot
 
     def do_finish_snapshot(self, serial, keep, peer, kinds):
-        if self.world.snapshots_wait:
+        if self.world.snapshots_fail:
             raise RuntimeError("the snapshot failed")
         self.pending.serial = serial
         if peer is not None:
@@ -206,24 +182,6 @@ class Rank:
             (block,) = slot.blocks[kind]
             self.seen[kind] = [0, *(int(step) for step in block if step)]
 
-    def do_export(self, plan, group=(), *, critic=False):
-        self.world.exported.append((self.rank, group, critic))
-        return None if plan is None else self.world.report(self.rank, plan)
-
-    def do_join_relays(self, members):
-        self.world.joined.append((self.rank, members))
-
-    def do_relay(self, plan, members):
-        self.world.relayed.append((self.rank, members, [target.name for target in plan.targets]))
-        return self.world.report(self.rank, plan)
-
-    def do_offer_shards(self, plan):
-        return self.world.offer(self.rank)
-
-    def do_send_shards(self, plan, offers):
-        self.world.offered.append((self.rank, len(offers)))
-        return SendReport(num_bytes=1, send_s=float(self.rank), apart=True)
-
 
 class Handle:
     def __init__(self, process):
@@ -236,65 +194,47 @@ class Handle:
 
 
 class World:
-    """A PolicyGroup of such processes, tensor_parallel=2 and data_parallel=2 if not said otherwise."""
+    """A PolicyGroup of such processes, tensor_parallel=2 and data_parallel=2."""
 
-    def __init__(self, monkeypatch, folder, *, limits=None, actor=None, algorithm=None, deadlines=None, **options):
-        self.folder, self.started, self.meetings, self.killed, self.warnings = folder, [], [], [], []
-        self.exported, self.joined, self.relayed, self.offered = [], [], [], []
-        self.slow, self.skips, self.puts = (), (), 0
-        self.device, self.memory, self.snapshots_wait = "cpu", 10**6, False
-        self.no_place, self.next_deaths = set(), []  # of the processes that are started next
-        self.actor = actor or ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
-        self.hosts = ["a"] * self.actor.world_size
+    def __init__(self, monkeypatch, folder, *, limits=None, deadlines=None, has_gpus=False):
+        self.folder, self.started, self.meetings, self.warnings = folder, [], [], []
+        self.slow, self.device, self.memory, self.snapshots_fail = (), "cpu", 10**6, False
+        self.no_place = set()  # of the processes that are started next
+        self.actor = ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
         fake = SimpleNamespace(
             kill=self._kill,
-            put=self._put,
+            put=lambda value: value,
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
         for module in (healing, kept_states, policy_group, supervisor):
             monkeypatch.setattr(module, "ray", fake)
-        monkeypatch.setattr(
-            policy_group,
-            "actor_class",
-            lambda _: SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start(given))),
-        )
+        made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
+        monkeypatch.setattr(policy_group, "actor_class", lambda _: made)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        self.settings = PolicySettings(folder, 1, 32, 1.0, total_steps=10)
-        self.placement = Placement.of_actor(self.actor)
-        self.placement.deadlines = deadlines or Deadlines()
-        self.placement._group, groups = "placement group", self.actor.world_size // self.actor.tensor_parallel
-        self.placement._bundle_of_group = {group: group for group in range(groups)}
-        self.algorithm = algorithm or AlgorithmSection(name="grpo")
-        options = {"seed": 5, "updates_per_batch": 1, **options}
+        placement = SimpleNamespace(
+            deadlines=deadlines or Deadlines(), has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None
+        )
         self.policy = policy_group.PolicyGroup(
-            self.settings,
+            PolicySettings(folder, 1, 32, 1.0, total_steps=10),
             self.actor,
-            self.algorithm,
-            placement=self.placement,
+            AlgorithmSection(name="grpo"),
+            seed=5,
+            updates_per_batch=1,
+            placement=placement,
             healing=limits,
             warn=self.warnings.append,
-            **options,
         )
 
-    def _start(self, given):
-        def remote(rank, logs):
-            process = Rank(self, rank, {**given, "logs": logs})
-            process.waits = rank in self.no_place
-            process.dies_at = self.next_deaths.pop(0) if self.next_deaths else ""
-            self.started.append(process)
-            return Handle(process)
-
-        return remote
+    def _start(self, rank, logs):
+        process = Rank(self, rank)
+        process.waits = rank in self.no_place
+        self.started.append(process)
+        return Handle(process)
 
     def _kill(self, handle, no_restart):
         assert no_restart
-        self.killed.append(handle.process.rank)
         handle.process.die()
-
-    def _put(self, value):
-        self.puts += 1
-        return value
 
     def process(self, rank):
         """The one that is this rank now."""
@@ -306,9 +246,3 @@ class World:
         processes = [handle.process for handle in self.policy.workers.values()]
         assert all(process.seen["weights"] == process.seen["optimizer"] for process in processes)
         return [process.seen["weights"] for process in processes]
-
-    def report(self, rank, plan):
-        return SendReport(num_bytes=rank + 1, num_buckets=1, send_s=float(rank))
-
-    def offer(self, rank):
-        return rank

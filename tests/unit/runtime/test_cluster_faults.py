@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import socket
@@ -10,23 +9,20 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from ray._private import services
-from ray.exceptions import ActorDiedError
 
 from megatron_daro.errors import ConfigError, WorkerError
 from megatron_daro.runtime import cluster
 from megatron_daro.runtime.cluster import (
     LEAST_OPEN_FILES,
     check_address,
-    check_limits,
     not_started,
     own_directory,
-    plain,
 )
-from megatron_daro.runtime.supervisor import WorkerDiedError, _how, _worst_first, gather
 
 
 @pytest.fixture
@@ -39,23 +35,24 @@ def closed_port():
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}"])
 def test_an_address_where_nobody_listens_is_refused_at_once(closed_port, form):
     address = form.format(closed_port)
-    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS: got '{address}', but nobody answers at .*:{closed_port} "):
+    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS: got '{address}'.*:{closed_port} "):
         check_address(address)
 
 
-def test_what_ray_and_tokenizers_must_know_is_set_and_what_a_person_set_stays(monkeypatch):
+@pytest.mark.parametrize("given", ["of a person", None])
+def test_what_ray_and_tokenizers_must_know_is_set_and_what_a_person_set_stays(monkeypatch, given):
     """RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0: a worker without GPUs of its own keeps CUDA_VISIBLE_DEVICES
     (ray/_private/utils.py, set_visible_accelerator_ids, Ray 2.60)."""
-    wanted = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    wanted = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     wanted |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     for name in wanted:
-        monkeypatch.setenv(name, "of a person")
-    cluster._prepare_environment()
-    assert {os.environ[name] for name in wanted} == {"of a person"}
-    for name in wanted:
-        monkeypatch.delenv(name)
-    cluster._prepare_environment()
-    assert {name: os.environ[name] for name in wanted} == wanted
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with cluster.cluster(1):
+            assert {name: os.environ[name] for name in wanted} == {n: given or value for n, value in wanted.items()}
 
 
 def test_an_address_where_somebody_listens_is_taken():
@@ -74,97 +71,72 @@ def test_auto_without_a_cluster_is_refused(monkeypatch):
     monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConfigError, match="got 'auto', but no Ray cluster runs on this machine"):
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: got 'auto'"):
         check_address("auto")
 
 
-def test_too_few_open_files_are_refused_and_a_soft_limit_is_raised():
+def test_a_soft_limit_of_open_files_is_raised_and_too_low_a_hard_one_refused():
     code = (
         "import resource, sys\n"
         "from megatron_daro.errors import ConfigError\n"
         "from megatron_daro.runtime.cluster import check_limits\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
-        "try:\n"
-        "    check_limits()\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "for hard in (int(sys.argv[1]), 64):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "    try:\n"
+        "        check_limits()\n"
+        "        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
     )
-    hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4096)
-    for limit, says in ((64, f"may have 64 (`ulimit -n`); allowed: at least {LEAST_OPEN_FILES}"), (hard, str(hard))):
-        done = subprocess.run([sys.executable, "-c", code, str(limit)], capture_output=True, text=True, check=True)
-        assert says in done.stdout
-    check_limits()
+    hard = str(min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4096))
+    done = subprocess.run([sys.executable, "-c", code, hard], capture_output=True, text=True, check=True)
+    raised, refused = done.stdout.splitlines()
+    assert raised == hard and "open files" in refused and "64" in refused and str(LEAST_OPEN_FILES) in refused
 
 
-def test_a_temporary_directory_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+def test_a_temporary_directory_that_cannot_be_written_is_named(monkeypatch):
     with ExitStack() as stack:
         made = own_directory(stack)
         assert made.name.startswith("daro_ray_")
     assert not made.exists()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    if len(str(tmp_path)) <= 30:
-        with pytest.raises(ConfigError, match="TMPDIR: no temporary directory can be written"):
-            own_directory(ExitStack())
     monkeypatch.setattr(tempfile, "tempdir", "/proc/gone")
-    with pytest.raises(ConfigError, match="TMPDIR: no temporary directory can be written"):
+    with pytest.raises(ConfigError, match="TMPDIR"):
         own_directory(ExitStack())
 
 
-@pytest.mark.parametrize(("slow", "calls"), [(2, 3), (3, 3)])
-def test_ray_that_was_too_slow_to_start_is_started_again(monkeypatch, tmp_path, slow, calls):
-    starts = []
-    ended = subprocess.Popen(["sleep", "0"])
-    child = psutil.Process(ended.pid)
-    ended.wait()
-    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [child])  # listed, and gone since
+@pytest.mark.parametrize(
+    ("error", "fails", "starts"),
+    [
+        # ray/_private/node.py, 2.60
+        ("The current node timed out during startup. This could happen because some of the raylet", 2, 3),
+        ("The current node timed out during startup. This could happen because some of the raylet", 9, 3),
+        ("no room", 9, 1),
+    ],
+)
+def test_ray_that_was_too_slow_to_start_is_started_again(monkeypatch, error, fails, starts):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started, raylet = [], SimpleNamespace(pid=2**22 + 1)  # of a process that is gone
+    raylet.name, raylet.status, raylet.suspend = lambda: "raylet", lambda: "running", lambda: None
+    raylet.children = list
 
     def init(**options):
-        starts.append(options)
-        if len(starts) <= slow:
-            # ray/_private/node.py, 2.60
-            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+        started.append(options)
+        if len(started) <= fails:
+            raise RuntimeError(error)
 
     monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster, "_end_helpers_after_this_process", lambda directory: "helpers")
-    if slow < calls:
-        assert cluster._start_private(1, tmp_path) == "helpers"
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [raylet])
+    if fails < starts:
+        with cluster.cluster(1):
+            pass
     else:
-        with pytest.raises(Exception, match="timed out during startup"):
-            cluster._start_private(1, tmp_path)
-    assert len(starts) == calls
+        with pytest.raises(WorkerError, match=error[:20]), cluster.cluster(1):
+            pytest.fail("it did not start")
+    assert len(started) == starts
 
 
-def test_what_ray_says_becomes_one_line():
-    assert str(not_started(NotADirectoryError(20, "Not a directory", "/dev/null/x/.ray"))).startswith(
-        "Ray cannot write /dev/null/x/.ray (Not a directory); fix: set HOME"
-    )
-    text = "\x1b[33mboom\x1b[0m\n   " + "x" * 1000
-    said = str(not_started(RuntimeError(text)))
-    assert said.startswith("Ray did not start: boom xxx") and "\x1b" not in said and "\n" not in said
-    assert len(plain(text)) < 310
-
-
-def test_a_death_is_told_without_rays_advice():
-    text = (
-        "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\n\tpid: 4711\n"
-        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-        "Worker unexpectedly exits with a connection error code 2. End of file. There are 3 potential root causes. "
-        "(1) The process is killed by SIGKILL by OOM killer. (2) ray stop --force is called."
-    )
-    assert _how(text) == "process 4711: Worker unexpectedly exits with a connection error code 2. End of file"
-    assert _how("something else\n entirely") == "something else entirely"
-
-
-def test_the_death_of_a_worker_is_told_before_what_the_others_say_of_it():
-    async def says():
-        raise WorkerError("rank 0: connection closed by peer")
-
-    async def dies():
-        await asyncio.sleep(0.05)
-        raise ActorDiedError()
-
-    with pytest.raises(WorkerDiedError, match="rank 1 died"):
-        asyncio.run(gather({"rank 0": says(), "rank 1": dies()}))
-    first, death = WorkerError("rank 0: connection closed by peer"), WorkerDiedError("rank 1 died")
-    assert _worst_first([first, None, death]) == [death, first]
+def test_what_keeps_ray_from_starting_is_told_in_a_line():
+    assert "/dev/null/x/.ray" in str(not_started(NotADirectoryError(20, "Not a directory", "/dev/null/x/.ray")))
+    said = str(not_started(RuntimeError("\x1b[33mboom\x1b[0m\n   " + "x" * 1000)))
+    assert "boom xxx" in said and "\x1b" not in said and "\n" not in said and len(said) < 500

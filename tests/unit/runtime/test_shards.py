@@ -9,7 +9,6 @@ from test_packing import make_batch
 from megatron_daro.config import ActorSection
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.runtime import policy_group as module
-from megatron_daro.types import Rollout
 
 
 @pytest.fixture
@@ -37,14 +36,3 @@ def test_a_shard_holds_its_rows_in_the_order_of_its_micro_batches(store):
         assert [row for part in shard.micro_batches for row in part] == list(range(len(shard.rows)))
         np.testing.assert_array_equal(mine.lengths_N, batch.lengths_N[list(shard.rows)])
         assert all(mine.lengths_N[list(part)].sum() <= 12 for part in shard.micro_batches)
-
-
-def test_a_scored_batch_holds_every_rollout_and_repeats_them_until_each_rank_has_one():
-    def rollout(index: int) -> Rollout:
-        tokens, response = np.arange(index, index + 4, dtype=np.int32), np.full(2, -index, np.float32)
-        return Rollout("p", index, 0, 0, tokens, 2, np.ones(2, np.uint8), response, "stop", 0)
-
-    batch = module._scored_batch([rollout(1), rollout(2), rollout(3)], at_least=5)
-    assert batch.tokens_T.reshape(-1, 4)[:, 0].tolist() == [1, 2, 3, 1, 2]
-    assert batch.rollout_logprobs_R.tolist() == [-1, -1, -2, -2, -3, -3, -1, -1, -2, -2]
-    assert len(module._scored_batch([rollout(1), rollout(2)], at_least=1)) == 2

@@ -27,8 +27,7 @@ def test_a_replica_that_stays_slow_is_named_once():
     watch = SlowReplicas()
     assert warnings(watch, [(10, 14, 10.5)] * (STEPS - 1)) == []
     (said,) = warnings(watch, [(10, 14, 10)] * 30)
-    assert said.startswith("data-parallel replica 1 (ranks 2, 3 on 10.0.0.1) has needed longer than the others")
-    assert "now 1.40 times as long; all wait 4.0 s a step" in said
+    assert all(fact in said for fact in ("replica 1", "ranks 2, 3", "10.0.0.1", "1.40", "4.0 s"))
     warnings(watch, [(10, 10, 10)])
     assert len(warnings(watch, [(10, 14, 10)] * STEPS)) == 1, "it became slow again"
 

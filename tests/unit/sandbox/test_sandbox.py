@@ -179,31 +179,29 @@ def test_code_that_kills_itself_is_killed_and_a_sandbox_that_never_lives_is_an_e
     box, code, go = waiting
     over = threading.Event()
     thread = kill_runs(HELPER, 100, go, over.is_set)
-    with pytest.raises(SandboxError, match="its own processes were killed from outside 3 times"):
+    with pytest.raises(SandboxError, match="killed"):
         run(code, box)
     over.set()
     thread.join(10)
 
 
-def test_isolation_that_is_not_to_be_had_is_refused_by_name(monkeypatch, tmp_path):
-    text = Path(child.__file__).read_text().replace("_libc.unshare(", "(lambda flags: -1)(")
-    assert "(lambda flags: -1)(" in text
-    (tmp_path / "child.py").write_text(text)
-    monkeypatch.setattr("megatron_daro.sandbox._CHILD", tmp_path / "child.py")
-    with pytest.raises(SandboxError, match=r"isolation namespaces is not to be had here .*unshare.*max_user_names"):
-        BOX.run("print(1)")
+def test_isolation_that_is_not_to_be_had_is_refused_by_name():
+    """Inside of a sandbox the kernel makes no namespaces for another one."""
+    code = (
+        f"import sys\nsys.path.insert(0, {str(Path(sandbox.__file__).parents[2])!r})\n"
+        "from megatron_daro.sandbox import Sandbox\nSandbox().run('print(1)')"
+    )
+    outcome = run(code, Sandbox(Limits(wall_s=20.0, memory_mib=512, processes=16), isolation="limits"))
+    said = outcome.output.splitlines()[-1]
+    assert "SandboxError" in said and "namespaces" in said and "unshare" in said, outcome
 
 
 def test_what_is_mounted_elsewhere_does_not_matter(tmp_path):
-    code = (
-        "import os, sys\nfrom megatron_daro.sandbox import Sandbox, child\n"
-        "child.checked(child._libc.unshare(child._NEW_NS), 'unshare')\n"
-        "child.mount('none', '/', None, child._REC | child._PRIVATE)\n"
-        "os.mkdir(sys.argv[1])\nchild.mount('tmpfs', sys.argv[1], 'tmpfs', 0)\nprint(Sandbox().run('print(1)').output)"
-    )
     if os.geteuid() != 0:
         pytest.skip("only root mounts")
-    command = [sys.executable, "-c", code, str(tmp_path / "mounted")]
+    script = 'mkdir "$1" && mount -t tmpfs tmpfs "$1" && exec "$2" -c "$3"'
+    code = "from megatron_daro.sandbox import Sandbox; print(Sandbox().run('print(1)').output)"
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path / "mounted"), sys.executable, code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stdout == "1\n\n", ended.stderr
 
@@ -231,10 +229,6 @@ def test_what_makes_no_sense_is_refused(files, limits):
         Sandbox(Limits(**limits)).run("print(1)", files=files)
 
 
-def test_limits_that_nobody_gave():
-    assert Limits() == Limits(5.0, 5, 256, 16384, 16, 8)
-
-
 def test_code_that_kills_itself_is_run_once_again_and_no_more(tmp_path):
     runs = tmp_path / "runs"
     code = f"import os\nopen({str(runs)!r}, 'a').write('x')\nos.kill(os.getpid(), 9)"
@@ -243,9 +237,7 @@ def test_code_that_kills_itself_is_run_once_again_and_no_more(tmp_path):
 
 
 def test_limits_in_which_python_cannot_run_are_named_by_the_check():
-    with pytest.raises(
-        SandboxError, match=r"ended with (error|killed).*allowed: 42; raise its limits \(memory_mib is 1\)"
-    ):
+    with pytest.raises(SandboxError, match="memory_mib is 1"):
         Sandbox(Limits(memory_mib=1)).check()
 
 
@@ -271,18 +263,6 @@ def test_the_time_that_code_may_take_counts_from_where_it_begins(monkeypatch, tm
     assert (outcome.output, outcome.reason) == ("done\n", "ok")
 
 
-@pytest.mark.parametrize(("resident", "reason"), [(144.0, "ok"), (144.5, "memory")])
-def test_memory_is_that_of_the_limit_and_what_the_sandbox_itself_takes(monkeypatch, resident, reason):
-    monkeypatch.setattr(sandbox, "resident_mib", lambda pid: resident)
-    outcome = run("import time\ntime.sleep(0.1)")
-    assert outcome.reason == reason
-
-
-def test_where_the_children_of_a_process_are_not_told_the_rest_is_left_to_the_kernel(monkeypatch, tmp_path):
-    monkeypatch.setattr(child, "Path", lambda path: tmp_path / "nowhere")
-    assert child._end_the_rest() is None
-
-
 def test_the_time_of_the_processor_is_that_of_the_code_and_of_the_kernel_for_it():
     code = (
         "import os\nzero = os.open('/dev/zero', os.O_RDONLY)\n"
@@ -291,51 +271,6 @@ def test_the_time_of_the_processor_is_that_of_the_code_and_of_the_kernel_for_it(
     )
     outcome = run(code)
     assert float(outcome.output) - 0.02 <= outcome.cpu_s < float(outcome.output) + 0.1
-
-
-@pytest.mark.parametrize(
-    ("told", "ended_by", "reason", "status"),
-    [
-        ({"exit": 0, "cpu_s": 0.5}, None, "ok", 0),
-        ({"exit": 1, "cpu_s": 0.5}, None, "error", 1),
-        ({"exit": -11, "cpu_s": 2.0}, None, "killed", -11),
-        ({"exit": -signal.SIGKILL, "cpu_s": 0.9}, None, "killed", -9),
-        ({"exit": -signal.SIGKILL, "cpu_s": 1.0}, None, "cpu", -9),
-        ({"exit": -signal.SIGXCPU, "cpu_s": 0.9}, None, "cpu", -24),
-        ({"exit": 0, "cpu_s": 0.5}, "time", "time", None),
-        ({}, None, "killed", None),
-    ],
-)
-def test_how_it_ended_follows_from_what_was_reported(told, ended_by, reason, status):
-    watch = sandbox._Watch(None, -1, Sandbox(Limits(cpu_s=1)))
-    watch._said += b'{"started": true}\n' + json.dumps(told).encode()
-    outcome = watch._judged(ended_by)
-    assert (outcome.reason, outcome.status) == (reason, status)
-    assert outcome.cpu_s == (told["cpu_s"] if status is not None else 0.0)
-
-
-def test_paths_that_lie_within_another_or_are_not_there_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a/b/c", "ab"):
-        (tmp_path / name).mkdir(parents=True)
-    given = [str(tmp_path / name) for name in ("ab", "a/b/c", "a", "gone", "a")] + ["a/b", "ab"]
-    assert sandbox._outermost(given) == [str(tmp_path / "a"), str(tmp_path / "ab")]
-
-
-def test_processes_below_another_and_their_memory():
-    """Parents first; what is shared with files does not count; one that is gone is passed over."""
-    inner = "x = bytearray(40 << 20)\nprint('up', flush=True)\ninput()"
-    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-I', '-S', '-c', {inner!r}])"
-    command = [sys.executable, "-I", "-S", "-c", outer]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        (below,) = descendants(process.pid)
-        before = [pid for pid in descendants(os.getpid()) if pid in (process.pid, below)]
-        assert before == [process.pid, below]
-        assert 40 < sandbox.resident_mib(process.pid) < 50
-        sandbox.kill_all([2**22 + 1, below])
-        process.communicate()
-    assert descendants(process.pid) == [] and sandbox.resident_mib(process.pid) == 0
 
 
 def test_its_own_processes_have_nothing_of_ours_and_nothing_is_left_open(waiting):

@@ -1,0 +1,170 @@
+"""What servers of a run are launched with, and the order in which a run's parts start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from run_configuration import configured
+
+from megatron_daro.engine.sglang.engine import SGLangEngine
+from megatron_daro.errors import EngineError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime import parts, sglang_group
+from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 10))
+
+
+class Actor:
+    """The process of a server's part, which starts at once."""
+
+    def __init__(self, launch_options):
+        self.launched_with = launch_options
+
+    def __getattr__(self, method):
+        if method.startswith("__"):
+            raise AttributeError(method)
+
+        def remote(*arguments):
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_result(("http://a:1", "a:2"))
+            return answer
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Launch the servers of a run; returns with what options each process was."""
+    actors, servers = [], {}
+    made = SimpleNamespace(remote=lambda given: actors.append(Actor(given)) or actors[-1])
+    monkeypatch.setattr(sglang_group, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
+    monkeypatch.setattr(sglang_group, "check_environments", lambda options: None)
+    monkeypatch.setattr(SGLangEngine, "__init__", lambda self, handles, *more, **options: servers.update(handles))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 31}))
+
+    def launch(*, stops=False, gpus=None, model=(), actor=(), **sglang):
+        config = configured(
+            engine={"kind": "sglang", "seed": 3, "replicas": 2, "sglang": {"python": sys.executable, **sglang}},
+            actor={"precision": "bf16", **dict(actor)},
+            model={"path": str(tmp_path), **dict(model)},
+        )
+        placement = SimpleNamespace(
+            shares_gpus=gpus is not None,
+            server=lambda number, part=0: {},
+            gpus_of_server=lambda number: gpus and gpus[number],
+        )
+        text = Text(encode=list, vocabulary=40, stops=stops)
+        SGLangGroup(config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines())
+
+        async def all_of_them():
+            for server in servers.values():
+                await server.launch()
+
+        run(all_of_them())
+        return [actor.launched_with for actor in actors]
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({}, {"skip_tokenizer_init": True}),
+        ({"stops": True}, {"skip_tokenizer_init": False}),
+        ({"model": {"trust_remote_code": True}}, {"skip_tokenizer_init": True, "trust_remote_code": True}),
+        ({"actor": {"routing_replay": True}}, {"skip_tokenizer_init": True, "enable_return_routed_experts": True}),
+        ({"arguments": {"skip-tokenizer-init": False}}, {"skip_tokenizer_init": False}),
+    ],
+)
+def test_servers_are_launched_with_what_the_run_needs_of_them(launched, given, arguments):
+    servers = launched(**given)
+    assert [server.arguments for server in servers] == [{"dtype": "bfloat16", **arguments}] * 2
+
+
+def test_servers_sample_differently_and_all_parts_of_one_alike(launched, tmp_path):
+    processes = launched(nodes=2, tensor_parallel=4, env={"A": "b"})
+    assert [(one.part, one.parts, one.seed) for one in processes] == [(0, 2, 3), (1, 2, 3), (0, 2, 4), (1, 2, 4)]
+    assert len({one.log_path for one in processes}) == 4
+    for one in processes:
+        assert (one.tensor_parallel, one.env, one.model_path) == (4, {"A": "b"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "more"),
+    [
+        ({}, "2,3", {"enable_memory_saver": True, "mem_fraction_static": 0.6}),
+        ({"mem-fraction-static": 0.8}, "2,3", {"enable_memory_saver": True, "mem_fraction_static": 0.8}),
+        ({"device": "cpu"}, None, {"device": "cpu"}),
+    ],
+    ids=["by default", "as a person says", "on a CPU"],
+)
+def test_a_server_that_shares_gpus_with_ranks_leaves_them_room(launched, given, gpus, more):
+    first, second = launched(gpus=["2,3", "0,1"], arguments=given)
+    assert first.arguments == second.arguments == {"dtype": "bfloat16", "skip_tokenizer_init": True, **more}
+    assert first.gpus == gpus and (second.gpus == "0,1") == (gpus is not None)
+
+
+class Started:
+    """Policy, engine, verifiers and placement of a run that note in which order they are started."""
+
+    def __init__(self, shares=False, fails=""):
+        self.done, self.shares_gpus, self.deadlines = [], shares, Deadlines()
+        self.fails, self.cancelled = fails, []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        async def do(*arguments):
+            self.done.append(name)
+            if name == self.fails:
+                raise EngineError(f"{name} failed")
+            if self.fails and name != "placement":
+                try:
+                    await asyncio.sleep(5)
+                except asyncio.CancelledError:
+                    self.cancelled.append(name)
+                    raise
+
+        return do
+
+    def part(self, name):
+        return SimpleNamespace(start=getattr(self, name))
+
+
+def start_all(one):
+    policy = SimpleNamespace(start=one.policy, start_processes=one.processes, build=one.build, remarks=[])
+    engine = SimpleNamespace(start=one.engine, release_memory=one.release, resume_memory=None)
+    made = SimpleNamespace(engine=engine, scorer=one.part("verifiers"))
+    placement = SimpleNamespace(start=one.placement, shares_gpus=one.shares_gpus, deadlines=one.deadlines)
+
+    async def start():
+        try:
+            await parts.start_all(placement, policy, made, SimpleNamespace(warn=print))
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            one.cancelled = tuple(one.cancelled)  # what ends later was ended by the event loop
+
+    run(start())
+
+
+def test_in_turns_the_servers_give_their_memory_back_before_the_policy_is_built(monkeypatch):
+    monkeypatch.setattr(parts, "SharingEngine", SimpleNamespace)
+    one = Started(shares=True)
+    start_all(one)
+    assert one.done == ["placement", "processes", "engine", "verifiers", "release", "build"]
+
+
+def test_the_first_start_that_fails_ends_the_others():
+    one = Started(fails="engine")
+    with pytest.raises(EngineError, match="engine failed"):
+        start_all(one)
+    assert sorted(one.cancelled) == ["policy", "verifiers"]
