@@ -6,7 +6,14 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from megatron_daro.errors import EngineError, WorkerError
 from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, gather, supervised, translated
@@ -114,6 +121,17 @@ def test_an_error_of_a_worker_is_raised_as_it_is():
     assert type(other) is WorkerError and "engine 0" in str(other) and "KeyError: 'x'" in str(other)
 
 
+class ToldError(RayActorError):
+    """A death in Ray's words."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    def __str__(self):
+        return self.words
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
@@ -121,7 +139,7 @@ def test_an_error_of_a_worker_is_raised_as_it_is():
         (OutOfMemoryError("6 worker(s) were killed. " + "Top memory users " * 90), "memory"),
         (NodeDiedError("the node was lost"), "node"),
         (
-            ActorDiedError(
+            ToldError(
                 "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\n\tpid: 4711\n"
                 "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
                 "detail: Worker unexpectedly exits with a connection error code 2. End of file. There are 3 potential "
