@@ -105,7 +105,7 @@ def test_the_end_of_the_training_is_that_of_the_attempt(attempt, tmp_path, train
     first = one.start()
     found = one.ended()
     assert (found[0], first.exitcode) == (kind, status) and cause in found[1]
-    assert "-m megatron_daro train run.yaml a=b" in one.asked and not list((tmp_path / "t").iterdir())
+    assert "-m megatron_daro train run.yaml a=b" in one.asked and not list((tmp_path / "t").glob("daro*"))
 
 
 def test_all_nodes_run_one_ray_that_nobody_else_can_use_and_end_with_the_training(attempt, tmp_path):
@@ -128,12 +128,17 @@ def test_all_nodes_run_one_ray_that_nobody_else_can_use_and_end_with_the_trainin
 
 @pytest.mark.parametrize(
     ("files", "resumed"),
-    [({}, False), ({"metrics.jsonl": ""}, False), ({"metrics.jsonl": "{}\n"}, True), ({"checkpoints/x": ""}, True)],
+    [
+        ({}, False),
+        ({"metrics.jsonl": ""}, False),
+        ({"metrics.jsonl": "{}\n"}, True),
+        ({"checkpoints/step_3/x": ""}, True),
+    ],
 )
 def test_a_run_that_has_begun_is_resumed(attempt, files, resumed):
     one = attempt()
     for name, text in files.items():
-        (one.run_dir / name).parent.mkdir(exist_ok=True)
+        (one.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (one.run_dir / name).write_text(text)
     one.start()
     assert one.ended()[0] == "finished" and one.asked[-1].endswith("--resume") is resumed
@@ -203,7 +208,7 @@ def test_attempts_in_a_row_that_do_not_start_end_the_job(attempt, tmp_path, befo
         (tmp_path / "t" / left).mkdir()
     one.start()
     assert one.ended()[0] == kind
-    assert [path.name for path in (tmp_path / "t").iterdir()] == ["daro77_0"]
+    assert [path.name for path in (tmp_path / "t").glob("daro*")] == ["daro77_0"]
 
 
 SAVES = "trap 'echo saved step 3; exit 130' TERM; touch trains; while true; do sleep 0.05; done"
