@@ -147,9 +147,9 @@ def count_ids(*many) -> Counter[int]:
     return Counter(group_id for groups in many for group_id in ids(groups))
 
 
-def setup(filter_groups=False, rollout=None, **options):
+def setup(filter_groups=False, rollout=None, engine=None, **options):
     """A sampler over a fleet, in the mode that ends early; two groups are a batch."""
-    engine, source, progress = FleetEngine(), FakeSource(), FakeProgress()
+    engine, source, progress = engine or FleetEngine(), FakeSource(), FakeProgress()
     options = {"finish_early": True} | options
     rollout = {"prompts_per_step": 2, "oversampling": 2.0} | (rollout or {})
     sampler = make_sampler(

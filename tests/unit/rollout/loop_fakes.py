@@ -141,7 +141,7 @@ class FakeEngine:
                 await self._trouble()
                 if (request.group_id, request.attempt) not in self.lose_groups:
                     self.yields += 1
-                    yield self._answer(request)
+                    yield self.answer(request)
         finally:
             self.iterators_closed += 1
             self.events.append(("generated", self.version))
@@ -161,7 +161,7 @@ class FakeEngine:
         for _ in range(self.random.randrange(3)):
             await asyncio.sleep(0)
 
-    def _answer(self, request) -> tuple[Rollout, ...]:
+    def answer(self, request) -> tuple[Rollout, ...]:
         rollouts = []
         for index in request.indices:
             rollout = make_rollout(request.group_id, request.attempt, index, request.prompt, self.version, self.weights)
@@ -334,16 +334,6 @@ class FakeProgress:
             self.on_step(step)
 
 
-class NotedDeadlines(Deadlines):
-    """The real table, which writes down what it is asked."""
-
-    waits: list = []
-
-    async def within(self, name, awaitable, *, what=""):
-        self.waits.append((name, what))
-        return await super().within(name, awaitable, what=what)
-
-
 def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0, updates=1, **options) -> Sampler:
     section = RolloutSection(
         **({"prompts_per_step": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
@@ -361,6 +351,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
         rollouts_per_prompt=size,
         phases=phases,
         segment_tokens=section.segment_tokens,
+        template=options.pop("template", None),
         **shared,
     )
     context = RolloutContext(
@@ -413,8 +404,16 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         events=events,
         metrics=metrics,
         section=section,
+        max_staleness=ahead,
         run=run,
     )
+
+
+def with_parts(stack, **changes):
+    """The same loop with other parts."""
+    stack.parts = replace(stack.parts, **changes)
+    stack.controller = Controller(stack.section, stack.parts, max_staleness=stack.max_staleness)
+    return stack
 
 
 def run_stack(stack):

@@ -13,14 +13,13 @@ from group_forms import plain_rollout, through_parquet
 from loop_fakes import make_rollout
 
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.group_columns import BLOCK_TOKENS, SCHEMA, RecordedGroup, blocks, decode, encode
+from megatron_daro.rollout.group_columns import SCHEMA, RecordedGroup, decode, encode
 from megatron_daro.rollout.recorder import (
     RecordedUpdate,
     Recorder,
     read_groups,
     read_recorded,
     read_step,
-    read_update,
     read_waiting,
     recorded_steps,
     write_groups,
@@ -83,19 +82,6 @@ def test_a_file_is_compressed_and_checked_and_has_no_statistics(tmp_path):
     assert repeated == words | {"finish_reason", "reason", "loss_mask.list.element"}
     metadata = pq.read_metadata(path).metadata
     assert metadata[b"megatron_daro.rollouts"] == b"2" and b"ARROW:schema" not in metadata
-
-
-def test_a_row_group_has_about_a_million_tokens():
-    assert BLOCK_TOKENS == 1048576
-    four = [RecordedGroup(group(i, **length_of(5)), "trained") for i in range(4)]
-    assert [len(block) for block in blocks(four, block_tokens=11)] == [4, 4]
-    three = four[:3]
-    assert [len(block) for block in blocks(three, block_tokens=10)] == [2, 2, 2]
-    assert [len(block) for block in blocks(three, block_tokens=11)] == [4, 2]
-    assert [len(block) for block in blocks(three)] == [6]
-    assert list(blocks([])) == []
-    waiting = RecordedGroup(group(3, **length_of(5)), None, (replace(three[0].group.rollouts[0], index=7),))
-    assert [len(block) for block in blocks([waiting, three[0]], block_tokens=15)] == [3, 2]
 
 
 def length_of(count: int) -> dict:
@@ -178,52 +164,24 @@ def edited(record: RecordedGroup, **changes) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
-        ({"length": [2, 3]}, r"row 1 cannot be: rollout 1: tokens, logprobs or loss_mask are not 3 long"),
-        ({"tokens": [[1, 2], [1]]}, "rollout 1: tokens, logprobs or loss_mask are not 2 long"),
-        ({"logprobs": [[1], [1, 2]]}, "rollout 0: tokens, logprobs or loss_mask are not 2 long"),
-        ({"loss_mask": [None, [1]]}, "rollout 1: tokens, logprobs or loss_mask are not 2 long"),
-        ({"teacher_logprobs": [[1.0], None]}, "rollout 0: teacher_logprobs are not 2 long"),
-        ({"turns": [None, [{"observed": 1, "generated": 0}]]}, r"rollout 1: the turns \(\(1, 0\),\) are not 2 tokens"),
+        ({"length": [2, 3]}, "rollout 1.* 3 long"),
+        ({"loss_mask": [None, [1]]}, "rollout 1.*loss_mask"),
+        ({"teacher_logprobs": [[1.0], None]}, "rollout 0.*teacher_logprobs"),
+        ({"turns": [None, [{"observed": 1, "generated": 0}]]}, r"rollout 1.*turns"),
         (
             {"experts": [[{"file": "x", "first": 0, "rows": 6}], None], "experts_shape": [[1, 1], None]},
-            "rollout 0: experts of more rows than its 5 tokens",
+            "rollout 0.*experts",
         ),
-        ({"finish_reason": ["stop", "end"]}, "finish_reason is 'end'; allowed: stop, length, abort, repetition"),
-        ({"used": ["lost", "lost"]}, "used is 'lost'; allowed: trained, filtered, dropped"),
+        ({"finish_reason": ["stop", "end"]}, "finish_reason.*'end'"),
+        ({"used": ["lost", "lost"]}, "used.*'lost'"),
     ],
 )
-def test_a_row_that_contradicts_itself_is_named(changes, words):
+def test_a_row_that_contradicts_itself_is_named(changes, named):
     batch = edited(RecordedGroup(group(**length_of(2)), "trained"), **changes)
-    with pytest.raises(ValueError, match=f"the group in row 1 cannot be: .*{words}|the group in {words}"):
+    with pytest.raises(ValueError, match=named):
         list(decode([batch]))
-
-
-def test_experts_of_all_tokens_are_allowed():
-    experts = [[{"file": "x", "first": 0, "rows": 5}], None]
-    batch = edited(RecordedGroup(group(**length_of(2)), "trained"), experts=experts, experts_shape=[[1, 1], None])
-    (back,) = decode([batch])
-    assert back.group.rollouts[0].routed_experts.shape == (5, 1, 1)
-
-
-def test_the_row_of_a_wrong_group_is_counted_over_all_row_groups():
-    whole = [encode([RecordedGroup(group(i, **length_of(2)), "trained")]) for i in range(2)]
-    wrong = edited(RecordedGroup(group(9, **length_of(2)), "trained"), length=[2, 3])
-    found = decode([*whole, wrong])
-    assert [next(found).group.group_id for _ in range(2)] == [0, 1]
-    with pytest.raises(ValueError, match="the group in row 5 cannot be"):
-        next(found)
-
-
-def test_a_list_of_numbers_holds_no_null():
-    kind = pa.list_(pa.field("element", pa.int32()))
-    batch = encode([RecordedGroup(group(**length_of(2)), "trained")])
-    place = SCHEMA.get_field_index("tokens")
-    fields = [field if field.name != "tokens" else pa.field("tokens", kind) for field in SCHEMA]
-    columns = [*batch.columns[:place], pa.array([[1, None], [1, 2]], kind), *batch.columns[place + 1 :]]
-    with pytest.raises(ValueError, match="a list of numbers holds a null"):
-        list(decode([pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))]))
 
 
 def test_a_group_that_waits_comes_back_from_a_checkpoint(tmp_path):
@@ -240,18 +198,11 @@ def test_a_group_that_waits_comes_back_from_a_checkpoint(tmp_path):
     (back,) = read_waiting(moved)
     assert back.used is None and [r.index for r in back.unfinished] == [2] and len(back.group.rollouts) == 2
     assert back.unfinished[0].routed_experts == stored
-    with pytest.raises(DataError, match="still wait, as a checkpoint does; give a file of RUN/rollouts"):
+    with pytest.raises(DataError, match=r"waiting\.parquet"):
         read_groups(moved / "waiting.parquet")
     write_groups(tmp_path / "used.parquet", [RecordedGroup(one, "trained", (rest,))])
-    with pytest.raises(DataError, match="holds groups that still wait"):
+    with pytest.raises(DataError, match=r"used\.parquet"):
         read_groups(tmp_path / "used.parquet")
-
-
-def test_a_failed_step_is_written_apart_and_says_nothing_of_an_update(tmp_path):
-    recorder = Recorder(tmp_path)
-    path = recorder.write_failed(7, [group(1), group(2)])
-    assert path == tmp_path / "failed" / "step_000007.parquet" and recorded_steps(tmp_path) == []
-    assert [(one.group_id, used) for one, used in read_groups(path)] == [(1, "dropped"), (2, "dropped")]
 
 
 def test_steps_are_found_by_number_and_whatever_else_is_there_is_left(tmp_path):
@@ -269,30 +220,9 @@ def test_steps_are_found_by_number_and_whatever_else_is_there_is_left(tmp_path):
     }  # fmt: skip
 
 
-def test_a_recorded_update_comes_back_and_a_file_without_one_is_named(tmp_path):
-    recorder = Recorder(tmp_path)
-    update = RecordedUpdate(3, 2, 1, (5,), True)
-    path = recorder.write_step(3, {"trained": [group()]}, update)
-    assert read_update(tmp_path, 3) == update
-    write_groups(path, [])
-    with pytest.raises(DataError, match=r"step_000003\.parquet: cannot be read: its metadata has no megatron_daro\."):
-        read_update(tmp_path, 3)
-    with pytest.raises(DataError, match=r"step_000005\.parquet: cannot be read: .*; restore the file or replay"):
-        read_update(tmp_path, 5)
-
-
-@pytest.mark.parametrize("change", [{"step": 3.0}, {"epoch": True}, {"group_ids": [1.0]}, {"applied": 1}, {"step": 4}])
-def test_an_update_of_other_kinds_is_refused(tmp_path, change):
-    values = {"step": 3, "first_step": 2, "epoch": 1, "group_ids": [5], "applied": True} | change
-    path = tmp_path / "rollouts" / "step_000003.parquet"
-    write_groups(path, [], metadata={"megatron_daro.update": json.dumps(values)})
-    with pytest.raises(DataError, match=r"its metadata megatron_daro\.update is .*, which is no record of step 3"):
-        read_update(tmp_path, 3)
-
-
 def test_a_file_of_another_format_is_refused_with_what_it_says(tmp_path):
     path = write_groups(tmp_path / "a.parquet", [], metadata={"megatron_daro.rollouts": "1"})
-    with pytest.raises(DataError, match=r"its metadata says \{'megatron_daro\.rollouts': '1'\}, expected .*'2'"):
+    with pytest.raises(DataError, match=r"a\.parquet.*megatron_daro\.rollouts.*'1'"):
         read_recorded(path)
 
 
@@ -303,22 +233,5 @@ def test_a_column_of_another_kind_is_named(tmp_path):
     with pq.ParquetWriter(path, table.schema) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata(metadata)
-    with pytest.raises(DataError, match="column index is int64; expected int32"):
+    with pytest.raises(DataError, match=r"index.*int64"):
         read_step(tmp_path, 1)
-
-
-def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(
-        "megatron_daro.durable.sync", lambda path: synced.append((path.name, (tmp_path / "x" / "a.parquet").exists()))
-    )
-    write_groups(tmp_path / "x" / "a.parquet", [RecordedGroup(group(), "trained")])
-    assert synced == [("a.parquet.tmp", False), ("x", True)]
-
-
-def test_a_step_takes_the_skipped_files_up_to_its_own_away(tmp_path):
-    recorder = Recorder(tmp_path)
-    for step in (3, 4, 5):
-        recorder.write_skipped(step, {"filtered": [group(step)]})
-    recorder.write_step(4, {"trained": [group(9)]}, one_step(4))
-    assert sorted(path.name for path in (tmp_path / "rollouts").glob("skipped*")) == ["skipped_000005.parquet"]

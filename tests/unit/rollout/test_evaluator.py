@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loop_fakes import NEVER, make_rollout
+from loop_fakes import NEVER, FakePhases, make_rollout
 
 from megatron_daro.config import EvalSet
 from megatron_daro.config.sections import TrainerSection
@@ -92,17 +91,6 @@ def test_each_category_has_its_accuracy():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("samples", "ks"), [(1, []), (2, [2]), (3, [2]), (4, [2, 4]), (8, [2, 4, 8])])
-def test_pass_at_powers_of_two_up_to_the_number_of_answers(samples, ks):
-    metrics, _ = evaluated(Answers(), held_out(rollouts_per_prompt=samples))
-    assert metrics == {"eval/d/accuracy": 0.5} | {f"eval/d/pass_at/{k}": 0.5 for k in ks}
-
-
-def test_one_problem_is_a_set_too():
-    metrics, _ = evaluated(Answers(), held_out(golds=["right"], categories=[""], rollouts_per_prompt=2))
-    assert metrics == {"eval/d/accuracy": 1.0, "eval/d/pass_at/2": 1.0}
-
-
 def test_an_answer_that_failed_is_asked_for_again_at_the_next_attempt():
     rollouter = Answers({(-1, 1): (0, 1)})
     metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2))
@@ -115,10 +103,8 @@ def test_answers_that_fail_each_time_are_no_score():
     rollouter = Answers({(-1, 0): range(9)})
     metrics, said = evaluated(rollouter, held_out(), held_out("e"), step=7)
     assert metrics == {"eval/e/accuracy": 0.5} and len(rollouter.calls) == 3 + 1
-    assert said == [
-        "evaluation of d after step 7: some answers of that version are missing after 3 tries, so its metrics are left "
-        "out"
-    ]
+    (warning,) = said
+    assert "of d" in warning and "step 7" in warning
 
 
 def test_beside_generation_only_answers_of_its_version_count():
@@ -130,10 +116,10 @@ def test_beside_generation_only_answers_of_its_version_count():
     old = Answers(version=4)
     metrics, said = evaluated(old, held_out(), step=5, beside=2)
     assert metrics == {} and len(old.calls) == 3 * 2
-    assert "after step 5: servers were started again and have newer weights; some answers" in said[0]
+    assert "step 5" in said[0]
 
 
-@pytest.mark.parametrize(("beside", "most"), [(1, 1), (2, 1), (5, 2), (6, 3)])
+@pytest.mark.parametrize(("beside", "most"), [(1, 1), (6, 3)])
 def test_beside_generation_it_asks_for_a_few_answers_at_a_time(beside, most):
     class Counted(Answers):
         running = most = 0
@@ -150,46 +136,17 @@ def test_beside_generation_it_asks_for_a_few_answers_at_a_time(beside, most):
     assert rollouter.most == most
 
 
-def test_a_run_without_evaluations_has_none_that_are_due():
-    async def evaluate(step):
-        return {}
-
-    for never in (Evaluations(), Evaluations(evaluate, TrainerSection(steps=5)), Evaluations(evaluate)):
-        assert not any(never.due(before, step) for before, step in ((0, 0), (0, 1), (4, 5)))
-
-
-class Timed:
-    def __init__(self) -> None:
-        self.names = []
-
-    @contextmanager
-    def measure(self, name):
-        self.names.append(name)
-        yield
-
-
-def evaluations(work, phases=None, beside=False, **deadlines):
+def evaluations(work, beside=False, **deadlines):
     section = TrainerSection(steps=5, eval_every_steps=2)
-    return Evaluations(work, section, phases or Timed(), Deadlines(**deadlines), beside=beside)
+    return Evaluations(work, section, FakePhases(), Deadlines(**deadlines), beside=beside)
 
 
-def test_it_is_timed_as_a_phase_and_returned_with_what_was_there():
-    async def evaluate(step):
-        return {"eval/x": float(step)}
-
-    phases = Timed()
-    given = {"a": 1.0}
-    assert asyncio.run(evaluations(evaluate, phases).run(3, given)) is given
-    assert given == {"a": 1.0, "eval/x": 3.0} and phases.names == ["evaluate"]
-
-
-@pytest.mark.parametrize(("step", "what"), [(3, "step 3"), (0, "before training")])
-def test_one_that_hangs_is_named(step, what):
+def test_one_that_hangs_is_named():
     async def evaluate(step):
         await asyncio.sleep(NEVER)
 
-    with pytest.raises(DeadlineError, match=rf"deadline 'evaluate' \({what}\)"):
-        asyncio.run(evaluations(evaluate, evaluate=0.001).run(step, {}))
+    with pytest.raises(DeadlineError, match=r"'evaluate'.*step 3"):
+        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3, {}))
 
 
 def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():

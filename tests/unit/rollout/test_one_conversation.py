@@ -16,7 +16,7 @@ from megatron_daro.config import RewardSection
 from megatron_daro.errors import RolloutError
 from megatron_daro.rollout.environment import TURN, OutOfRoomError, nothing_said
 from megatron_daro.routed_experts import Part, StoredExperts
-from megatron_daro.types import GroupRequest, SamplingParams, TurnReport, Verdict
+from megatron_daro.types import Verdict
 
 
 def saying(*answers: list[int]) -> Model:
@@ -43,17 +43,6 @@ def test_every_turn_is_asked_with_all_tokens_so_far_and_a_number_of_its_own():
     assert {one.indices for one in model.asked} == {(1,)} and {one.group_id for one in model.asked} == {3}
     assert rollout.attempt == 2 and rollout.index == 1 and rollout.group_id == 3
     assert rollout.tokens.tolist() == [7, 8, 20, 21, 30, 22, 23] and rollout.turns == ((0, 2), (1, 1), (0, 1))
-
-
-def test_what_an_abort_left_is_no_part_of_what_a_conversation_asks():
-    model = saying([20])
-
-    async def talk(one):
-        await one.generate()
-        return one.verdict(True, "ok")
-
-    hold(model, talk, partial={0: nothing_said(GroupRequest(3, 0, PROMPT, (0,), SamplingParams()))})
-    assert model.asked[0].partial == {}
 
 
 def test_room_tokens_and_the_last_token_follow_the_conversation():
@@ -121,15 +110,6 @@ def test_what_is_shown_before_and_after_the_answers_is_not_trained():
     assert rollout.routed_experts.shape == (7, 2, 1)
 
 
-def test_weights_that_never_changed_are_no_list_of_versions():
-    async def talk(one):
-        await one.generate()
-        one.observe([30])
-        return one.verdict(True, "ok")
-
-    assert hold(saying([20]), talk).version_spans == ()
-
-
 @pytest.mark.parametrize(("length", "reason"), [(11, "stop"), (12, "stop"), (13, "length")])
 def test_an_answer_that_was_cut_at_the_end_of_the_room_ends_the_conversation_as_cut(length, reason):
     async def talk(one):
@@ -137,14 +117,6 @@ def test_an_answer_that_was_cut_at_the_end_of_the_room_ends_the_conversation_as_
         return one.verdict(True, "ok")
 
     assert hold(saying([20] * length), talk).finish_reason == reason
-
-
-def test_a_turn_that_was_cut_with_room_left_is_no_cut_of_the_conversation():
-    async def talk(one):
-        assert (await one.generate(max_tokens=2)).finish_reason == "length"
-        return one.verdict(True, "ok")
-
-    assert hold(saying([20] * 5), talk).finish_reason == "stop"
 
 
 def test_an_environment_may_say_that_it_ends_for_want_of_room():
@@ -159,25 +131,15 @@ def test_an_environment_may_say_that_it_ends_for_want_of_room():
 def test_no_room_is_said_with_what_is_left():
     async def talk(one):
         one.observe([30] * 11)
-        with pytest.raises(OutOfRoomError, match="no room for 2 observed tokens: 1 of rollout"):
+        with pytest.raises(OutOfRoomError, match="2 observed tokens"):
             one.observe([30, 30])
         await one.generate()
-        with pytest.raises(OutOfRoomError, match=r"no room for an answer: 0 of rollout\.max_response_tokens=12 "):
+        with pytest.raises(OutOfRoomError, match=r"rollout\.max_response_tokens=12"):
             await one.generate()
         return one.verdict(True, "ok")
 
     rollout = hold(saying([20]), talk)
     assert rollout.response_length == 12 and rollout.finish_reason == "length"
-
-
-def test_what_fills_the_room_to_the_last_token_is_shown():
-    async def talk(one):
-        await one.generate()
-        one.observe([30] * 11)
-        return one.verdict(True, "ok")
-
-    rollout = hold(saying([20]), talk)
-    assert rollout.response_length == 12 and rollout.finish_reason == "stop"
 
 
 def test_no_room_before_an_answer_passes_and_after_one_is_a_wrong_answer():
@@ -202,7 +164,7 @@ def test_an_answer_that_the_engine_gave_up_cancels_the_conversation(how):
     async def go():
         one = conversation(model)
         one.aborted = how == "run"
-        with pytest.raises(asyncio.CancelledError, match="the engine gave this conversation up"):
+        with pytest.raises(asyncio.CancelledError):
             await one.generate()
         assert one.aborted
         return one.ended("abort")
@@ -225,10 +187,6 @@ def test_an_answer_without_a_token_leaves_no_turn():
     assert (rollout.finish_reason, rollout.prompt_length, rollout.weight_version) == ("abort", 2, 0)
     assert [len(x) for x in (rollout.loss_mask, rollout.logprobs)] == [0, 0] and rollout.loss_mask.dtype == np.uint8
     assert rollout.tokens.dtype == np.int32
-
-
-def test_an_answer_of_nothing_is_that_of_the_first_rollout_that_was_asked_for():
-    assert nothing_said(GroupRequest(3, 4, PROMPT, (5, 6), SamplingParams())).index == 5
 
 
 def test_the_verifier_is_asked_with_the_prompt():
@@ -275,22 +233,6 @@ def test_rewards_of_all_answers_add_up_with_their_weights():
     assert rollout.verdict.reward == 30.5 and rollout.verdict.rewards == (("a", 3.0), ("b", 1.0))
 
 
-def test_a_reward_says_nothing_of_tools():
-    async def talk(one):
-        one.report(1.0)
-        await one.generate()
-        return one.verdict(True, "ok")
-
-    (report,) = hold(saying([20]), talk).reports
-    assert (report.reward, report.tool_calls, report.tool_errors) == (1.0, 0, 0) and 0 <= report.seconds < 0.5
-
-
-def test_rewards_without_weights_count_once():
-    one = conversation(saying())
-    one.report(rewards={"a": 2.0, "b": 0.5})
-    assert one.verdict(True, "ok").reward == 2.5
-
-
 def test_an_environments_own_verdict_gets_the_rewards_that_were_reported():
     async def talk(one):
         await one.generate()
@@ -335,68 +277,32 @@ def test_time_of_the_environment_is_counted_by_answer_and_time_of_the_model_is_n
 
 
 @pytest.mark.parametrize(
-    ("talk", "words"),
+    ("talk", "named"),
     [
-        (lambda one: one.observe([3.5]), r"observe got \[3\.5\] \(group 3 rollout 0\); allowed: token ids"),
-        (lambda one: one.observe([-1]), "observe got the token -1 .*; allowed: ids from 0 to 99"),
-        (lambda one: one.observe([0, 100]), "observe got the token 100 .*; allowed: ids from 0 to 99"),
-        (lambda one: one.report(math.nan), "a reward is nan .*; allowed: a finite number"),
-        (lambda one: one.report(True), "a reward is True .*; allowed: a finite number"),
-        (lambda one: one.report("1"), "a reward is '1' .*; allowed: a finite number"),
-        (lambda one: one.report(rewards={"a": math.inf}), "a reward is inf .*; allowed: a finite number"),
-        (lambda one: one.report(rewards={"1a": 1.0}), "a reward is called '1a' .*; allowed: letters, digits"),
-        (lambda one: one.report(rewards={"é": 1.0}), "a reward is called 'é'"),
-        (lambda one: one.report(rewards={"a" * 65: 1.0}), "a reward is called 'aaa.*at most 64"),
-        (lambda one: one.report(rewards={3: 1.0}), "a reward is called 3"),
+        (lambda one: one.observe([3.5]), r"observe.*3\.5"),
+        (lambda one: one.observe([0, 100]), r"observe.*100"),
+        (lambda one: one.report(math.nan), "nan"),
+        (lambda one: one.report("1"), "'1'"),
+        (lambda one: one.report(rewards={"a": math.inf}), "inf"),
+        (lambda one: one.report(rewards={"1a": 1.0}), "'1a'"),
     ],
 )
-def test_what_is_no_token_or_reward_ends_the_run(talk, words):
+def test_what_is_no_token_or_reward_ends_the_run_also_where_the_environment_catches_it(talk, named):
     async def careless(one):
         with contextlib.suppress(RolloutError):
             talk(one)
         await one.generate()
         return one.verdict(True, "ok")
 
-    with pytest.raises(RolloutError, match=f"^environment.kind: m:Own: {words}.*; fix: correct the class$"):
+    with pytest.raises(RolloutError, match=rf"environment\.kind.*m:Own.*{named}"):
         hold(saying([20]), careless)
-
-
-def test_the_first_refusal_is_the_one_that_is_told():
-    async def careless(one):
-        for wrong in ([-1], [-2]):
-            with pytest.raises(RolloutError, match="the token -1"):
-                one.observe(wrong)
-        return one.verdict(True, "ok")
-
-    with pytest.raises(RolloutError, match="the token -1"):
-        hold(saying(), careless)
-
-
-def test_tokens_that_are_allowed_are_taken():
-    async def talk(one):
-        one.observe(np.array([0, 99]))
-        await one.generate(max_tokens=1)
-        one.report(rewards={"a" * 64: 1, "_x.y-z": 0.5})
-        return one.verdict(True, "ok")
-
-    assert hold(saying([20]), talk).tokens.tolist() == [7, 8, 0, 99, 20]
 
 
 def test_a_reward_without_a_weight_is_refused_with_those_that_have_one():
     one = conversation(saying(), weights={"a": 1.0, "b": 2.0})
     one.report(rewards={"a": 1.0})
-    words = r"the reward c has no weight .*; allowed: those with one: a, b; fix: add it to environment.reward_weights"
-    with pytest.raises(RolloutError, match=words):
+    with pytest.raises(RolloutError, match=r"reward c .*environment\.reward_weights"):
         one.report(rewards={"c": 1.0})
-
-
-@pytest.mark.parametrize("most", [0, -3])
-def test_a_turn_of_no_token_is_refused(most):
-    async def talk(one):
-        await one.generate(max_tokens=most)
-
-    with pytest.raises(RolloutError, match=rf"generate got max_tokens {most} .*; allowed: at least 1"):
-        hold(saying([20]), talk)
 
 
 def test_nothing_is_called_while_an_answer_is_under_way_or_after_the_end():
@@ -409,11 +315,11 @@ def test_nothing_is_called_while_an_answer_is_under_way_or_after_the_end():
 
     model = saying([20], [21])
     hold(model, talk)
-    with pytest.raises(RolloutError, match=r"generate was called .*; allowed: one call at a time, before roll"):
+    with pytest.raises(RolloutError, match="generate"):
         asyncio.run(kept[0].generate())
     closed = kept.pop()
     closed.fault = None
-    with pytest.raises(RolloutError, match=r"observe was called .*; allowed: calls between two turns, before rollout"):
+    with pytest.raises(RolloutError, match="observe"):
         closed.observe([30])
 
     async def shows_meanwhile(one):
@@ -424,59 +330,28 @@ def test_nothing_is_called_while_an_answer_is_under_way_or_after_the_end():
         finally:
             await waiting
 
-    with pytest.raises(RolloutError, match="observe was called"):
+    with pytest.raises(RolloutError, match="observe"):
         hold(model, shows_meanwhile)
 
 
-def test_after_an_answer_that_failed_the_next_may_be_asked_for():
-    def says(request):
-        if len(model.asked) == 1:
-            raise ValueError("no server")
-        return [20]
-
-    model = Model(says)
-
-    async def talk(one):
-        with pytest.raises(ValueError, match="no server"):
-            await one.generate()
-        await one.generate()
-        return one.verdict(True, "ok")
-
-    assert hold(model, talk).turns == ((0, 1),)
-
-
 @pytest.mark.parametrize(
-    ("verdict", "words"),
+    ("verdict", "named"),
     [
-        (0.5, "rollout returned a float .*; allowed: megatron_daro.types.Verdict"),
-        (Verdict(1, 1.0, "ok"), "correct is 1 .*; allowed: True or False"),
-        (Verdict(True, True, "ok"), "reward is True .*; allowed: a finite number"),
-        (Verdict(True, "1", "ok"), "reward is '1' .*; allowed: a finite number"),
-        (Verdict(True, math.inf, "ok"), "reward is inf .*; allowed: a finite number"),
-        (Verdict(True, 1.0, ""), "reason is '' .*; allowed: a word of 1 to 40 characters"),
-        (Verdict(True, 1.0, "x" * 41), "reason is 'x.*; allowed: a word of 1 to 40 characters"),
-        (Verdict(True, 1.0, None), "reason is None .*; allowed: a word of 1 to 40 characters"),
-        (Verdict(True, 1.0, "ok", (("a", 1.0), ("a", 1.0))), "rewards are .*; allowed: each name once"),
-        (Verdict(True, 1.0, "ok", (("a/b", 1.0),)), "a reward is called 'a/b'"),
-        (Verdict(True, 1.0, "ok", (("a", math.nan),)), "a reward is nan"),
+        (0.5, "float"),
+        (Verdict(1, 1.0, "ok"), "correct"),
+        (Verdict(True, math.inf, "ok"), "reward.*inf"),
+        (Verdict(True, 1.0, "x" * 41), "reason"),
+        (Verdict(True, 1.0, "ok", (("a", 1.0), ("a", 1.0))), "rewards"),
+        (Verdict(True, 1.0, "ok", (("a/b", 1.0),)), "'a/b'"),
     ],
 )
-def test_a_verdict_that_cannot_be_trained_on_is_refused(verdict, words):
+def test_a_verdict_that_cannot_be_trained_on_is_refused(verdict, named):
     async def talk(one):
         await one.generate()
         return verdict
 
-    with pytest.raises(RolloutError, match=words):
+    with pytest.raises(RolloutError, match=named):
         hold(saying([20]), talk)
-
-
-@pytest.mark.parametrize("verdict", [Verdict(False, 1, "x"), Verdict(True, 1.0, "x" * 40)])
-def test_a_verdict_at_the_limits_is_taken(verdict):
-    async def talk(one):
-        await one.generate()
-        return verdict
-
-    assert hold(saying([20]), talk).verdict == verdict
 
 
 def test_a_conversation_in_which_the_model_said_nothing_is_refused():
@@ -484,14 +359,5 @@ def test_a_conversation_in_which_the_model_said_nothing_is_refused():
         one.observe([30])
         return one.verdict(True, "ok")
 
-    with pytest.raises(RolloutError, match=r"returned without an answer of the model .*; allowed: at least one"):
+    with pytest.raises(RolloutError, match="m:Own"):
         hold(saying(), talk)
-
-
-def test_a_conversation_that_says_nothing_more_reports_the_time_since():
-    async def talk(one):
-        await one.generate()
-        return one.verdict(True, "ok")
-
-    (report,) = hold(saying([20]), talk).reports
-    assert isinstance(report, TurnReport) and 0 <= report.seconds < 1 and report.reward == 0.0

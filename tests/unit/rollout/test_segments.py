@@ -46,10 +46,8 @@ def check_segments(groups):
 
 @pytest.mark.parametrize("early", [True, False])
 def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(early):
-    options = {} if early else {"finish_early": False}
-    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, **options)
-    if not early:
-        parts.sampler._rollouter._engine = parts.engine = RoundsEngine()
+    engine = FleetEngine() if early else RoundsEngine()
+    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, engine=engine, finish_early=early)
     groups = []
     for version in range(6):
         parts.engine.version = version

@@ -12,7 +12,6 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, Update
 from megatron_daro.rollout.summary import (
-    describe,
     group_bins,
     length_metrics,
     mean_staleness,
@@ -55,11 +54,6 @@ def test_every_complete_group_of_a_batch_counts():
         "throughput/rollout_tokens_per_s": 30.0,
         "rollout/x": 5.0,
     }
-
-
-def test_a_batch_of_nothing_is_zeros_without_a_throughput():
-    metrics = sample_metrics(sampled(), K)
-    assert set(metrics.values()) == {0.0} and "throughput/rollout_tokens_per_s" not in metrics and len(metrics) == 7
 
 
 def test_groups_are_counted_by_their_right_answers():
@@ -114,50 +108,9 @@ def test_the_divergence_from_a_teacher_is_that_of_the_models_own_tokens():
     assert metrics["distill/reverse_kl"] == 1.0
 
 
-def reasons(*words, texts=None, prompt=PROMPT) -> Group:
-    one = replace(group(1, [2] * len(words)), prompt=prompt)
-    texts = texts or words
-    rollouts = tuple(replace(r, text=text) for r, text in zip(one.rollouts, texts, strict=True))
-    return replace(one, rollouts=rollouts, verdicts=tuple(Verdict(False, 0.0, word) for word in words))
-
-
-def test_reasons_are_told_most_frequent_first_and_then_by_name():
-    said = describe([reasons("b", "c", "c", "a", "no_answer")])
-    assert said.startswith("Verdicts of 5 answers: no_answer 1, c 2, a 1, b 1. For example no_answer: ")
-    assert said.endswith("; b: prompt p (answer '42') got 'b'.")
-
-
-def test_one_answer_is_one_example():
-    assert describe([reasons("bad")]).endswith("bad 1. For example bad: prompt p (answer '42') got 'bad'.")
-
-
-@pytest.mark.parametrize(("length", "shown"), [(160, "x" * 160), (161, "..." + "x" * 160)])
-def test_the_end_of_a_long_answer_is_shown(length, shown):
-    assert describe([reasons("bad", texts=["y" + "x" * (length - 1) if length > 160 else "x" * length])]).endswith(
-        f"got '{shown}'."
-    )
-
-
-def test_what_is_shown_is_cut_and_made_safe():
-    odd = replace(PROMPT, id="i" * 90, answer="a" * 90)
-    said = describe([reasons("r" * 50, texts=["\x1b" * 160], prompt=odd)])
-    assert (
-        "r" * 40 + "… (+10 characters) 1. For" in said and "i" * 80 + "… (+10" in said and "a" * 80 + "… (+10" in said
-    )
-    assert r"\x1b" * 80 + "… (+320 characters)'" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((4, 1, 0), "pass@0: got 4 samples of a problem; allowed: 1 to 4; ask for more"),
-        ((4, 1, 5), "pass@5: got 4 samples"),
-        ((4, -1, 2), "pass@2: got -1 right answers of 4; allowed: 0 to 4"),
-        ((4, 5, 2), "pass@2: got 5 right answers of 4"),
-    ],
-)
-def test_a_pass_rate_of_what_cannot_be_is_refused(arguments, words):
-    with pytest.raises(DataError, match=words):
+@pytest.mark.parametrize("arguments", [(4, 1, 0), (4, 1, 5), (4, 5, 2)])
+def test_a_pass_rate_of_what_cannot_be_is_refused(arguments):
+    with pytest.raises(DataError, match=f"pass@{arguments[2]}"):
         pass_at_k(*arguments)
 
 

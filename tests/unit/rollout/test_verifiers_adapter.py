@@ -9,6 +9,8 @@ import asyncio
 import json
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 import chat_tokenizers
 import numpy as np
@@ -18,10 +20,11 @@ import verifiers_stand_in as stand_in
 from transformers import AutoTokenizer
 
 from megatron_daro.config import EnvironmentSection
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.tokenizer import tokenize_prompts
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout import verifiers_hub
 from megatron_daro.rollout.own_environment import make_environment
-from megatron_daro.rollout.verifiers_hub import HubEnvironment
 from megatron_daro.types import Prompt
 
 ADD = stand_in.Tool(name="add", description="Return the sum.", parameters={"type": "object"})
@@ -71,13 +74,19 @@ def hub(monkeypatch, tokenizer):
     return make
 
 
+def problems(adapter, tokenizer, split="train"):
+    """Its problems, through the file that a run reads them from."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problems.jsonl"
+        path.write_text("\n".join(map(json.dumps, adapter.problems(split))))
+        prompts, _ = load_problems([path], repeats="keep")
+    return tokenize_prompts(prompts, tokenizer)[0]
+
+
 def held(adapter, tokenizer, says="4<|im_end|>", *, room=400, prompt=None, weights=None):
     """One conversation on the first problem. says: a text, or a function of the number of the turn."""
     if prompt is None:
-        ((prompt, _), *_) = adapter._prompts("train")
-        messages = [dict(one) for one in prompt.messages]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        prompt = Prompt(**{name: getattr(prompt, name) for name in ("id", "answer", "source")}, tokens=tuple(ids))
+        prompt = problems(adapter, tokenizer)[0]
     turns = []
 
     def answer(request):
@@ -92,11 +101,6 @@ def held(adapter, tokenizer, says="4<|im_end|>", *, room=400, prompt=None, weigh
 
 def text_of(rollout, tokenizer):
     return tokenizer.decode(rollout.tokens.tolist(), skip_special_tokens=False)
-
-
-def test_name_and_options_are_those_of_the_configuration(hub):
-    _, own = hub(section={"options": {"level": 3}})
-    assert own.asked_for == ("sums", {"level": 3})
 
 
 def test_the_reward_and_its_parts_are_the_rubrics(hub, tokenizer):
@@ -137,7 +141,7 @@ def test_an_error_of_the_environment_costs_the_conversation(hub, tokenizer):
         await ask(row["prompt"])
         return {"error": {"error": "InfraError", "message": "no such place"}}
 
-    with pytest.raises(RuntimeError, match=r"^InfraError: no such place$"):
+    with pytest.raises(RuntimeError, match="InfraError: no such place"):
         held(hub(talk)[0], tokenizer)
 
 
@@ -145,37 +149,13 @@ def test_a_reward_of_one_step_is_refused(hub, tokenizer):
     async def talk(ask, row):
         await ask(row["prompt"], state={"trajectory": [{"reward": None}, {"reward": 0.0}]})
 
-    with pytest.raises(RolloutError, match=r"a step of the trajectory has a reward .*; allowed: rewards of its rubric"):
-        held(hub(talk)[0], tokenizer)
-
-
-def test_a_request_without_a_state_has_no_steps(hub, tokenizer):
-    async def talk(ask, row):
-        await ask(row["prompt"], state=None)
-
-    adapter, own = hub(talk)
-    held(adapter, tokenizer)
-    assert own.clients[0].trajectory == []
-
-
-def test_a_refusal_that_the_environment_catches_ends_the_run_all_the_same(hub, tokenizer):
-    async def talk(ask, row):
-        await ask(row["prompt"])
-        try:
-            await ask(row["prompt"])
-        except RolloutError:
-            return {"error": {"error": "x", "message": "y"}}
-
-    with pytest.raises(RolloutError, match="a request does not go on from the last answer"):
+    with pytest.raises(RolloutError, match="trajectory"):
         held(hub(talk)[0], tokenizer)
 
 
 def test_a_problem_of_another_file_is_named_with_the_command_that_writes_its_own(hub, tokenizer):
     stranger = Prompt("other", "4", "unit", tokens=(1, 2))
-    command = r"fix: write data.train with python -m megatron_daro.rollout.verifiers_hub sums --model DIR"
-    with pytest.raises(
-        RolloutError, match=rf"the problem other is none of its own .*; allowed: .* datasets; {command}"
-    ):
+    with pytest.raises(RolloutError, match=r"problem other.*data\.train.*verifiers_hub sums --model"):
         held(hub()[0], tokenizer, prompt=stranger)
 
 
@@ -194,18 +174,20 @@ def test_its_problems_are_rows_of_a_training_file(hub):
     assert [row["data_source"] for row in adapter.problems("eval")] == ["verifiers:sums:eval"]
 
 
-def test_equal_problems_stay_apart_and_those_of_evaluation_are_known_too(hub):
+def test_equal_problems_stay_apart_and_those_of_evaluation_are_known_too(hub, tokenizer):
+    answers = []
+
+    async def talk(ask, row):
+        answers.append(row["answer"])
+        await ask(row["prompt"])
+
     rows = [{"prompt": [user("a")], "answer": "1"}, {"prompt": [user("a")], "answer": "2"}]
-    adapter, _ = hub(rows=rows, evaluation=[{"prompt": [user("e")], "answer": "3"}])
-    (first, _), (second, row) = adapter._prompts("train")
-    assert second.id == f"{first.id}-2" and row["answer"] == "2"
-    assert [row["answer"] for row in adapter._rows.values()] == ["1", "2", "3"]
-
-
-def test_an_environment_without_problems_has_none(hub):
-    adapter, own = hub()
-    own.rows = None
-    assert list(adapter.problems("train")) == list(adapter.problems("eval")) == []
+    adapter, _ = hub(talk, rows=rows, evaluation=[{"prompt": [user("e")], "answer": "3"}])
+    first, second = problems(adapter, tokenizer)
+    assert second.id == f"{first.id}-2" and second.answer == "2"
+    for prompt in (first, second, *problems(adapter, tokenizer, "eval")):
+        held(adapter, tokenizer, prompt=prompt)
+    assert answers == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("info", [{"tool_defs": [ADD.model_dump()]}, json.dumps({"tool_defs": [ADD.model_dump()]})])
@@ -219,30 +201,28 @@ def test_tools_of_a_problem_are_written_into_its_prompt(hub, info):
 
 def test_tools_need_a_template_that_writes_calls_as_they_are_read(hub, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", chat_tokenizers.TOOLS.replace("<tool_call>", "<call>"))
-    with pytest.raises(ConfigError, match="has tools; allowed: models whose chat template writes calls as <tool_call>"):
+    with pytest.raises(ConfigError, match="<tool_call>"):
         hub(tools=[ADD])
     hub()
 
 
 def test_a_model_without_a_chat_template_is_refused(hub, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(
-        ConfigError, match=r"sums needs a chat; allowed: a model with a chat template, unlike .*model\d+"
-    ):
+    with pytest.raises(ConfigError, match="chat template"):
         hub()
 
 
 @pytest.mark.parametrize(
-    ("attributes", "words"),
+    ("attributes", "named"),
     [
-        ({"requires_group_rollouts": True}, "has rewards of a whole group; allowed: rewards of one rollout each"),
-        ({"provides_advantages": True}, "has advantages of its own; allowed: rewards; advantages are those of"),
-        ({"message_type": "completion"}, "has messages of type completion; allowed: chat; fix: use another"),
-        ({"rows": [{"prompt": ["2+2?"], "answer": "4"}]}, "has a prompt that is a text without roles; allowed: text"),
+        ({"requires_group_rollouts": True}, "group"),
+        ({"provides_advantages": True}, "advantages"),
+        ({"message_type": "completion"}, "completion"),
+        ({"rows": [{"prompt": ["2+2?"], "answer": "4"}]}, "prompt"),
     ],
 )
-def test_what_is_not_served_is_refused_before_anything_starts(hub, attributes, words):
-    with pytest.raises(ConfigError, match=f"environment.kind: verifiers:sums {words}"):
+def test_what_is_not_served_is_refused_before_anything_starts(hub, attributes, named):
+    with pytest.raises(ConfigError, match=rf"environment\.kind.*verifiers:sums.*{named}"):
         hub(**attributes)
 
 
@@ -252,13 +232,13 @@ def test_a_package_that_cannot_load_it_is_named(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "verifiers", stand_in.module(load_environment))
     section = EnvironmentSection(kind="verifiers:sums")
-    with pytest.raises(ConfigError, match=r"sums cannot be loaded \(ValueError: no such environment\); allowed: an"):
+    with pytest.raises(ConfigError, match=r"sums.*no such environment"):
         verifiers_hub.load(section)
     new = stand_in.module(load_environment)
     del new.load_environment
     new.__version__ = "0.4.0"
     monkeypatch.setitem(sys.modules, "verifiers", new)
-    with pytest.raises(ConfigError, match=r"with verifiers 0\.4\.0, which has no load_environment; allowed: 0\.3"):
+    with pytest.raises(ConfigError, match=r"0\.4\.0"):
         verifiers_hub.load(section)
 
 
@@ -320,17 +300,6 @@ def test_tools_are_called_and_counted_and_their_results_shown(hub, tokenizer):
     assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in text_of(rollout, tokenizer)
 
 
-def test_without_tools_a_call_is_text(hub, tokenizer):
-    seen = []
-
-    async def talk(ask, row):
-        seen.append((await ask(row["prompt"])).message)
-
-    rollout, _ = held(hub(talk)[0], tokenizer, CALL + "<|im_end|>")
-    assert seen[0].content == CALL and seen[0].tool_calls is None
-    assert (rollout.reports[0].tool_calls, rollout.reports[0].tool_errors) == (0, 0)
-
-
 def test_an_answer_that_is_cut_says_so(hub, tokenizer):
     seen = []
 
@@ -344,7 +313,7 @@ def test_an_answer_that_is_cut_says_so(hub, tokenizer):
 def test_no_room_is_what_the_package_calls_an_overlong_prompt(hub, tokenizer):
     async def talk(ask, row):
         first = (await ask(row["prompt"])).message
-        with pytest.raises(stand_in.OverlongPromptError, match="no room for 25 observed tokens"):
+        with pytest.raises(stand_in.OverlongPromptError, match="25"):
             await ask([*row["prompt"], first, user("Sure?")])
 
     rollout, _ = held(hub(talk)[0], tokenizer, "x<|im_end|>", room=10)
@@ -373,8 +342,7 @@ def test_other_sampling_than_the_runs_is_refused(hub, tokenizer, sampling):
     async def talk(ask, row):
         await ask(row["prompt"], sampling=sampling)
 
-    words = f"a request samples with {next(iter(sampling))} .*; allowed: max_tokens; the rest is that of rollout"
-    with pytest.raises(RolloutError, match=words):
+    with pytest.raises(RolloutError, match=next(iter(sampling))):
         held(hub(talk)[0], tokenizer)
 
 
@@ -389,23 +357,16 @@ def asked_again(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        (lambda chat, said: [[user("?"), said, user("!")]], "does not go on from the last answer"),
-        (
-            lambda chat, said: [[*chat, said]],
-            "does not go on from the last answer .*; allowed: messages that are",
-        ),
-        (lambda chat, said: [[*chat, said, {"role": "system", "content": "s"}]], "messages of system are added"),
-        (
-            lambda chat, said: [[*chat, said, user([{"type": "image_url"}])]],
-            r"has a message with image_url .*; allowed: text",
-        ),
-        (lambda chat, said: [[*chat, said, "text"]], "has a prompt that is a text without roles"),
+        (lambda chat, said: [[user("?"), said, user("!")]], "answer"),
+        (lambda chat, said: [[*chat, said]], "answer"),
+        (lambda chat, said: [[*chat, said, {"role": "system", "content": "s"}]], "system"),
+        (lambda chat, said: [[*chat, said, user([{"type": "image_url"}])]], "image_url"),
     ],
 )
-def test_a_history_that_is_not_continued_is_refused(hub, tokenizer, change, words):
-    with pytest.raises(RolloutError, match=words):
+def test_a_history_that_is_not_continued_is_refused(hub, tokenizer, change, named):
+    with pytest.raises(RolloutError, match=named):
         held(hub(asked_again(change))[0], tokenizer)
 
 
@@ -414,7 +375,7 @@ def test_other_tools_than_before_are_refused(hub, tokenizer):
         first = (await ask(row["prompt"])).message
         await ask([*row["prompt"], first, user("!")], tools=[ADD])
 
-    with pytest.raises(RolloutError, match=r"does not go on from the last answer .*same tools"):
+    with pytest.raises(RolloutError, match="tools"):
         held(hub(talk)[0], tokenizer)
 
 
@@ -422,23 +383,7 @@ def test_another_prompt_than_the_problems_is_refused(hub, tokenizer):
     async def talk(ask, row):
         await ask([user("another")])
 
-    with pytest.raises(RolloutError, match=r"the prompt is another than .*; fix: set them, or write data.train again"):
-        held(hub(talk)[0], tokenizer)
-
-
-def test_a_request_with_more_than_messages_and_tools_is_refused(hub, tokenizer):
-    async def talk(ask, row):
-        await ask(row["prompt"], extra_headers={})
-
-    with pytest.raises(RolloutError, match=r"a request has extra_headers .*; allowed: messages, tools, and a limit"):
-        held(hub(talk)[0], tokenizer)
-
-
-def test_a_message_that_the_template_cannot_render_is_refused(hub, tokenizer, monkeypatch):
-    no_tool = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", no_tool + chat_tokenizers.TOOLS)
-    talk = asked_again(lambda chat, said: [[*chat, said, {"role": "tool", "content": "x"}]])
-    with pytest.raises(RolloutError, match=r"refuses messages of the roles .*; allowed: a template that renders them"):
+    with pytest.raises(RolloutError, match=r"data\.train"):
         held(hub(talk)[0], tokenizer)
 
 
@@ -446,37 +391,6 @@ def test_parts_of_a_text_are_one_text(hub, tokenizer):
     parts = [{"type": "text", "text": "a"}, stand_in.Record(type="text", text="b")]
     talk = asked_again(lambda chat, said: [[*chat, said, user(parts)]])
     assert "user\nab<|im_end|>" in text_of(held(hub(talk)[0], tokenizer)[0], tokenizer)
-
-
-def test_calls_in_a_history_are_rendered_with_their_arguments():
-    called = stand_in.ToolCall(id="c", name="add", arguments='{"a": 1}')
-    odd = stand_in.ToolCall(id="d", name="add", arguments="a=1")
-    message = {"role": "assistant", "content": None, "tool_calls": [called, odd]}
-    assert verifiers_hub._texts(message) == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
-            {"id": "d", "type": "function", "function": {"name": "add", "arguments": "a=1"}},
-        ],
-    }
-    assert verifiers_hub._texts({"role": "tool", "content": "x", "tool_call_id": "c"}) == {
-        "role": "tool", "content": "x", "tool_call_id": "c",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "calls", "vain"),
-    [
-        ("<tool_call>{broken</tool_call>", [], 1),
-        ("<tool_call>[1]</tool_call><tool_call>{}</tool_call><tool_call>3</tool_call>", [], 3),
-        ('<tool_call>{"name": 1, "arguments": [2]}</tool_call>', [], 1),
-        ('<tool_call> {"name": "f"} </tool_call>', [{"name": "f", "arguments": {}}], 0),
-        ('<tool_call>{"name": "f", "arguments": null}</tool_call> no', [{"name": "f", "arguments": {}}], 0),
-    ],
-)
-def test_calls_that_cannot_be_read_are_counted(text, calls, vain):
-    assert verifiers_hub._calls(text) == (calls, vain)
 
 
 @pytest.mark.parametrize(("split", "source"), [(None, "verifiers:sums"), ("eval", "verifiers:sums:eval")])
@@ -497,19 +411,8 @@ def test_the_command_refuses_in_one_line_and_knows_two_splits(hub, model, capsys
     options = ["--options", '{"message_type": "completion"}']
     assert verifiers_hub.main(["sums", "--model", str(model), *options]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and "has messages of type completion" in printed.err
+    assert printed.out == "" and "completion" in printed.err
     for wrong in (["sums"], ["sums", "--model", str(model), "--split", "test"]):
         with pytest.raises(SystemExit):
             verifiers_hub.main(wrong)
     assert "verifiers_hub" in capsys.readouterr().err
-
-
-def test_the_command_needs_a_model_with_a_chat_template(hub, tmp_path, capsys):
-    hub()
-    chat_tokenizers.save(tmp_path)
-    assert verifiers_hub.main(["sums", "--model", str(tmp_path)]) == 2
-    assert "add chat_template.jinja" in capsys.readouterr().err
-
-
-def test_the_adapter_is_what_the_kind_names(hub):
-    assert isinstance(hub()[0], HubEnvironment)
