@@ -11,9 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books
-from loop_fakes import Crash, digest, make_stack, resume_stack, run_stack
+from loop_fakes import FAST, Crash, digest, make_stack, resume_stack, run_stack, with_parts
 
-from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid
@@ -21,6 +20,12 @@ from megatron_daro.rollout.evaluation import Evaluations
 
 EVALUATE = {"eval_every_steps": 2, "save_every_steps": 3}
 KEY = "eval/held_out/accuracy"
+
+
+def evaluated_by(stack, evaluate):
+    """The loop whose evaluations beside generation are these."""
+    evaluations = Evaluations(evaluate, stack.section, stack.phases, FAST, beside=True)
+    return with_parts(stack, evaluations=evaluations)
 
 
 def gated(stack, *, of_step):
@@ -36,7 +41,7 @@ def gated(stack, *, of_step):
         stack.events.append(("evaluated", step))
         return {KEY: digest(before) % 100 / 100}
 
-    stack.parts.evaluations._evaluate = evaluate
+    evaluated_by(stack, evaluate)
     return gate
 
 
@@ -141,29 +146,7 @@ def test_an_evaluation_that_fails_ends_the_run(tmp_path):
             raise EngineError("all servers are gone")
         return {}
 
-    stack.parts.evaluations._evaluate = evaluate
+    evaluated_by(stack, evaluate)
     with pytest.raises(EngineError, match="all servers are gone"):
         run_stack(stack)
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("before", "step", "due"),
-    [
-        (0, 0, True),
-        (0, 3, False),
-        (3, 4, True),
-        (3, 5, True),
-        (4, 5, False),
-        (7, 9, True),
-        (9, 10, True),
-        (10, 10, True),
-    ],
-)
-def test_an_evaluation_is_due_where_a_multiple_was_passed_and_at_both_ends(before, step, due):
-    async def evaluate(step):
-        return {}
-
-    section = TrainerSection(eval_every_steps=4, steps=10)
-    assert Evaluations(evaluate, section).due(before, step) is due
-    assert not Evaluations(None, section).due(before, step)

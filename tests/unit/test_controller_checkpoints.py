@@ -6,17 +6,15 @@ import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books, files_of
-from loop_fakes import EVALUATE, Crash, make_stack, resume_stack, run_stack
+from loop_fakes import EVALUATE, Crash, make_stack, resume_stack, run_stack, with_parts
 
 from megatron_daro.errors import CheckpointError
-from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.recovery import STATE_FORMAT, find_latest_valid, step_directories
 from megatron_daro.rollout.recorder import read_step, read_waiting
 
@@ -38,41 +36,19 @@ def test_the_state_of_a_checkpoint(tmp_path):
     assert list(state["difficulty_weights"]) == ["difficulty/weight/2"] and state["identity"] == {"seed": 1}
 
 
-def test_a_resumed_run_goes_on_with_the_counts_and_saves_nothing_twice(tmp_path):
+def test_a_resumed_run_that_is_finished_saves_nothing_twice(tmp_path):
     run_stack(make_stack(tmp_path, trainer={"steps": 4, "updates_per_batch": 2}))
     again = make_stack(tmp_path, trainer={"steps": 4, "updates_per_batch": 2})
     saved = step_directories(tmp_path / "checkpoints")[0]
     before = saved.stat().st_ino
-    resume_stack(again)
-    controller = again.controller
-    assert (controller.step, controller._batches_done, controller._skipped_steps) == (4, 2, 0)
-    assert controller._planned_step == 4 and "difficulty/weight/2" in controller._weights
+    assert resume_stack(again).step == 4
     assert saved.stat().st_ino == before and not any(event[0] == "save" for event in again.events)
-
-
-def test_files_are_taken_back_to_the_step_of_the_checkpoint(tmp_path):
-    taken = []
-    stack = make_stack(tmp_path)
-    note = SimpleNamespace(truncate_after=taken.append)
-    stack.controller._parts = replace(stack.parts, metrics=note, recorder=note)
-    stack.controller.truncate_files()
-    stack.controller.step = 3
-    stack.controller.truncate_files()
-    assert taken == [-1, 0, 3, 3]
 
 
 def test_steps_that_are_saved_are_multiples_of_the_distance(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 5, "save_every_steps": 2, "keep_checkpoints": 2})
-    saved = []
-    save = stack.parts.checkpoints.save
-
-    async def noted_save(step, *others):
-        saved.append(step)
-        return await save(step, *others)
-
-    stack.parts.checkpoints.save = noted_save
     run_stack(stack)
-    assert saved == [2, 4, 5]
+    assert [event for event in stack.events if event[0] == "save"] == [("save", 2), ("save", 4), ("save", 5)]
 
 
 def test_a_last_checkpoint_that_fails_while_it_is_written_ends_the_run(tmp_path):
@@ -89,7 +65,7 @@ def test_a_last_checkpoint_that_fails_while_it_is_written_ends_the_run(tmp_path)
             stack.policy.save_gate.set()
             await run
 
-    with pytest.raises(CheckpointError, match="step_000001: checkpoint not saved, the disk is full"):
+    with pytest.raises(CheckpointError, match="step_000001"):
         asyncio.run(go())
 
 
@@ -175,9 +151,8 @@ def test_a_checkpoint_with_generation_far_ahead_loses_and_repeats_nothing(tmp_pa
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run_stack(make_stack(tmp_path))
-    stack = make_stack(tmp_path)
-    stack.controller._parts = replace(stack.parts, identity={"seed": 2})
-    with pytest.raises(CheckpointError, match="belongs to another run: seed was 1, is 2"):
+    stack = with_parts(make_stack(tmp_path), identity={"seed": 2})
+    with pytest.raises(CheckpointError, match="seed"):
         resume_stack(stack)
 
 
@@ -190,9 +165,3 @@ def test_a_finished_run_resumes_to_nothing_and_to_more_steps(tmp_path):
     whole = make_stack(tmp_path / "whole", trainer={"steps": 6})
     run_stack(whole)
     assert files_of(tmp_path) == files_of(whole.run) and more.policy.weights == whole.policy.weights
-
-
-def test_the_readable_copy_of_the_weights_is_in_the_state(tmp_path):
-    run_stack(make_stack(tmp_path))
-    _, state = find_latest_valid(tmp_path, make_stack(tmp_path / "x").progress)
-    assert state["difficulty_weights"] == {"difficulty/weight/2": read_metrics(tmp_path)[-1]["difficulty/weight/2"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books
-from loop_fakes import make_stack, run_stack
+from loop_fakes import make_stack, run_stack, with_parts
 
 from megatron_daro.errors import DataError, NonFiniteError
 from megatron_daro.observe.metrics import read_metrics
@@ -19,43 +18,31 @@ from megatron_daro.rollout.recorder import read_groups, read_step
 from megatron_daro.types import StepResult
 
 
-@pytest.mark.parametrize("how", ["raise", "skip"])
-def test_a_step_that_is_not_finite_says_what_the_policy_said(tmp_path, how):
-    stack = make_stack(tmp_path, trainer={"steps": 1, "save_every_steps": 0})
-    stack.policy.nonfinite_steps = {1: how}
-    said = "loss is nan in micro-batch 3" if how == "raise" else "gradient norm is inf"
-    with pytest.raises(NonFiniteError, match=rf"^step 1: {said}; no .*set trainer\.on_nonfinite=skip$"):
-        run_stack(stack)
-
-
-def test_without_a_reason_and_a_recorder_the_message_still_says_what_happened(tmp_path):
+def test_without_a_reason_and_a_recorder_the_run_still_ends_by_name(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 1})
 
     async def skips(batch, step):
         return StepResult(step, {}, skipped=True)
 
     stack.policy.train = skips
-    stack.controller._parts = replace(stack.parts, recorder=None)
-    words = "step 1: loss or gradient is not finite; no optimizer step; observe.save_rollouts is off, so"
-    with pytest.raises(NonFiniteError, match=words):
-        run_stack(stack)
+    with pytest.raises(NonFiniteError, match="step 1"):
+        run_stack(with_parts(stack, recorder=None))
 
 
 def test_lost_batches_are_counted_in_a_row_only(tmp_path):
     stack = make_stack(tmp_path, trainer={"on_nonfinite": "skip", "steps": 15, "save_every_steps": 0})
     stack.policy.nonfinite_steps = dict.fromkeys((1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14), "skip")
     assert run_stack(stack).step == 15
-    warnings = [text for text in stack.progress.messages if "no optimizer step" in text]
-    assert len(warnings) == 12 and warnings[0].startswith("warning: step 1: gradient norm is inf; ")
+    warnings = [text for text in stack.progress.messages if "gradient norm is inf" in text]
+    assert len(warnings) == 12 and "step 1" in warnings[0]
 
 
 @pytest.mark.parametrize("how", ["raise", "skip"])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_written_out(tmp_path, how):
     stack = make_stack(tmp_path)
     stack.policy.nonfinite_steps = {3: how}
-    with pytest.raises(
-        NonFiniteError, match=r"step 3: .*no optimizer step; the batch is in .*failed/step_000003.parquet"
-    ):
+    said = "loss is nan in micro-batch 3" if how == "raise" else "gradient norm is inf"
+    with pytest.raises(NonFiniteError, match=rf"step 3.*{said}.*failed/step_000003\.parquet"):
         run_stack(stack)
     failed = read_groups(tmp_path / "failed" / "step_000003.parquet")
     assert len(failed) == 3
@@ -78,5 +65,5 @@ def test_a_step_that_is_not_finite_can_be_skipped_and_is_counted(tmp_path, how):
 def test_skipping_for_ever_is_an_error(tmp_path):
     stack = make_stack(tmp_path, trainer={"on_nonfinite": "skip", "steps": 50})
     stack.policy.nonfinite_steps = dict.fromkeys(range(2, 50), "skip")
-    with pytest.raises(DataError, match=r"5 batches in a row trained nothing; the last: step 6: gradient norm is inf"):
+    with pytest.raises(DataError, match=r"5 batches.*step 6.*gradient norm is inf"):
         run_stack(stack)

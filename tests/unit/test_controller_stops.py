@@ -7,39 +7,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books, files_of
-from loop_fakes import NEVER, Crash, make_stack, resume_stack, run_stack
+from loop_fakes import Crash, make_stack, resume_stack, run_stack
 
-from megatron_daro.errors import DataError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.recovery import find_latest_valid, step_directories
 from megatron_daro.runtime.interrupts import stop_on_signals
-
-
-def test_a_stop_is_said_and_the_second_one_too_and_the_third_is_nothing(tmp_path):
-    stack = make_stack(tmp_path)
-    cancelled = []
-    stack.controller._task = SimpleNamespace(cancel=lambda: cancelled.append(True))
-    stack.controller.request_stop("SIGTERM")
-    assert stack.progress.messages == ["SIGTERM: stopping with a checkpoint (once more to stop at once)"]
-    assert not cancelled
-    for _ in range(2):
-        stack.controller.request_stop("SIGINT")
-    assert stack.progress.messages[1:] == ["SIGINT again: stopping at once, without a checkpoint"]
-    assert cancelled == [True]
-
-
-def test_a_second_stop_before_the_run_is_nothing(tmp_path):
-    stack = make_stack(tmp_path)
-    for _ in range(2):
-        stack.controller.request_stop("SIGTERM")
-    assert len(stack.progress.messages) == 1
 
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path):
@@ -48,30 +26,6 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path):
     outcome = run_stack(stack)
     assert (outcome.status, outcome.step) == ("stopped", 0) and stack.policy.steps == 0
     assert not step_directories(tmp_path / "checkpoints") and stack.policy.closed == 1
-
-
-def test_work_that_a_stop_ends_is_cancelled_and_what_it_raised_is_raised(tmp_path):
-    stack = make_stack(tmp_path)
-    ended = []
-
-    async def work():
-        try:
-            await asyncio.sleep(NEVER)
-        finally:
-            ended.append(True)
-
-    async def fails():
-        raise DataError("no")
-
-    async def go():
-        assert await stack.controller.unless_stopped(asyncio.sleep(0)) is True
-        with pytest.raises(DataError, match="no"):
-            await stack.controller.unless_stopped(fails())
-        asyncio.get_running_loop().call_later(0.01, stack.controller.request_stop, "asked")
-        assert await stack.controller.unless_stopped(work()) is False
-        assert ended == [True]
-
-    asyncio.run(go())
 
 
 def test_a_run_that_is_cancelled_is_cancelled_and_closed(tmp_path):

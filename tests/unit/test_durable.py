@@ -37,17 +37,6 @@ def test_a_folder_is_synced_after_its_files_and_nothing_stays_open(tmp_path, for
     assert num_open() == before
 
 
-def test_a_file_is_closed_also_when_the_disk_refuses(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(durable.os, "fsync", full)
-    before = num_open()
-    with pytest.raises(OSError, match="No space left"):
-        durable.sync(tmp_path)
-    assert num_open() == before
-
-
 @pytest.mark.parametrize(("content", "there"), [("Größe", "Größe".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")])
 def test_what_is_written_is_whole_before_it_is_synced(tmp_path, forced, content, there):
     (tmp_path / "file").write_text("longer than what comes now")

@@ -8,8 +8,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_daro.engine.sglang.command import OLDEST_SGLANG, version_numbers
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,7 +55,3 @@ def test_the_extra_takes_a_transformer_engine_that_the_megatron_of_its_python_wa
         False,
     ]
     assert new.contains(pinned) and by_python["3.13"] == [new]
-
-
-def test_the_servers_are_new_enough():
-    assert version_numbers(pins("servers.txt")["sglang"]) >= OLDEST_SGLANG

@@ -87,68 +87,29 @@ def test_a_class_that_fits_is_given_back_and_made_with_the_users_arguments(own):
     assert type(made) is own and made.size == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("nowhere:Fits", r"\(ModuleNotFoundError: No module named 'nowhere'\)"),
-        ("mine:Absent", r"\(AttributeError: module 'mine' has no attribute 'Absent'\)"),
-    ],
-)
-def test_what_cannot_be_imported_says_why_and_what_else_is_allowed(name, reason):
-    with pytest.raises(ConfigError, match=rf"^reward.verifier: got '{name}', which cannot be imported {reason}; ") as e:
+@pytest.mark.parametrize("name", ["nowhere:Fits", "mine:Absent", "mine:number"])
+def test_what_is_no_class_that_can_be_imported_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"reward\.verifier.*{name}"):
         imported(name)
-    assert "allowed are math, text, or module:Class" in str(e.value) and "PYTHONPATH" in str(e.value)
-    assert isinstance(e.value.__cause__, (ImportError, AttributeError))
-
-
-def test_what_is_no_class_is_refused():
-    with pytest.raises(ConfigError, match=r"got 'mine:number', which is no class; allowed: a class that offers Judge$"):
-        imported("mine:number")
-
-
-JUDGE, CLOSE = (
-    r"write it as `async def judge\(self, problem: 'str', answer: 'str'\) -> 'float'`",
-    r"write it as `def close\(self\) -> 'None'`",
-)
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "text"),
-    [
-        ("NotAsync", "judge", JUDGE),
-        ("TooFew", "judge", JUDGE),
-        ("TooMany", "judge", JUDGE),
-        ("AsyncClose", "close", CLOSE),
-        ("Lacks", "close", CLOSE),
-    ],
+    ("name", "method"),
+    [("NotAsync", "judge"), ("TooFew", "judge"), ("TooMany", "judge"), ("AsyncClose", "close"), ("Lacks", "close")],
 )
-def test_a_method_that_does_not_fit_is_shown_as_it_must_be_written(name, method, text):
-    with pytest.raises(ConfigError, match=rf"^reward.verifier: mine:{name}.{method} does not fit Judge; {text}$"):
+def test_a_method_that_does_not_fit_is_shown_as_it_must_be_written(name, method):
+    with pytest.raises(ConfigError, match=rf"reward\.verifier.*mine:{name}\.{method}.*def {method}\(self"):
         imported(f"mine:{name}")
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "text"),
-    [
-        ("NeedsMore", {"size": 1}, r"missing a required argument: 'colour'; its constructor must take size by keyword"),
-        (
-            "Fits",
-            {"a": 1, "b": 2},
-            r"got an unexpected keyword argument 'a'; its constructor must take a, b by keyword",
-        ),
-        ("NeedsMore", {}, r"missing a required argument: 'size'; its constructor must need no arguments"),
-    ],
+    ("name", "arguments", "named"), [("NeedsMore", {"size": 1}, "colour"), ("Fits", {"a": 1, "b": 2}, "'a'")]
 )
-def test_a_constructor_that_takes_other_arguments_is_refused(name, arguments, text):
-    with pytest.raises(ConfigError, match=rf"^reward.verifier: mine:{name}: {text}; fix: correct the class or reward"):
+def test_a_constructor_that_takes_other_arguments_is_refused(name, arguments, named):
+    with pytest.raises(ConfigError, match=rf"reward\.verifier.*mine:{name}.*{named}"):
         imported(f"mine:{name}", arguments)
 
 
 def test_a_constructor_that_raises_is_an_error_of_the_part_that_wanted_it():
-    with pytest.raises(RewardError) as error:
+    with pytest.raises(RewardError, match=r"mine:Fits.*size must be positive.*reward\.options"):
         make_own("reward.verifier", "mine:Fits", Fits, {"size": -1}, options="reward.options", error=RewardError)
-    assert str(error.value) == (
-        "reward.verifier: mine:Fits cannot be made (ValueError: size must be positive); fix: correct the class or "
-        "reward.options"
-    )
-    assert isinstance(error.value.__cause__, ValueError)

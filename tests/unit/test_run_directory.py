@@ -13,7 +13,6 @@ import sys
 import pytest
 
 from megatron_daro.errors import CheckpointError, ConfigError
-from megatron_daro.recovery import require_fresh
 from megatron_daro.runtime.run_directory import LOCK_FILE, owned
 
 _OWNER = """
@@ -48,7 +47,7 @@ def test_a_second_run_is_refused_and_told_who_has_it(owner, tmp_path, resume):
     with pytest.raises(CheckpointError) as raised, owned(tmp_path / "run", resume=resume):
         pass
     message = str(raised.value)
-    assert f"run is in use by process {owner.pid} on host {socket.gethostname()} since 20" in message
+    assert str(owner.pid) in message and socket.gethostname() in message
     assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == owner.pid
 
 
@@ -97,7 +96,7 @@ def test_a_file_system_without_locks_goes_by_what_the_owner_wrote(tmp_path, monk
         with owned(tmp_path, resume=True):
             assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
         return
-    with pytest.raises(CheckpointError, match=r"if it is gone, remove .*run.lock"), owned(tmp_path, resume=True):
+    with pytest.raises(CheckpointError, match=r"run\.lock"), owned(tmp_path, resume=True):
         pass
 
 
@@ -109,18 +108,14 @@ def test_a_directory_that_was_removed_meanwhile_does_not_hide_the_end(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    message = r"trainer.run_dir: got '.*file/run', which cannot be written \(Not a dir"
-    with pytest.raises(ConfigError, match=message), owned(tmp_path / "file" / "run", resume=False):
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.run_dir.*file/run"),
+        owned(tmp_path / "file" / "run", resume=False),
+    ):
         pass
 
 
 def test_a_run_is_not_started_over_another_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(CheckpointError, match="already holds a run"), owned(tmp_path, resume=False):
+    with pytest.raises(CheckpointError, match="--resume"), owned(tmp_path, resume=False):
         pass
-
-
-def test_a_run_directory_is_fresh_without_checkpoints_and_with_an_empty_log(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    require_fresh(tmp_path / "none")
-    require_fresh(tmp_path)

@@ -133,15 +133,6 @@ def test_leftovers_go_whatever_stands_between_them(tmp_path):
     }
 
 
-def test_the_lock_of_another_user_proves_nothing(tmp_path, monkeypatch):
-    dead = tmp_path / "daro_ray_dead"
-    dead.mkdir()
-    (dead / "owner.lock").touch()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with own_directory("ray", str(tmp_path)):
-        assert dead.is_dir()
-
-
 def test_without_locks_a_directory_is_made_and_left_to_nobodys_judgement(tmp_path, monkeypatch):
     def no_locks(file, operation):
         raise OSError(95, "Operation not supported")
@@ -150,15 +141,6 @@ def test_without_locks_a_directory_is_made_and_left_to_nobodys_judgement(tmp_pat
     with own_directory("ray", str(tmp_path)) as mine:
         assert [path.name for path in mine.iterdir()] == ["owner.lock.new"]
     assert not mine.exists()
-
-
-@pytest.mark.parametrize("before", [None, "/somewhere/else"])
-def test_sockets_stay_where_they_are_if_no_directory_can_be_made(before, monkeypatch):
-    config = temporary.current_process()._config
-    monkeypatch.setitem(config, "tempdir", before)
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/no_place")
-    temporary.use_own_sockets()
-    assert config["tempdir"] == before
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def plain(groups):
 
 
 @given(st.integers(1, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_batch_does_not_depend_on_the_order_of_arrival(order_seed):
     batches = []
     for seed in (0, order_seed):
