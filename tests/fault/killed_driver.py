@@ -21,7 +21,7 @@ from pathlib import Path
 
 import driver_stacks
 
-from megatron_daro import cli, recovery
+from megatron_daro import cli, durable
 from megatron_daro.controller import Controller
 from megatron_daro.observe.metrics import Phases
 
@@ -53,7 +53,7 @@ class Plan:
 
 
 def install(plan: Plan) -> None:
-    measure, seal, start = Phases.measure, recovery._seal, Controller._start
+    measure, write, run = Phases.measure, durable.write, Controller.run
 
     @contextmanager
     def measured(self, name):
@@ -62,15 +62,16 @@ def install(plan: Plan) -> None:
             yield
         plan.reached(f"{name}:left")
 
-    def sealed(*arguments):
-        plan.reached("seal")
-        return seal(*arguments)
+    def written(path, content):
+        if path.name == "state.json":
+            plan.reached("seal")
+        return write(path, content)
 
     async def starting(self):
         plan.reached("start")
-        await start(self)
+        return await run(self)
 
-    Phases.measure, recovery._seal, Controller._start = measured, sealed, starting
+    Phases.measure, durable.write, Controller.run = measured, written, starting
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "rollout"))
 
 from loop_fakes import GRPO, FakePhases, FakeProgress, FakeScorer, FakeSource, batch_digest, make_sampler
-from rank_schedules import DEADLINE_S, Group
+from rank_schedules import DEADLINE_S, Group, healing_of
 from simulated_ranks import Cluster, Fault, unbroken
 from simulated_servers import FIRST_TOKEN, Servers
 from virtual_loop import VirtualLoop, run
@@ -165,7 +165,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
     group.cluster, group.disk, group.outcome = cluster, disk, SimpleNamespace(last_death_s=-9.0, unhealable=False)
 
     def note(process: Any) -> None:
-        group.outcome.unhealable |= group.joining or group._healing._under_way
+        group.outcome.unhealable |= group.joining or healing_of(group).under_way
         group.outcome.last_death_s = loop.time()
 
     cluster.on_death = note

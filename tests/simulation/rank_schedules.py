@@ -281,22 +281,36 @@ def _actor(data: int, tensor: int) -> ActorSection:
 _PEERS_ALONE = {(2, 1): 96, (2, 2): 48, (3, 1): 144, (3, 2): 112, (4, 1): 192, (4, 2): 96}
 
 
+def healing_of(group: PolicyGroup) -> SimpleNamespace:
+    """What the laws must know of the inside of healing, all in one place. busy: somebody is being replaced."""
+    heal = group._healing
+    return SimpleNamespace(
+        keeps=heal.keeps,
+        peers=heal._peers,
+        committed=heal._committed,
+        newest=heal._serial,
+        busy=bool(heal._under_way or heal._dead),
+        under_way=bool(heal._under_way),
+    )
+
+
 def _note_death(outcome: Outcome, process: Any) -> None:
     """Before a process dies: what may be lost with it. Where all was well, the snapshot that counts is with every rank
     and with its peer."""
-    heal, workers, rank = outcome.group._healing, outcome.group.workers, process.rank
+    workers, rank = outcome.group.workers, process.rank
     processes = [handle.process for handle in workers.values()]
     if not outcome.ready or workers.dismissed or process not in processes:
         return
+    heal = healing_of(outcome.group)
     all_are_well = all(process.alive and not process.frozen for process in processes)
-    if heal._under_way or heal._dead or not all_are_well:
+    if heal.busy or not all_are_well:
         outcome.together.add(rank)
     else:
         outcome.together = {rank}
         for number, process in enumerate(processes):
-            copies = processes[heal._peers[number]].states.kept.copies.get(number, ())
-            assert heal._committed in copies, f"snapshot {heal._committed} of rank {number} counts; its peer: {copies}"
-            assert heal.keeps != "both" or heal._committed in process.states.kept.own
+            copies = processes[heal.peers[number]].states.kept.copies.get(number, ())
+            assert heal.committed in copies, f"snapshot {heal.committed} of rank {number} counts; its peer: {copies}"
+            assert heal.keeps != "both" or heal.committed in process.states.kept.own
     # What docs/recovery.md excepts: where peers alone keep snapshots, a death while one is taken; a death in a meeting.
     outcome.last_death_s = outcome.cluster.loop.time()
     outcome.unhealable |= outcome.group.joining
@@ -312,9 +326,9 @@ def _check(schedule: Schedule, outcome: Outcome) -> None:
         assert outcome.done == len(BATCHES)
         assert len(outcome.saved) + outcome.lost_saves == len(BATCHES) // 2
         return
-    heal = outcome.group._healing
-    text, peers = str(outcome.error), heal._peers
-    outcome.unhealable |= heal.keeps == "peer" and heal._serial != heal._committed
+    heal = healing_of(outcome.group)
+    text, peers = str(outcome.error), heal.peers
+    outcome.unhealable |= heal.keeps == "peer" and heal.newest != heal.committed
     if "trainer.max_replacements" in text:
         assert outcome.unhealable or len(happened) > schedule.per_hour, (text, happened)
     elif "nobody has the state" in text:

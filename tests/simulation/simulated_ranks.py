@@ -424,8 +424,8 @@ class Process:
         slot = self.states.whole(serial)
         before = peer.open_copy.remote(self.rank, serial, keep)
         for kind in kinds:
-            for number, block in enumerate(kept_states._blocks(slot, kind)):
-                taken = peer.take_block.remote(self.rank, serial, kind, number, block.copy())
+            for number, block in enumerate(slot.blocks[kind]):
+                taken = peer.take_block.remote(self.rank, serial, kind, number, block.numpy().copy())
                 await self._get(before)
                 before = taken
         await self._get(before)
@@ -478,7 +478,7 @@ class Process:
                 slot.layout[kind] = found.layout[kind]
                 for number in range(found.blocks[kind]):
                     block = await self._get(worker.block.remote(source.owner, serial, kind, number))
-                    kept_states._fill(slot.blocks.setdefault(kind, []), number, block)
+                    slot.blocks.setdefault(kind, [])[number : number + 1] = [torch.from_numpy(block.copy())]
         slot.layout = {kind: slot.layout[kind] for kind in KINDS}
         slot.serial = serial
 

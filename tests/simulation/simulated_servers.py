@@ -35,10 +35,10 @@ class Servers:
 
     def __init__(self, loop: Any, count: int, sent: Callable[[int], int]) -> None:
         """Args: sent: version -> the step of the weights that the ranks sent last, checked against it."""
-        self.loop, self.random, self._sent = loop, loop.random, sent
+        self.loop, self.random, self.sent = loop, loop.random, sent
         self.servers = [Server(f"server {i}") for i in range(count)]
         self.deaths, self.lost_answers, self.restarts = 0, 0, 0
-        self._changed, self._closed = asyncio.Event(), False
+        self.changed, self._closed = asyncio.Event(), False
         self._back: Any = None
         self._aborted: set[int] = set()
         self._starts: set[asyncio.Task] = set()
@@ -50,8 +50,8 @@ class Servers:
 
     def notify(self) -> None:
         """Have all that wait for a server look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def die(self, number: int) -> None:
         """kill -9, whatever it does; it is started again."""
@@ -103,7 +103,7 @@ class Servers:
 
     async def _free(self) -> Server:
         while not (serving := [one for one in self.servers if one.state == "serving"]):
-            await self._changed.wait()
+            await self.changed.wait()
         return min(serving, key=lambda one: (one.load, one.name))
 
     async def _rollout(self, server: Server, life: int, request: Any, index: int) -> Rollout | None:
@@ -115,7 +115,7 @@ class Servers:
         while len(tokens) < length and request.group_id not in self._aborted:
             await asyncio.sleep(0.02 * self.random.random())
             while server.state == "updating" and server.life == life:
-                await self._changed.wait()
+                await self.changed.wait()
             if server.life != life:
                 return None
             tokens.append(FIRST_TOKEN + server.weights)
@@ -150,13 +150,13 @@ class Update:
         while not self._left() and self._all:
             joining = [one for one in self._engine.servers if one.state == "joining"]
             if not joining:
-                await self._engine._changed.wait()
+                await self._engine.changed.wait()
             for server in joining:
                 server.state, self._lives[server] = "updating", server.life
         return SendPlan(transport="distributed", targets=(), bucket_bytes=1, timeout_s=9.0) if self._left() else None
 
     async def install(self, report: Any) -> None:
-        weights = self._engine._sent(self._version)
+        weights = self._engine.sent(self._version)
         await asyncio.sleep(0.1 * self._engine.random.random())
         for server in self._left():
             server.weights, server.version = weights, self._version

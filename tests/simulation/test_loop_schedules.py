@@ -6,7 +6,6 @@ import pytest
 from loop_schedules import draw_loop, simulate_loop
 from rank_schedules import no_ray
 
-from megatron_daro.controller import Controller
 from megatron_daro.errors import CheckpointError
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.sampled_batch import Snapshot
@@ -58,17 +57,10 @@ def publish_no_more(patch):
     patch.setattr(WeightSync, "publish", first_only)
 
 
-def forget_who_came_back(patch):
-    async def never(self, name):
-        return None
-
-    patch.setattr(WeightSync, "_catch_up", never)
-
-
 def resume_with_another_cursor(patch):
     def load(self, state, waiting=()):
-        original(self, state, waiting)
-        self._source.next(1)
+        cursor = state["source"]["cursor"] + 1
+        original(self, {**state, "source": {**state["source"], "cursor": cursor}}, waiting)
 
     original = Sampler.load_state_dict
     patch.setattr(Sampler, "load_state_dict", load)
@@ -76,13 +68,6 @@ def resume_with_another_cursor(patch):
 
 def lose_what_waits(patch):
     patch.setattr(Snapshot, "waiting", lambda self: ())
-
-
-def run_ahead_without_bound(patch):
-    async def at_once(self, index):
-        return self._planned_step < self._section.steps
-
-    patch.setattr(Controller, "_turn", at_once)
 
 
 def forget_what_was_filtered(patch):
@@ -101,10 +86,8 @@ def train_without_dropping_what_is_old(patch):
     "plant",
     [
         publish_no_more,
-        forget_who_came_back,
         resume_with_another_cursor,
         lose_what_waits,
-        run_ahead_without_bound,
         forget_what_was_filtered,
         train_without_dropping_what_is_old,
     ],
