@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_fakes import FAST, FakeScorer, K
 
-from megatron_daro.errors import DataError, DeadlineError, EngineError
+from megatron_daro.errors import DeadlineError, EngineError
 
 
 def test_a_full_batch_does_not_wait_for_slow_groups():
@@ -91,14 +91,6 @@ def test_a_batch_begins_with_as_many_groups_as_the_last_one_came_to_need():
     assert begun[0] < 16 < begun[-1] <= 4 * 8
 
 
-def test_a_batch_without_signal_is_an_error_in_the_end():
-    parts = setup(filter_groups=True, rollout={"max_refill_rounds": 1})
-    parts.source.next = lambda n, give=parts.source.next: [replace(p, answer="easy") for p in give(n)]
-    with pytest.raises(DataError, match="3 batches"):
-        sample(parts)
-    assert parts.sampler.ledger.counts()["admitted"] == 3 * 2 * 4
-
-
 def test_a_failed_group_is_asked_again_at_once_beside_the_others():
     parts = setup(rollout={"oversampling": 1.0})
     parts.engine.lost = {(0, 0, 1), (0, 0, 2), (0, 1, 2)}
@@ -108,21 +100,6 @@ def test_a_failed_group_is_asked_again_at_once_beside_the_others():
     assert asked == [(0, 0, (0, 1, 2, 3)), (1, 0, (0, 1, 2, 3)), (0, 1, (1, 2)), (0, 2, (2,))]
     assert [r.attempt for r in batch.groups[0].rollouts] == [0, 1, 2, 0]
     assert parts.sampler.ledger.retries == 2 and not parts.engine.aborts
-
-
-def test_a_second_answer_for_an_index_is_refused_and_counted():
-    parts = setup(rollout={"oversampling": 1.0})
-    generate = parts.engine.generate
-
-    async def twice(requests):
-        async for rollouts in generate(requests):
-            yield rollouts
-            yield (replace(rollouts[0], weight_version=-5),)
-
-    parts.engine.generate = twice
-    batch = sample(parts)
-    assert parts.sampler.ledger.late_refused == 2
-    assert all(rollout.weight_version == 0 for group in batch.groups for rollout in group.rollouts)
 
 
 def test_a_group_that_fails_every_time_is_dropped_and_replaced():
@@ -215,20 +192,6 @@ def test_a_group_that_does_not_hear_the_abort_is_left_behind():
     assert any("group 1" in m for m in parts.progress.messages)
     assert ids(batch.snapshot.partial) == [1] and len(batch.groups) == 2
     assert saved(batch)[0]["ledger"]["outstanding"]
-
-
-def test_a_verifier_that_hangs_on_the_last_group_is_named():
-    class Hangs(FakeScorer):
-        async def score_async(self, pairs):
-            self.hang = pairs[0][1] == "hard"
-            return await super().score_async(pairs)
-
-    parts = setup(deadlines=replace(FAST, score=0.2, abort=0.05), scorer=Hangs())
-    parts.source.next = lambda n, give=parts.source.next: [
-        replace(p, answer="hard" if p.id == "p0" else "mixed") for p in give(n)
-    ]
-    with pytest.raises(DeadlineError, match=r"'score'.*group 0"):
-        sample(parts)
 
 
 FATES = st.sampled_from(["fast", "slow", "flaky", "dead"])

@@ -75,14 +75,6 @@ def test_questions_of_all_sets_have_numbers_of_their_own_below_zero():
     assert metrics == {"eval/a/accuracy": 0.5, "eval/b/accuracy": 1 / 3}
 
 
-def test_answers_are_scored_in_the_order_of_problems():
-    rollouter = Answers()
-    evaluated(rollouter, held_out(rollouts_per_prompt=2))
-    assert [(r.group_id, r.index, prompt.id) for r, prompt in rollouter.scored] == [
-        (-1, 0, "0"), (-1, 1, "0"), (-2, 0, "1"), (-2, 1, "1"),
-    ]  # fmt: skip
-
-
 def test_each_category_has_its_accuracy():
     sets = held_out(golds=("right", "wrong", "right", "right"), categories=("hard", "hard", "", "easy"))
     metrics, _ = evaluated(Answers(), sets)

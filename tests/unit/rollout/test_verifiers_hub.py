@@ -6,9 +6,6 @@ Skipped without the package: bash tests/verifiers_hub.sh
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-import types
 
 import chat_tokenizers
 import numpy as np
@@ -20,7 +17,7 @@ from transformers import AutoTokenizer
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.tokenizer import tokenize_prompts
-from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.errors import RolloutError
 from megatron_daro.rollout import verifiers_hub
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.own_environment import make_environment
@@ -119,12 +116,6 @@ def test_its_conversations_are_those_of_the_template_to_the_token(model, tmp_pat
         assert sum(report.reward for report in one.reports) == 1.0
 
 
-def test_rewards_may_have_other_weights_than_the_rubrics(model, tmp_path):
-    weights = {"reward_weights": {"repeats": 2.0, "brief": -0.5, "num_turns": 0.0}}
-    rollouts, _, _ = held(model, second_try, tmp_path, limits=weights)
-    assert {(one.index, one.verdict.reward) for one in rollouts} == {(0, 1.5), (1, 1.0)}
-
-
 def test_tools_are_called_and_their_results_shown(model, tmp_path):
     def says(so_far, index):
         if "<tool_response>" in so_far:
@@ -187,32 +178,6 @@ def test_what_would_be_trained_as_something_else_ends_the_run_by_name(model, tmp
 def test_a_prompt_that_is_not_the_environments_is_refused(model, tmp_path):
     with pytest.raises(RolloutError, match="prompt"):
         held(model, second_try, tmp_path, template="Say {prompt}")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kind": "group"}, "group"),
-        ({"problems": "many"}, "Failed to load environment 'hub_digits'"),
-    ],
-)
-def test_an_environment_that_is_not_served_is_refused_before_anything_starts(options, words):
-    with pytest.raises(ConfigError, match=f"verifiers:hub_digits.*{words}"):
-        verifiers_hub.load(EnvironmentSection(kind="verifiers:hub_digits", options=options))
-
-
-def test_a_package_without_classic_environments_is_refused(monkeypatch):
-    bare = types.ModuleType("verifiers")  # 0.4.0: __init__.py has nothing but __version__
-    bare.__version__ = "0.4.0"
-    monkeypatch.setitem(sys.modules, "verifiers", bare)
-    with pytest.raises(ConfigError, match=r"0\.4\.0"):
-        verifiers_hub.load(EnvironmentSection(kind="verifiers:hub_digits"))
-
-
-def test_the_runs_signal_handlers_stay():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    verifiers_hub.load(EnvironmentSection(kind="verifiers:hub_digits"))
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_its_problems_are_written_by_a_command(model, capsys):
