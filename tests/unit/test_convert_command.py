@@ -200,11 +200,11 @@ def test_the_tools_are_the_command(tool, tmp_path, monkeypatch, capsys):
 
 
 def test_ctrl_c_leaves_nothing_under_the_name_and_the_next_run_finishes(tmp_path):
-    """Some sixty files, so that there is something left to do when the signal comes."""
-    hf = make_model(tmp_path / "hf", num_hidden_layers=12)
+    """Dozens of files, so that there is something left to do when the signal comes."""
+    hf = make_model(tmp_path / "hf", num_hidden_layers=6)
     assert convert("--hf", hf, "--out", tmp_path / "m", "--processes", 1) == 0
     out, done = tmp_path / "back", tmp_path / ".back.partial/done"
-    arguments = ["--megatron", tmp_path / "m", "--out", out, "--max-shard-size", "10KB"]
+    arguments = ["--megatron", tmp_path / "m", "--out", out, "--max-shard-size", "20KB"]
     command = [sys.executable, "-m", "megatron_daro", "convert", *arguments, "--processes", 2]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120

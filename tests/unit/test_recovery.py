@@ -304,7 +304,7 @@ def test_a_removed_run_directory_is_not_called_a_full_disk(tmp_path):
     store = Checkpoints(tmp_path / "run", keep=1)
     with pytest.raises(CheckpointError, match="run") as raised:
         asyncio.run(store.save(1, write, {"step": 1}, FakeProgress()))
-    assert "disk" not in str(raised.value)
+    assert "full" not in str(raised.value)
 
 
 def test_a_file_size_limit_is_named_too(tmp_path):

@@ -43,9 +43,8 @@ def config(tmp_path_factory):
         "train": [str(directory / "train.jsonl")],
         "eval": [{"name": "digits", "path": str(directory / "held_out.jsonl")}],
     }
-    trainer = {"run_dir": str(directory / "run")}
-    optimizer = {"learning_rate": 1e-3}
-    tree = {"model": {"path": str(task.model)}, "data": data, "trainer": trainer, "actor": {"optimizer": optimizer}}
+    actor = {"precision": "fp32", "optimizer": {"learning_rate": 1e-3}}
+    tree = {"model": {"path": str(task.model)}, "data": data, "actor": actor}
     task.config.write_text(json.dumps(tree))
     return resolve(task.config)
 
