@@ -106,9 +106,12 @@ def test_versions_are_those_that_were_tested_together(monkeypatch):
     assert "3.0" in found["d: version"].found and "pip install 'd<3'" in found["d: version"].fix
 
 
-def recipe(tmp_path, monkeypatch, **sections) -> Path:
-    """A file that is read as this configuration."""
-    tree = {"model": {"path": tmp_path}, "data": {"train": ("x",)}, **sections}
+def recipe(tmp_path, monkeypatch, *, passed=(), warnings=(), problems=(), **sections) -> Path:
+    """A file that is read as this configuration, of which the checks say this."""
+    trainer = {"run_dir": tmp_path / "not" / "yet"}
+    tree = {"model": {"path": tmp_path}, "data": {"train": ("x",)}, "trainer": trainer, **sections}
+    report = SimpleNamespace(passed=passed, warnings=warnings, problems=problems)
+    monkeypatch.setattr(doctor, "check", lambda given: report)
     monkeypatch.setattr(doctor, "resolve", lambda path, overrides: Config.model_validate(tree))
     return tmp_path / "recipe.yaml"
 
@@ -188,9 +191,8 @@ def test_a_small_dev_shm_is_told_with_what_to_do(monkeypatch, gib, state):
 
 def test_a_recipe_has_what_its_checks_say(tmp_path, monkeypatch):
     warning, problem = (Problem(name, "g", "a", "f") for name in ("w", "p"))
-    report = SimpleNamespace(passed=(("batch", "fine"),), warnings=(warning,), problems=(problem,))
-    monkeypatch.setattr(doctor, "check", lambda given: report)
-    found = findings(recipe(tmp_path, monkeypatch))
+    checks = {"passed": (("batch", "fine"),), "warnings": (warning,), "problems": (problem,)}
+    found = findings(recipe(tmp_path, monkeypatch, **checks))
     assert {part.split()[-1]: one.state for part, one in found.items() if part.startswith("recipe: ")} == {
         "batch": "ok", "w": "absent", "p": "broken", "disk": found["recipe: disk"].state,
     }  # fmt: skip
@@ -214,8 +216,6 @@ def test_a_run_needs_room_for_what_it_keeps_and_exports(tmp_path, monkeypatch, o
     trainer = {"run_dir": tmp_path / "not" / "yet", **options}
     precision, critic = trainer.pop("precision", "bf16"), trainer.pop("critic", None)
     unit = trainer.pop("bytes", 2**30)
-    report = SimpleNamespace(passed=(), warnings=(), problems=())
-    monkeypatch.setattr(doctor, "check", lambda given: report)
     monkeypatch.setattr(doctor, "read_model_shape", lambda path: path)
     monkeypatch.setattr(doctor, "critic_shape", lambda given, shape: critic)
     monkeypatch.setattr(doctor, "checkpoint_bytes", lambda shape, weight: {2: 14, 4: 12}[weight] * unit)
