@@ -190,13 +190,11 @@ def long_logprobs(device: torch.device, directory: Path) -> Outcome:
 def long_gradients(device: torch.device, directory: Path) -> Outcome:
     """Gradients of the same sequences: the directions of the attention's matrices against transformers in fp32."""
     from loss_reference import reference
-    from policy_tasks import collect_gradients
-
-    from megatron_daro.actor.step import compute_gradients
+    from policy_tasks import collect_gradients, summed_gradients
 
     hf, batch = _long(device, directory)
     policy = build_policy(directory, precision="bf16", distributed=False)
-    compute_gradients(policy.train_state, batch, [[0, 1]], policy._objective, policy._output)
+    summed_gradients(policy, {"name": "grpo"}, batch, [[0, 1]])
     want = reference(hf, batch, {"name": "grpo"}).gradients
     got = {name: value for name, value in collect_gradients(policy).items() if "self_attn" in name and value.ndim > 1}
     if len(got) != 4 * hf.config.num_hidden_layers:
@@ -206,15 +204,13 @@ def long_gradients(device: torch.device, directory: Path) -> Outcome:
 
 def recomputed(device: torch.device, directory: Path) -> Outcome:
     """Gradients with full and with selective recomputation against those with every activation kept."""
-    from policy_tasks import collect_gradients
-
-    from megatron_daro.actor.step import compute_gradients
+    from policy_tasks import collect_gradients, summed_gradients
 
     batch, found = _learnable(directory), []
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     for options in ({}, {"recompute": "full"}, {"megatron": selective}):
         policy = build_policy(directory, precision="bf16", distributed=False, **options)
-        compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
+        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
         found.append({name: torch.from_numpy(value) for name, value in collect_gradients(policy).items()})
     worst = max(_relative(value, found[0][name]) for other in found[1:] for name, value in other.items())
     # The backward pass of an attention may add up in any order.
@@ -240,16 +236,14 @@ def reference_pass(device: torch.device, directory: Path) -> Outcome:
 def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
     """Every term of the loss switched on, three micro-batches, against the reference on the CPU."""
     from loss_reference import reference
-    from policy_tasks import collect_gradients
+    from policy_tasks import collect_gradients, summed_gradients
     from small_models import save_model
     from test_gradients_exact import relative_difference
     from test_loss_terms import algorithm_of, batch_with_reference
 
-    from megatron_daro.actor.step import compute_gradients
-
     hf, batch = save_model("qwen2", directory), batch_with_reference()
     policy = build_policy(directory, precision="fp32", algorithm=algorithm_of("all"), distributed=False)
-    compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
+    summed_gradients(policy, algorithm_of("all"), batch, _thirds(len(batch)))
     want = reference(hf, batch, algorithm_of("all")).gradients
     # Ten times the bound of one kind of processor: two kinds sum in different orders.
     return Outcome(relative_difference(collect_gradients(policy), want), 1e-4, "relative, worst parameter")
@@ -258,17 +252,16 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
 def gradients_fused(device: torch.device, directory: Path) -> Outcome:
     """Weight gradients that the layers add to the fp32 ones themselves, against those that autograd hands over in bf16:
     three micro-batches, each layer's own, and the output layer's, which is never fused."""
-    from policy_tasks import collect_gradients
+    from policy_tasks import collect_gradients, summed_gradients
 
     from megatron_daro.actor.device import has_transformer_engine
-    from megatron_daro.actor.step import compute_gradients
 
     if not has_transformer_engine():
         raise NotHereError(NO_TRANSFORMER_ENGINE)
     batch, found = _learnable(directory), []
     for fused in (True, False):
         policy = build_policy(directory, precision="bf16", megatron={"gradient_accumulation_fusion": fused})
-        compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
+        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
         found.append({name: torch.from_numpy(x) for name, x in collect_gradients(policy).items()})
     worst = max(_relative(value, found[1][name]) for name, value in found[0].items())
     # A micro-batch's gradient is rounded to bf16 (2**-9) on one side only; twice would be a difference of 1.
@@ -278,10 +271,9 @@ def gradients_fused(device: torch.device, directory: Path) -> Outcome:
 def experts_fused(device: torch.device, directory: Path) -> Outcome:
     """Gradients of a mixture of experts with Transformer Engine's fused routing and permutation against those without:
     the options change the kernels, and neither the experts nor their weights."""
-    from policy_tasks import collect_gradients
+    from policy_tasks import collect_gradients, summed_gradients
 
     from megatron_daro.actor.device import has_transformer_engine
-    from megatron_daro.actor.step import compute_gradients
 
     if not has_transformer_engine():
         raise NotHereError(NO_TRANSFORMER_ENGINE)
@@ -289,7 +281,7 @@ def experts_fused(device: torch.device, directory: Path) -> Outcome:
     for fused in (True, False):
         options = dict.fromkeys(("moe_permute_fusion", "moe_router_fusion"), fused)
         policy = build_policy(directory, precision="bf16", distributed=False, megatron=options)
-        compute_gradients(policy.train_state, batch, _thirds(len(batch)), policy._objective, policy._output)
+        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
         found.append(collect_gradients(policy))
     # A token whose two best experts are alike may go to another one: the direction of a matrix, not its largest number.
     worst = max(_angle(value, found[1][name]) for name, value in found[0].items() if value.ndim > 1)
@@ -359,22 +351,19 @@ def memory_released(device: torch.device, directory: Path) -> Outcome:
 def memory_in_turns(device: torch.device, directory: Path) -> Outcome:
     """A policy whose memory goes to the host after a step and comes back, with a step after: bytes that stayed on the
     device, and values that came back as others."""
+    from policy_tasks import everything
+
     from megatron_daro.types import KINDS_OF_MEMORY
 
     batch = _learnable(directory)
     policy = build_policy(directory, precision="bf16")
-    memory = policy._memory
-
-    def content() -> list[Tensor]:
-        return [t.cpu().clone() for kind in ("weights", "optimizer") for t in memory._tensors(kind)]
-
     policy.train_step(batch, _thirds(len(batch)), step=1)
     policy.train_state.optimizer.zero_grad()
-    want, before = content(), memory.left_behind()
+    want, before = everything(policy), policy.offload(()).left
     move = policy.offload(KINDS_OF_MEMORY)
     stayed = max(move.left - (before - move.moved), 0)
     policy.onload(KINDS_OF_MEMORY)
-    changed = sum(int((a != b).sum()) for a, b in zip(content(), want, strict=True))
+    changed = sum(int((value != want[name]).sum()) for name, value in everything(policy).items())
     if policy.train_step(batch, _thirds(len(batch)), step=2).skipped:
         raise RuntimeError("the step after the return was refused")
     return Outcome(float(stayed + changed), 0.0, "bytes that stayed, values that changed")

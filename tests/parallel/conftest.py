@@ -9,7 +9,6 @@ COLOURED = {
     "test_fresh_moments",
     "test_host_memory",
     "test_kl_in_reward",
-    "test_learning_rate",
     "test_nonfinite_steps",
     "test_snapshots",
     "test_token_advantages",

@@ -7,29 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from policy_tasks import build_policy
 
 from megatron_daro.actor.compat import quiet
-
-
-def _policy(path: Path, layout: Any, weights: Path | None = None) -> Any:
-    from dataclasses import replace
-
-    from megatron_daro.actor.policy import MegatronPolicy
-    from megatron_daro.actor.settings import PolicySettings
-    from megatron_daro.config.actor import ActorSection
-    from megatron_daro.config.algorithm import AlgorithmSection
-
-    actor = ActorSection(
-        tensor_parallel=layout.tensor,
-        pipeline_parallel=layout.pipeline,
-        virtual_pipeline_parallel=layout.virtual_pipeline,
-        context_parallel=layout.context,
-        data_parallel=layout.data,
-        expert_parallel=layout.expert,
-        precision="fp32",
-    )
-    settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
-    return MegatronPolicy(replace(settings, weights=weights), actor, AlgorithmSection(name="daro"))
 
 
 def _exported(policy: Any) -> dict[str, Any]:
@@ -38,7 +18,7 @@ def _exported(policy: Any) -> dict[str, Any]:
 
 def start_from(path: Path, layout: Any, weights: Path, save_to: Path | None = None) -> dict[str, Any]:
     """Start a policy from a Megatron checkpoint as `train` does; this stage's weights under Hugging Face names."""
-    policy = _policy(path, layout, weights)
+    policy = build_policy(path, layout, {"name": "daro"}, weights=weights)
     if save_to:
         policy.save(save_to)
     return _exported(policy)
@@ -48,7 +28,7 @@ def load_with_megatron(path: Path, layout: Any, checkpoint: Path) -> dict[str, A
     """Megatron's own load of a torch_dist folder into its own sharded state dict."""
     from megatron.core import dist_checkpointing
 
-    policy = _policy(path, layout)
+    policy = build_policy(path, layout, {"name": "daro"})
     (model,) = policy.chunks
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
@@ -66,7 +46,7 @@ def save_with_megatron(path: Path, layout: Any, checkpoint: Path) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # its writer starts a process
     # Megatron would start a fresh interpreter for this queue, and import itself once more, on every rank.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    policy = _policy(path, layout)
+    policy = build_policy(path, layout, {"name": "daro"})
     (model,) = policy.chunks
     with quiet():
         dist_checkpointing.save({"model": model.sharded_state_dict()}, str(checkpoint))

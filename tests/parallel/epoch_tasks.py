@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from policy_tasks import build_policy, collect_gradients, my_rows, of_last_stage, uneven_split
+from policy_tasks import (
+    build_policy,
+    collect_gradients,
+    loss_settings,
+    my_rows,
+    of_last_stage,
+    summed_gradients,
+    uneven_split,
+)
 
 from megatron_daro.types import TrainBatch
 
@@ -18,7 +26,6 @@ def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
     """Both models' summed gradients in the last mini-batch of a second epoch, after updates on those before it, with
     old log-probs and values of before the first. Groups of the batch are neighbours."""
     from megatron_daro.actor.advantages import with_advantages
-    from megatron_daro.actor.step import compute_gradients
     from megatron_daro.data.batch import with_columns_of
     from megatron_daro.rollout.sampled_batch import epoch_order
 
@@ -34,9 +41,10 @@ def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
     *updates, last = [one.select(my_rows(len(one), layout)) for one in [*prepared, *later]]
     results = [policy.train_step(mine, uneven_split(len(mine), 2), step=step) for step, mine in enumerate(updates, 1)]
     micro_batches = uneven_split(len(last), 3)
-    sums = compute_gradients(policy.train_state, last, micro_batches, policy._objective, policy._output)
+    sums = summed_gradients(policy, algorithm, last, micro_batches)
     gradients = collect_gradients(policy)
-    policy.critic.gradients(with_advantages(policy.train_state.algorithm, last, policy._objective), micro_batches)
+    objective, _ = loss_settings(policy, algorithm)
+    policy.critic.gradients(with_advantages(policy.train_state.algorithm, last, objective), micro_batches)
     its = {f"critic {name}": value for name, value in collect_gradients(policy.critic).items()}
     clipped = results[-1].metrics["ratio/clip_fraction_high"] + results[-1].metrics["critic/clip_fraction"]
     return {"gradients": gradients | its, "policy_loss": sums.policy_loss, "clipped": clipped}

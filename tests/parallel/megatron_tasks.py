@@ -12,32 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from policy_tasks import build_policy, collect_gradients, everything, summed_gradients
 
 from megatron_daro.observe.metrics import comparable
 from megatron_daro.types import TrainBatch
-
-
-def _trainee(
-    path: Path, layout: Any, algorithm: Any, *, to_be_restored: bool = False, reference: Any = None, **options: Any
-) -> Any:
-    from megatron_daro.actor.policy import MegatronPolicy
-    from megatron_daro.actor.settings import PolicySettings
-    from megatron_daro.config.actor import ActorSection
-    from megatron_daro.config.algorithm import AlgorithmSection
-
-    actor = ActorSection(
-        tensor_parallel=layout.tensor,
-        pipeline_parallel=layout.pipeline,
-        virtual_pipeline_parallel=layout.virtual_pipeline,
-        context_parallel=layout.context,
-        data_parallel=layout.data,
-        expert_parallel=layout.expert,
-        expert_tensor_parallel=layout.expert_tensor,
-        **{"precision": "fp32", **options},
-    )
-    settings = PolicySettings(path, rollouts_per_prompt=4, max_response_tokens=32, temperature=1.0, total_steps=10)
-    sections = settings, actor, AlgorithmSection(**algorithm)
-    return MegatronPolicy(*sections, to_be_restored=to_be_restored, reference=reference)
 
 
 def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[TrainBatch, list[list[int]]]:
@@ -74,7 +52,7 @@ def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
     """How often this rank and its neighbours told each other shapes while it computed log-probs and gradients."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    policy, told, exchange = _trainee(path, layout, {"name": "grpo"}), 0, P2PCommunicator._communicate_shapes
+    policy, told, exchange = build_policy(path, layout, {"name": "grpo"}), 0, P2PCommunicator._communicate_shapes
 
     def counted(*args: Any) -> Any:
         nonlocal told
@@ -93,7 +71,7 @@ def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
 
 def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:
     """float32 [R] of this rank's samples and their row numbers; None before the last stage."""
-    policy = _trainee(path, layout, {"name": "grpo"}, **options)
+    policy = build_policy(path, layout, {"name": "grpo"}, **options)
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
     return policy.logprobs(mine, micro_batches)
 
@@ -111,16 +89,12 @@ def gradients(
 
     state: of the algorithm, in the place of the one it starts in.
     """
-    from policy_tasks import collect_gradients
-
-    from megatron_daro.actor.step import compute_gradients
-
     options = {"optimizer": {"distributed": False}, **options}
-    policy = _trainee(path, layout, algorithm, **options)
+    policy = build_policy(path, layout, algorithm, **options)
     if state is not None:
         policy.train_state.algorithm.load_state_dict({"algorithm": policy.train_state.algorithm.name, **state})
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
-    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    sums = summed_gradients(policy, algorithm, mine, micro_batches)
     return {
         "gradients": collect_gradients(policy),
         "loss_sums": sums.loss_sums.numpy(),
@@ -162,7 +136,7 @@ def train(
 
     num_micro_batches: of all steps, or of each.
     """
-    policy = _trainee(path, layout, algorithm, **options)
+    policy = build_policy(path, layout, algorithm, **options)
     if load_from:
         policy.load(load_from)
     metrics = []
@@ -191,13 +165,13 @@ def train_and_move(
     moves: for each step what was reported of (gradients and optimizer, these back, weights, all of them back). refused:
     what was refused while it was away, before the last return.
     """
-    policy = _trainee(path, layout, {"name": "daro"}, **options)
+    policy = build_policy(path, layout, {"name": "daro"}, **options)
     metrics, done, refused = [], [], []
     for step, batch in enumerate(batches):
         mine, micro_batches = _shard(batch, layout, num_micro_batches)
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
         if moves:
-            before = policy._memory.left_behind()
+            before = policy.offload(()).left
             first, part_back = policy.offload(("gradients", "optimizer")), policy.onload(_ALL)
             policy.offload(("gradients", "optimizer"))
             second = policy.offload(("weights", "optimizer"))
@@ -206,7 +180,7 @@ def train_and_move(
             done.append((_told(first, before=before), _told(part_back), _told(second), _told(back)))
     return {
         "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
-        "state": {str(n): t.clone().numpy() for n, t in enumerate(policy._memory.optimizer_tensors())},
+        "state": everything(policy),
         "metrics": metrics,
         "moves": done,
         "refused": refused,
@@ -248,20 +222,19 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
 
     from megatron_daro.actor import shards
 
-    policy = _trainee(path, layout, {"name": "daro"}, precision="bf16", **options)
+    policy = build_policy(path, layout, {"name": "daro"}, precision="bf16", **options)
     mine, micro_batches = _shard(batch, layout, 2)
     policy.train_step(mine, micro_batches, step=1)
     before = {n: t.clone().float().numpy() for n, t in policy.export()}
-    written, told, pieces = [], threading.Event(), shards.ShardFile._pieces
+    written, told, write = [], threading.Event(), shards.FileWriter.write
 
-    def slowly(self: Any, number: int) -> Any:
+    def slowly(self: Any, values: Any) -> None:
         told.wait(timeout=60)
-        for piece in pieces(self, number):
-            time.sleep(0.02)
-            written.append(number)
-            yield piece
+        time.sleep(0.02)
+        written.append(len(values))
+        write(self, values)
 
-    shards.ShardFile._pieces = slowly
+    shards.FileWriter.write = slowly
     try:
         policy.start_save(directory)
         told.set()
@@ -269,12 +242,11 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
         at_end = len(written)
         policy.finish_save()
     finally:
-        shards.ShardFile._pieces = pieces
+        shards.FileWriter.write = write
     dist.barrier()  # a rank with nothing to write would read what another one still writes
     policy.onload(_ALL)
     policy.load(directory)
-    policy.offload(_ALL)  # of what was loaded, too, nothing may stay
-    left = policy._memory.left_behind()
+    left = policy.offload(_ALL).left  # of what was loaded, too, nothing may stay
     policy.onload(_ALL)
     loaded = {n: t.clone().float().numpy() for n, t in policy.export()}
     return {"writes": len(written) > 0, "waited": at_end > 0, "before": before, "loaded": loaded, "left": left}
@@ -290,7 +262,7 @@ def go_back(
     """
     from megatron_daro.actor.double_buffer import DoubleBuffer
 
-    policy, buffer = _trainee(path, layout, algorithm, **options), DoubleBuffer()
+    policy, buffer = build_policy(path, layout, algorithm, **options), DoubleBuffer()
     first, second = (_shard(batch, layout, 2) for batch in batches)
     _whole_step(policy, *first, step=1)
     policy.train_state.begun = True  # as after a first update that was not applied
@@ -305,7 +277,7 @@ def go_back(
         results.append(_after(policy, second))
         policy.start_snapshot(buffer.open(1), 2).wait()  # another one beside it
         reference = policy.reference
-        policy = _trainee(path, layout, algorithm, to_be_restored=True, reference=reference, **options)
+        policy = build_policy(path, layout, algorithm, to_be_restored=True, reference=reference, **options)
     return {"results": results, "numbers": numbers}
 
 
@@ -322,15 +294,11 @@ def _after(policy: Any, shard: Any) -> dict[str, Any]:
     """What a step leaves behind, bit for bit."""
     import torch
 
-    from megatron_daro.actor.host_memory import bytes_of
-
     metrics = _whole_step(policy, *shard, step=2)
-    models = list(policy._models().values())
+    models = [policy.train_state, *([policy.critic.state] if policy.critic else [])]
     return {
         "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing/")},
-        "bytes": [
-            bytes_of(s).clone().numpy() for kind in ("weights", "optimizer") for s in policy._memory.storages(kind)
-        ],
+        "numbers": everything(policy),
         "options": [{k: v for k, v in g.items() if k != "params"} for m in models for g in m.optimizer.param_groups],
         "scheduler": [model.scheduler.state_dict() for model in models],
         "algorithm": policy.train_state.algorithm.state_dict(),
@@ -341,16 +309,16 @@ def _after(policy: Any, shard: Any) -> dict[str, Any]:
 @contextmanager
 def _snapshots_wait() -> Iterator[None]:
     """A snapshot is copied when somebody waits for it, and not before."""
-    from megatron_daro.actor.snapshot import PendingSnapshot
+    from megatron_daro.actor import snapshot
 
-    asked, copy, wait = threading.Event(), PendingSnapshot._copy, PendingSnapshot.wait
+    asked, extended, wait = threading.Event(), snapshot.extended, snapshot.PendingSnapshot.wait
 
-    def waiting(self: Any, storages: Any) -> None:
+    def waiting(*args: Any, **kwargs: Any) -> Any:
         assert asked.wait(100)
-        copy(self, storages)
+        return extended(*args, **kwargs)
 
-    PendingSnapshot._copy, PendingSnapshot.wait = waiting, lambda self: (asked.set(), wait(self))[1]
+    snapshot.extended, snapshot.PendingSnapshot.wait = waiting, lambda self: (asked.set(), wait(self))[1]
     try:
         yield
     finally:
-        PendingSnapshot._copy, PendingSnapshot.wait = copy, wait
+        snapshot.extended, snapshot.PendingSnapshot.wait = extended, wait

@@ -21,8 +21,6 @@ from megatron_daro.config import hardware
 from megatron_daro.types import TrainBatch
 
 VOCAB = 50
-# What makes the host wait for a GPU: a value, or the number of values that fit a condition.
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal", "is_nonzero"}
 
 
 def rank_environment(layout: Any) -> dict[str, str | None]:
@@ -38,7 +36,15 @@ def gloo_groups(layout: Any) -> list[str]:
 
 
 def build_policy(
-    path: Path, layout: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any
+    path: Path,
+    layout: Any,
+    algorithm: dict[str, Any],
+    *,
+    temperature: float = 1.0,
+    weights: Path | None = None,
+    to_be_restored: bool = False,
+    reference: Any = None,
+    **options: Any,
 ) -> Any:
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.actor.settings import PolicySettings
@@ -56,9 +62,39 @@ def build_policy(
         **{"precision": "fp32", **options},
     )
     settings = PolicySettings(
-        path, rollouts_per_prompt=4, max_response_tokens=32, temperature=temperature, total_steps=10
+        path, rollouts_per_prompt=4, max_response_tokens=32, temperature=temperature, total_steps=10, weights=weights
     )
-    return MegatronPolicy(settings, actor, AlgorithmSection(**algorithm))
+    sections = settings, actor, AlgorithmSection(**algorithm)
+    return MegatronPolicy(*sections, to_be_restored=to_be_restored, reference=reference)
+
+
+def loss_settings(policy: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any) -> Any:
+    """Objective and output layer of a policy that was built with these."""
+    from megatron_daro.actor.forward import OutputSettings
+    from megatron_daro.actor.policy import objective_settings
+    from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.algorithm import AlgorithmSection
+
+    actor = ActorSection(**{"precision": "fp32", **options})
+    chunks = actor.logprob_chunk_tokens, actor.logprob_chunk_vocab
+    output = OutputSettings(policy.shape.vocab, temperature, *chunks, actor.logprob_kernel)
+    return objective_settings(AlgorithmSection(**algorithm)), output
+
+
+def summed_gradients(
+    policy: Any,
+    algorithm: dict[str, Any],
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    **settings: Any,
+) -> Any:
+    """The sums of a step, whose gradients `collect_gradients` finds in the policy; no update. settings: of
+    `loss_settings`."""
+    from megatron_daro.actor import step
+
+    return step.compute_gradients(
+        policy.train_state, batch, micro_batches, *loss_settings(policy, algorithm, **settings)
+    )
 
 
 def my_rows(num_samples: int, layout: Any) -> list[int]:
@@ -117,11 +153,9 @@ def token_gradients(
     path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any]
 ) -> dict[str, Any]:
     """Summed gradients of advantages per token, and the loss; the columns are computed by a pass."""
-    from megatron_daro.actor.step import compute_gradients
-
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
     mine, micro_batches = _with_columns(policy, layout, batch, num_micro_batches)
-    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    sums = summed_gradients(policy, algorithm, mine, micro_batches)
     return {"gradients": collect_gradients(policy), "policy_loss": sums.policy_loss}
 
 
@@ -135,18 +169,6 @@ def token_epochs(
         dict(policy.train_step(mine, uneven_split(len(mine), number), step=step).metrics)
         for step, number in enumerate(splits, 1)
     ]
-
-
-def token_refusal(path: Path, layout: Any, batch: TrainBatch, fault: str, columns: bool = True) -> str:
-    """The error of a step with a faulty algorithm."""
-    policy = build_policy(path, layout, {"name": "toy_algorithm:Faulty", "options": {"fault": fault}})
-    if columns:
-        batch = replace(batch, ref_logprobs_R=batch.rollout_logprobs_R)
-    try:
-        policy.train_step(batch, [list(range(len(batch)))], step=1)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def error_of_a_step(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> str:
@@ -215,20 +237,17 @@ def loss_terms(
     batch: TrainBatch,
     num_micro_batches: int,
     algorithm: dict[str, Any],
-    sabotage: str = "",
     padding: tuple[int, int] | None = None,
     temperature: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
     """Summed gradients, the step's sums, and the metrics of a train step from the same weights."""
-    from megatron_daro.actor.step import compute_gradients
-
     options = {"optimizer": {"distributed": False}, **options}
     policy = build_policy(path, layout, algorithm, temperature=temperature, **options)
     mine = batch.select(my_rows(len(batch), layout))
     micro_batches = uneven_split(len(mine), num_micro_batches)
-    with _sabotaged(sabotage), _padded(padding):
-        sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    with _padded(padding):
+        sums = summed_gradients(policy, algorithm, mine, micro_batches, temperature=temperature)
         gradients = collect_gradients(policy)
         metrics = dict(policy.train_step(mine, micro_batches, step=1).metrics)
     return {
@@ -242,35 +261,17 @@ def loss_terms(
     }
 
 
-@contextmanager
-def _sabotaged(kind: str) -> Iterator[None]:
-    """The bug the exactness tests exist for: "denominator" takes totals from the micro-batch, not from the step."""
-    from megatron_daro.actor import step as module
-    from megatron_daro.algo.weighting import BatchTotals
-
-    original = module.StepLoss.micro_batch
-    if not kind:
-        yield
-        return
-
-    def with_own_denominator(self: Any, model: Any, packed: Any, hidden: Any) -> Any:
-        totals = BatchTotals.of(packed.bins_M, packed.trained_tokens_M, self._num_bins - 1)
-        algorithm = module_algorithm["it"]
-        own = algorithm.sample_coefficients(packed.bins_M, packed.trained_tokens_M, totals)
-        self._coefficients_N = self._coefficients_N.index_copy(0, packed.sample_indices, own.to(self._sums.device))
-        return original(self, model, packed, hidden)
-
-    def remember(self: Any, algorithm: Any, *arguments: Any) -> None:
-        module_algorithm["it"] = algorithm
-        original_init(self, algorithm, *arguments)
-
-    module_algorithm: dict[str, Any] = {}
-    original_init = module.StepLoss.__init__
-    module.StepLoss.micro_batch, module.StepLoss.__init__ = with_own_denominator, remember
-    try:
-        yield
-    finally:
-        module.StepLoss.micro_batch, module.StepLoss.__init__ = original, original_init
+def gradients_of_micro_batches(
+    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any]
+) -> dict[str, Any]:
+    """The natural bug: each micro-batch is divided by its own totals, and not by those of the step."""
+    policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
+    mine, total = batch.select(my_rows(len(batch), layout)), dict[str, np.ndarray]()
+    for rows in uneven_split(len(mine), num_micro_batches):
+        summed_gradients(policy, algorithm, mine.select(rows), [list(range(len(rows)))])
+        for name, gradient in collect_gradients(policy).items():
+            total[name] = total.get(name, 0.0) + gradient
+    return {"gradients": total}
 
 
 @contextmanager
@@ -295,33 +296,6 @@ def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_re
     config: Any = SimpleNamespace(**fields, num_moe_experts=None)
     packs = packed_micro_batches(config, batch, uneven_split(len(batch), 3), vocab_size=VOCAB)
     return [len(packed.tokens_T) for packed in packs]
-
-
-def values_read_by_the_host(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> list[str]:
-    """Operations on two micro-batches' loss, forward and backward, for which the host would wait for a GPU."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from megatron_daro.actor.forward import packed_micro_batches
-    from megatron_daro.actor.step import StepLoss
-
-    policy = build_policy(path, layout, algorithm)
-    packs = packed_micro_batches(policy.chunks[0].config, batch, uneven_split(len(batch), 2), vocab_size=VOCAB)
-    loss = StepLoss(policy.train_state.algorithm, policy._objective, policy._output, batch)
-    seen: list[str] = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    hidden = policy.chunks[0].config.hidden_size
-    with Recorder():
-        for packed in packs:
-            hidden_T1D = torch.ones(len(packed.tokens_T), 1, hidden).requires_grad_()
-            value, _, _ = loss.micro_batch(policy.chunks[0], packed, hidden_T1D)
-            value.backward()
-    assert "addmm_" in seen, "the loss was not computed under the recorder"
-    return [name for name in seen if name in WAITS]
 
 
 def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
@@ -385,10 +359,10 @@ def skip_and_go_on(
 def everything(policy: Any) -> dict[str, np.ndarray]:
     """Every number that a checkpoint would hold, copied, as bytes with names."""
     train_state = policy.train_state
-    policy._take_turn("policy")
+    give_turn(policy, "policy")
     found = {n: t.clone() for n, t in _of_model(policy.chunks, train_state).items()}
     if policy.critic is not None:
-        policy._take_turn("critic")
+        give_turn(policy, "critic")
         found |= {
             f"critic {name}": value for name, value in _of_model(policy.critic.chunks, policy.critic.state).items()
         }
@@ -396,6 +370,28 @@ def everything(policy: Any) -> dict[str, np.ndarray]:
         difficulty = train_state.algorithm.difficulty.state_dict()
         found |= {f"difficulty {n}": torch.tensor(v) for n, v in difficulty.items() if isinstance(v, list)}
     return {name: _bytes(tensor) for name, tensor in found.items()}
+
+
+def give_turn(policy: Any, model: str) -> None:
+    """Let this model have the device, where policy and critic take turns: an export needs its memory."""
+    if policy.critic is not None:
+        for _ in policy.export() if model == "policy" else policy.export_critic():
+            pass
+
+
+def device_bytes(policy: Any, model: str) -> int:
+    """Bytes of a model's weights, gradients and optimizer state that have memory on the device."""
+    from megatron_daro.actor.compat import optimizer_parts
+
+    state = policy.train_state if model == "policy" else policy.critic.state
+    tensors = [parameter.data for chunk in state.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in state.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    tensors += [buffer.grad_data for buffer in buffers]
+    for part in optimizer_parts(state.optimizer):
+        for parameter, values in part.optimizer.state.items():
+            tensors += [parameter.data, *(value for value in values.values() if torch.is_tensor(value))]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
 
 
 def _of_model(chunks: Any, state: Any) -> dict[str, torch.Tensor]:
@@ -439,7 +435,6 @@ def experts(
     path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Log-probs of the whole batch, the weights that exporting ranks get, and summed gradients with their norm."""
-    from megatron_daro.actor.step import compute_gradients
     from megatron_daro.actor.weights import exports_weights, sends_for_stage
 
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False}, **options)
@@ -447,7 +442,7 @@ def experts(
     exported = {name: tensor.clone() for name, tensor in policy.export()} if exports_weights() else {}
     mine = batch.select(my_rows(len(batch), layout))
     micro_batches = uneven_split(len(mine), num_micro_batches)
-    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    sums = summed_gradients(policy, algorithm, mine, micro_batches)
     gradients = collect_gradients(policy)
     policy.train_state.optimizer.prepare_grads()
     return {
@@ -484,13 +479,12 @@ def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[l
     """Peak of live bytes of forward and backward beside weights and gradients."""
     from live_bytes import LiveBytes
 
-    from megatron_daro.actor.step import compute_gradients
-
-    policy = build_policy(path, layout, {"name": "grpo"}, **options)
+    algorithm = {"name": "grpo"}
+    policy = build_policy(path, layout, algorithm, **options)
     buffers = [b for c in policy.train_state.chunks for b in [*c.buffers, *c.expert_parallel_buffers]]
     known = [*(p for c in policy.chunks for p in c.parameters()), *(b.grad_data for b in buffers)]
     with LiveBytes(known) as live:
-        compute_gradients(policy.train_state, batch, micro_batches, policy._objective, policy._output)
+        summed_gradients(policy, algorithm, batch, micro_batches, **options)
     return live.peak
 
 
@@ -499,16 +493,16 @@ def critic_gradients(
 ) -> dict[str, Any]:
     """Both models' summed gradients in a step of PPO, with the values that a pass gave plus `batch.values_R`."""
     from megatron_daro.actor.advantages import with_advantages
-    from megatron_daro.actor.step import compute_gradients
 
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False}, **options)
     mine = batch.select(my_rows(len(batch), layout))
     micro_batches = uneven_split(len(mine), num_micro_batches)
     values_R = of_last_stage(policy.run_pass("values", mine, micro_batches))
     mine = replace(mine, values_R=values_R + mine.values_R)
-    sums = compute_gradients(policy.train_state, mine, micro_batches, policy._objective, policy._output)
+    sums = summed_gradients(policy, algorithm, mine, micro_batches)
     gradients = collect_gradients(policy)
-    prepared = with_advantages(policy.train_state.algorithm, mine, policy._objective)
+    objective, _ = loss_settings(policy, algorithm)
+    prepared = with_advantages(policy.train_state.algorithm, mine, objective)
     report = policy.critic.gradients(prepared, micro_batches)
     return {
         "gradients": gradients,
@@ -578,8 +572,9 @@ def ppo_steps(
             policy.onload(KINDS_OF_MEMORY)
     if save_to:
         policy.save(save_to)
-    left = {name: memory.left_behind() for name, memory in getattr(policy._memory, "_memories", {}).items()}
-    policy._take_turn("policy")
-    back = {name: memory.left_behind() for name, memory in getattr(policy._memory, "_memories", {}).items()}
+    names = ("policy", "critic")
+    left = {name: device_bytes(policy, name) for name in names}
+    give_turn(policy, "policy")
+    back = {name: device_bytes(policy, name) for name in names}
     changed = [name for name, value in everything(policy).items() if name not in start or not _same(value, start[name])]
     return {"metrics": metrics, "end": everything(policy), "changed": changed, "left": [left, back]}

@@ -196,7 +196,7 @@ def test_what_is_no_function_is_refused():
     from megatron_daro.errors import AlgorithmError
     from megatron_daro.workshop.check_loss.pool import find_function
 
-    with pytest.raises(AlgorithmError, match="got 'math:pi', which is no function, allowed is module:function"):
+    with pytest.raises(AlgorithmError, match="math:pi"):
         find_function("math:pi")
 
 
@@ -212,33 +212,6 @@ def test_a_trace_has_the_advantages_that_the_function_was_handed(case_pool):
         assert trace.advantages_T[real_T].tolist() == advantages_N[trace.samples_T[real_T]].tolist()
         seen |= set(trace.advantages_T[real_T].tolist())
     assert seen == set(advantages_N.tolist()) and len(seen) > 2
-
-
-def test_a_number_of_tokens_reaches_the_schedule_as_an_int():
-    import torch
-
-    from megatron_daro.workshop.check_loss import rank
-
-    for tokens in (7.0, torch.tensor(7.0), 7):
-        _, counted, _ = rank._checked((torch.ones(()), tokens, {}))
-        assert counted.dtype == torch.int and counted.item() == 7
-
-
-@pytest.mark.parametrize("name", ["NaN under the mask", "base"])
-def test_only_a_poisoned_case_has_nan_and_only_under_the_mask(name):
-    import torch
-
-    from megatron_daro.workshop.check_loss import rank
-    from megatron_daro.workshop.check_loss.records import local_positions, step_samples
-    from megatron_daro.workshop.check_loss.search import AXES
-
-    poisoned = AXES["NaN under the mask"]
-    case = poisoned if name != "base" else replace(poisoned, poison=False)
-    samples, micro_batch = step_samples(case), tuple(range(len(case.responses)))
-    places = [local_positions(samples.columns[i], 0, 1) for i in micro_batch]
-    batch = rank._batch(case, samples, micro_batch, places, 0, torch.zeros(sum(map(len, places))))
-    assert bool(batch.mask_T.all()) is False
-    assert torch.equal(batch.old_logprobs_T.isnan(), ~batch.mask_T if case.poison else torch.zeros_like(batch.mask_T))
 
 
 def test_each_case_has_what_its_name_says():

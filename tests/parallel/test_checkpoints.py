@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 
 import megatron_tasks
@@ -116,25 +115,6 @@ def test_a_data_parallel_rank_writes_its_own_optimizer_state_and_nobody_gathers_
     assert min(optimizer.values()) > 0.4 * sum(optimizer.values())
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
-def test_another_learning_rate_finds_its_parameter_groups(rank_pool, tmp_path, model, distributed):
-    saved = tmp_path / "checkpoint"
-    saved.mkdir()
-    train(rank_pool, "single", model, seeds=[0], distributed=distributed, save_to=saved)
-    train(rank_pool, "single", model, seeds=[1], distributed=distributed, load_from=saved, learning_rate=1e-3)
-
-
-def test_another_number_of_rollouts_is_refused(rank_pool, tmp_path, model):
-    saved = tmp_path / "checkpoint"
-    saved.mkdir()
-    train(rank_pool, "single", model, seeds=[0], save_to=saved)
-    state = json.loads((saved / "algorithm.json").read_text())
-    state["difficulty"]["rollouts_per_prompt"] = 8
-    (saved / "algorithm.json").write_text(json.dumps(state))
-    with pytest.raises(AssertionError, match="CheckpointError: difficulty weights, rollouts_per_prompt"):
-        train(rank_pool, "single", model, seeds=[1], load_from=saved)
-
-
 def test_no_file_of_a_checkpoint_is_a_pickle_that_runs_code(rank_pool, tmp_path, model):
     saved = tmp_path / "checkpoint"
     saved.mkdir()
@@ -147,13 +127,3 @@ def test_no_file_of_a_checkpoint_is_a_pickle_that_runs_code(rank_pool, tmp_path,
         written = hashlib.sha256((saved / shard).read_bytes()).hexdigest()
         assert (saved / f"{shard}.sha256").read_text() == written
     torch.load(saved / "common.pt", weights_only=True)
-
-
-def test_a_torn_shard_is_named(rank_pool, tmp_path, model):
-    saved = tmp_path / "checkpoint"
-    saved.mkdir()
-    train(rank_pool, "single", model, seeds=[0], save_to=saved)
-    shard = saved / "shard_00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(AssertionError, match=r"CheckpointError: .*shard_00000.safetensors cannot be read"):
-        train(rank_pool, "single", model, seeds=[1], load_from=saved)

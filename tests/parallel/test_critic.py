@@ -255,14 +255,6 @@ def test_an_exported_critic_says_the_same_in_transformers_and_here(rank_pool, tm
         np.testing.assert_array_equal(one["values"], other["values"])
 
 
-def test_a_head_with_a_bias_is_refused_by_name(rank_pool, tmp_path, untied):
-    shutil.copytree(untied[2], tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "score.bias": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(AssertionError, match=r"algorithm\.critic\.path: .* has a head with a bias \(score\.bias\)"):
-        steps(rank_pool, "single", untied, [0], section(tmp_path))
-
-
 def steps(pool, layout, model, seeds, algorithm, **options):
     return pool.run(
         policy_tasks.ppo_steps,
@@ -322,25 +314,13 @@ def test_models_that_take_turns_on_the_device_train_as_two_that_stay(rank_pool, 
     begun = steps(rank_pool, layout, untied, range(2), turns, save_to=saved, leaves=True, **options)
     ended = steps(rank_pool, layout, untied, range(2, 4), turns, load_from=saved, first=3, **options)
     for stayed, first, last in zip(whole, begun, ended, strict=True):
-        assert first["metrics"] + last["metrics"] == stayed["metrics"] and stayed["left"] == [{}, {}]
+        assert first["metrics"] + last["metrics"] == stayed["metrics"]
+        assert all(left["policy"] > 0 < left["critic"] for left in stayed["left"])
         for name, value in stayed["end"].items():
             np.testing.assert_array_equal(last["end"][name], value, err_msg=name)
         for after_step, later in (first["left"], last["left"]):
             assert after_step["critic"] > 0 == after_step["policy"], "the critic is updated last"
             assert later["policy"] > 0 == later["critic"]
-
-
-def test_the_policy_rests_while_the_critic_learns_alone(rank_pool, untied):
-    """From the policy's own checkpoint, whose head says 0: so nothing is explained at first, and more after steps."""
-    algorithm = section(learning_rate=1e-3, pretrain_steps=3)
-    (alone,) = steps(rank_pool, "single", untied, [0] * 3, algorithm)
-    assert {name.split()[0] for name in alone["changed"]} == {"critic"}
-    first, *_, last = alone["metrics"]
-    assert (first["critic/value_mean"], first["critic/explained_variance"]) == (0.0, pytest.approx(0.0, abs=1e-12))
-    assert last["critic/loss"] < first["critic/loss"] and last["critic/value_mean"] != 0
-    assert [m["optimizer/learning_rate"] for m in alone["metrics"]] == [0.0] * 3
-    (both,) = steps(rank_pool, "single", untied, [0] * 4, algorithm)
-    assert {name.split()[0] for name in both["changed"]} == {"critic", "parameter", "optimizer", "scheduler"}
 
 
 def test_neither_is_updated_from_what_is_not_finite(rank_pool, untied):
@@ -353,13 +333,6 @@ def test_neither_is_updated_from_what_is_not_finite(rank_pool, untied):
     (result,) = steps(rank_pool, "single", untied, [0], section(broken))
     assert result["metrics"] == [{"skipped": 1.0}]
     assert not [name for name in result["changed"] if "parameter" in name]
-
-
-def test_a_checkpoint_without_a_critic_is_refused_by_name(rank_pool, tmp_path, untied):
-    steps(rank_pool, "single", untied, [0], section(), save_to=_made(tmp_path / "checkpoint"))
-    shutil.rmtree(tmp_path / "checkpoint" / "critic")
-    with pytest.raises(AssertionError, match=r"it has no critic, which algorithm\.name=ppo trains; resume with"):
-        steps(rank_pool, "single", untied, [0], section(), load_from=tmp_path / "checkpoint")
 
 
 def _made(directory):

@@ -77,9 +77,9 @@ def test_what_is_missing_or_not_finite(rank_pool, model):
         batch=replace(batch, ref_logprobs_R=None),
         algorithm=algorithm(),
     )
-    assert "kl.place: got 'reward', but ref_logprobs were not computed" in error
+    assert "kl.place: got 'reward'" in error and "ref_logprobs" in error
     per_token = {"name": "grpo", "kl": {"coefficient": BETA, "place": "token_reward"}}
-    for lacking, words in (({"ref_logprobs_R": None}, ", but ref_logprobs were not"), ({}, " with algorithm grpo,")):
+    for lacking, words in (({"ref_logprobs_R": None}, "ref_logprobs"), ({}, "grpo")):
         (error,) = rank_pool.run(
             policy_tasks.error_of_a_step,
             layouts()["single"],
@@ -87,7 +87,7 @@ def test_what_is_missing_or_not_finite(rank_pool, model):
             batch=replace(batch, **lacking),
             algorithm=per_token,
         )
-        assert f"kl.place: got 'token_reward'{words}" in error
+        assert "kl.place: got 'token_reward'" in error and words in error
     trained = int(np.flatnonzero(batch.loss_mask_R)[0])
     poisoned = batch.ref_logprobs_R.copy()
     poisoned[trained] = np.nan

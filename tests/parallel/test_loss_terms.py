@@ -224,15 +224,13 @@ def test_a_denominator_taken_per_micro_batch_would_show(rank_pool, model, batch,
     """The natural bug, brought in on purpose: the comparison above must go red for it."""
     algorithm = {"name": name}
     want = reference(model[1], batch, algorithm)
-    right = run(rank_pool, layout, model[0], batch, 5, algorithm)
-    wrong = run(rank_pool, layout, model[0], batch, 5, algorithm, sabotage="denominator")
-    assert relative_difference(merged(right), want.gradients) < TOLERANCE
+    assert_equal_to(want, run(rank_pool, layout, model[0], batch, 5, algorithm))
+    arguments = {"path": model[0], "batch": batch, "num_micro_batches": 5, "algorithm": algorithm}
+    wrong = rank_pool.run(policy_tasks.gradients_of_micro_batches, layouts()[layout], **arguments)
     assert relative_difference(merged(wrong), want.gradients) > 0.5
-    with pytest.raises(AssertionError):
-        assert_equal_to(want, wrong)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "cp2"])
+@pytest.mark.parametrize("layout", ["tp2_pp2", "cp2"])
 def test_reference_logprobs_are_those_of_the_start_weights(rank_pool, model, batch, layout):
     results = rank_pool.run(policy_tasks.reference_after_training, layouts()[layout], path=model[0], batch=batch)
     last = [r for r in results if r["before"] is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -121,32 +120,6 @@ def test_a_second_epoch_has_the_advantages_of_the_first(rank_pool, model):
     assert [line["ratio/mean"] for line in one] == pytest.approx([m["ratio/mean"] for m in several], rel=1e-5)
     assert [line["loss/policy"] for line in one] == pytest.approx([m["loss/policy"] for m in several], rel=1e-4)
     assert one[0]["loss/policy"] != pytest.approx(one[1]["loss/policy"], rel=1e-3)
-
-
-FAULTS = {
-    "long": "got torch.float64 \\[{twice}\\], allowed is a floating tensor \\[{tokens}\\]",
-    "per sample": "got torch.float64 \\[24\\], allowed is a floating tensor \\[{tokens}\\]",
-    "list": "got list, allowed is a floating tensor",
-    "integers": "got torch.int64 \\[{tokens}\\]",
-    "raises": "ZeroDivisionError: no token to divide by; fix the class",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_does_not_fit_is_refused_by_name(rank_pool, model, fault):
-    batch = turns_batch()
-    (error,) = rank_pool.run(policy_tasks.token_refusal, layouts()["single"], path=model[0], batch=batch, fault=fault)
-    tokens = len(batch.loss_mask_R)
-    assert re.search("AlgorithmError: algorithm faulty, token_advantages: ", error)
-    assert re.search(FAULTS[fault].format(tokens=tokens, twice=2 * tokens), error), error
-
-
-def test_a_column_that_nobody_computed_is_refused_by_name(rank_pool, model):
-    batch = turns_batch()
-    (error,) = rank_pool.run(
-        policy_tasks.token_refusal, layouts()["single"], path=model[0], batch=batch, fault="nan", columns=False
-    )
-    assert "algorithm faulty, token_columns: got 'ref_logprobs', which was not computed for this batch" in error
 
 
 def test_numbers_that_are_not_finite_skip_the_step_on_every_rank(rank_pool, model):

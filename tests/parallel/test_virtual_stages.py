@@ -85,20 +85,3 @@ def test_stages_tell_each_other_no_shapes(rank_pool, deep, virtual):
 
     layout = Layout(pipeline=2, virtual_pipeline=virtual)
     assert rank_pool.run(megatron_tasks.shapes_between_stages, layout, path=deep[0], batch=random_batch()) == [0, 0]
-
-
-@pytest.mark.parametrize(("micro_batches", "group"), [(1, 4), (4, 4), (5, 5), (6, 6), (7, 7), (8, 4), (9, 5), (13, 7)])
-def test_groups_of_the_schedule(micro_batches, group):
-    """The smallest that leaves nothing or as many as there are stages: Megatron refuses other rests."""
-    from types import SimpleNamespace
-
-    from megatron_daro.actor.forward import interleaved
-    from megatron_daro.data.packing import pack
-
-    config = SimpleNamespace(pipeline_model_parallel_size=4, microbatch_group_size_per_vp_stage=None)
-    batch = random_batch()
-    packs = [pack(batch, [row]) for row in range(micro_batches)]
-    filled = interleaved(config, packs)
-    assert filled[:micro_batches] == packs and len(filled) == max(micro_batches, 4)
-    assert not any(packed.mask_T.any() for packed in filled[micro_batches:])
-    assert config.microbatch_group_size_per_vp_stage == group

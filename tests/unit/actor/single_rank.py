@@ -46,11 +46,11 @@ def save_random_model(directory, *, seed=0, head=False, **changes):
 
 def policy_of(path, algorithm, **options):
     """A policy of this process; needs the fixture `world`."""
-    from megatron_tasks import _trainee
+    from policy_tasks import build_policy
 
     from megatron_daro.actor.parallel import Layout
 
-    return _trainee(path, Layout(), algorithm, **options)
+    return build_policy(path, Layout(), algorithm, **options)
 
 
 def with_passes(policy, batch, micro_batches):
@@ -66,9 +66,3 @@ def rates(policy, number, first=1):
     batch = random_batch()
     results = [policy.train_step(batch, ROWS, step=n) for n in range(first, first + number)]
     return [result.metrics["optimizer/learning_rate"] for result in results]
-
-
-def ranks(monkeypatch, module, **numbers):
-    """Megatron's answers to who this rank is."""
-    for name, number in numbers.items():
-        monkeypatch.setattr(module.parallel_state, f"get_{name}", lambda number=number: number)
