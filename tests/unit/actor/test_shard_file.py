@@ -133,31 +133,3 @@ def test_a_disk_that_refuses_does_not_hold_training_up(tmp_path, gate, monkeypat
         with pytest.raises(OSError, match="full"):
             written.result(timeout=TIMEOUT_S)
     assert file.release(budget) == 0
-
-
-def test_a_rank_without_boxes_writes_no_file(tmp_path):
-    _, file = file_of(tmp_path / "shard", 0)
-    file.write()
-    assert file.release(10) == 0 and not list(tmp_path.iterdir())
-
-
-def test_boxes_on_another_device_come_in_pieces(tmp_path, monkeypatch):
-    """The pieces of a box are its elements in order; a CPU tensor is handed over whole."""
-    monkeypatch.setattr(shards, "PIECE_BYTES", 4 * 7)
-    _, file = file_of(tmp_path / "shard", 1)
-
-    class Elsewhere:
-        """Looks like a tensor on a GPU."""
-
-        device, dtype = torch.device("meta"), torch.float32
-        values = torch.arange(float(ROWS))
-
-        def is_contiguous(self):
-            return True
-
-        def view(self, _):
-            return self.values
-
-    file._values = [Elsewhere()]
-    pieces = list(file._pieces(0))
-    assert max(map(len, pieces)) == 7 and torch.equal(torch.cat(pieces), Elsewhere.values)
