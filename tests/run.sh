@@ -15,8 +15,7 @@
 # --all, it also makes the environment of the SGLang servers (tools/sglang_cpu_env.sh; 2.5 GB in $MEGATRON_DARO_SGLANG,
 # else in .venv-sglang), while the other stages run. pytest uses three processes ($MEGATRON_DARO_TEST_PROCESSES; many
 # tests wait), but where arguments go to it.
-# With --all, up to three tests that fail beside all the other work run once more, alone, at the end: what fails again has
-# failed. Every failure is told above the last line, those that passed alone too.
+# Every failure is told above the last line.
 # The last line is "N passed, N failed, N skipped". Exit status: 0 when all passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -199,21 +198,6 @@ for case in ElementTree.parse(path).getroot().iter("testcase") if path.is_file()
 PYTHON
 }
 
-# Sets `again_passed` to how many tests failed in pytest's stage and all passed here, alone.
-again_passed=0
-run_again() {
-    local ids=() number
-    mapfile -t ids < <(failures "$results" | cut -f1)
-    [ "${#ids[@]}" -ge 1 ] && [ "${#ids[@]}" -le 3 ] || return 1
-    again=$(mktemp)
-    stage "pytest again" "$python" -m pytest --heavy --junitxml="$again" "${ids[@]}" || {
-        num_failed_stages=$((num_failed_stages - 1)) # they have been counted
-        return 1
-    }
-    read -r number _ < <(counts "$again")
-    [ "$number" = "${#ids[@]}" ] && again_passed=$number # a test that is skipped now has not passed
-}
-
 summarize() {
     local i more passed=0 failed=0 skipped=0
     printf '\n=== stages ===\n'
@@ -225,14 +209,10 @@ summarize() {
         read -r passed failed skipped < <(counts "$results")
         [ -s "$results" ] || echo "pytest wrote no results: it was killed, timed out, or could not start (see above)"
         failures "$results" | sed 's/^/failed: /'
-        rm -f "$results" ${again:+"$again"}
+        rm -f "$results"
         if [ "$failed" = 0 ] && [ "$pytest_result" = FAILED ]; then
             echo "pytest failed without a failing test (counted as one): no test matched, or a plugin failed"
             failed=1
-        fi
-        if [ "$again_passed" != 0 ]; then
-            echo "these $again_passed passed when they ran again, alone, and count as passed; each is a defect of a test or worse"
-            passed=$((passed + again_passed)) failed=0
         fi
     fi
     for i in ${proofs:+"$proofs"/*.xml}; do
@@ -284,12 +264,10 @@ main() {
     [ "$tier" != all ] || in_environment stage "algo wheel" bash tests/algo_wheel.sh || failed=1
     [ "$tier" != all ] || in_environment stage "triton kernels" bash tests/triton_kernels.sh || failed=1
     results=$(mktemp)
-    local failed_before=$failed
     stage pytest "$python" -m pytest --durations=15 --junitxml="$results" "${pytest_arguments[@]}" || failed=1
     pytest_result=${stage_results[-1]}
     stage mypy end_of mypy || failed=1
     [ "$tier" != all ] || wait_for_proofs
-    if [ "$tier" = all ] && [ "$pytest_result" = FAILED ] && run_again; then failed=$failed_before; fi
     summarize
     [ "$failed$num_failed_stages" = 00 ]
 }
