@@ -1,19 +1,17 @@
-"""A critic on one rank: what it says, its loss and gradient, its metrics, and its turns with the policy."""
+"""A critic on one rank: where it starts, what it learns from, its metrics, and its turns with the policy."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from policy_tasks import collect_gradients, device_bytes, everything, uneven_split
+from policy_tasks import device_bytes, everything, uneven_split
 from safetensors.torch import load_file, save_file
 from single_rank import policy_of, save_random_model, with_passes
 from small_models import ROLLOUTS, random_batch
 
-from megatron_daro.actor import critic as critic_module
 from megatron_daro.actor import critic_metrics
 from megatron_daro.actor.advantages import with_advantages
 from megatron_daro.actor.policy import objective_settings
@@ -46,47 +44,6 @@ def prepared(world, model, critic_model):
     noise_R = np.random.default_rng(4).normal(size=len(values_R)).astype(np.float32) * 0.4
     batch = with_targets(policy, replace(batch, values_R=values_R + noise_R), ppo(critic_model, value_clip=CLIP))
     return policy, batch, micro_batches, values_R
-
-
-def head_inputs(policy, batch):
-    """Hidden states before each response token, sample by sample through the critic's own layers."""
-    last, found = policy.critic.chunks[-1], []
-
-    def keep(packed, hidden_T1D, positions_P):
-        found.append(hidden_T1D[positions_P, 0].clone())
-        return torch.zeros(len(positions_P))
-
-    rows = [[i] for i in range(len(batch))]
-    critic_module.response_column(policy.critic.state.chunks, batch, rows, keep, vocab_size=50)
-    return torch.cat(found), last.output_layer.weight.detach()
-
-
-def test_its_values_loss_and_gradient_are_those_written_out(prepared):
-    policy, batch, micro_batches, values_R = prepared
-    hidden_RD, head_1D = head_inputs(policy, batch)
-    now_R = (hidden_RD @ head_1D.T)[:, 0].double().numpy()
-    np.testing.assert_allclose(values_R, now_R, rtol=1e-4, atol=1e-5)
-    trained, old_R, target_R = batch.loss_mask_R > 0, batch.values_R, batch.value_targets_R
-    errors, clipped, slopes = [], [], np.zeros(len(now_R))
-    for r in np.flatnonzero(trained):
-        near = old_R[r] + min(max(now_R[r] - old_R[r], -CLIP), CLIP)
-        free, stopped = (now_R[r] - target_R[r]) ** 2, (near - target_R[r]) ** 2
-        errors.append(0.5 * max(free, stopped)), clipped.append(stopped > free)
-        inside = abs(now_R[r] - old_R[r]) < CLIP
-        slopes[r] = (now_R[r] - target_R[r]) if free >= stopped or inside else 0.0
-    for _ in range(2):  # the second time from 0 again
-        report = policy.critic.gradients(batch, micro_batches)
-        gradients = collect_gradients(policy.critic)
-    assert report.metrics["critic/loss"] == pytest.approx(np.mean(errors), rel=1e-4)
-    assert report.metrics["critic/clip_fraction"] == pytest.approx(
-        np.mean(clipped), abs=0.02
-    )  # fp32 rounds at the edge
-    assert 0.1 < np.mean(clipped) < 0.9
-    want_D = (torch.from_numpy(slopes).float() @ hidden_RD / trained.sum()).numpy()
-    np.testing.assert_allclose(gradients["score.weight"][0], want_D, rtol=1e-3, atol=1e-4 * np.abs(want_D).max())
-    norm = math.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in gradients.values()))
-    assert report.fit and report.grad_norm == report.metrics["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert 0 < report.metrics["timing/critic_s"] < 60
 
 
 def test_experts_of_the_policys_tokens_are_none_of_its_own(prepared):
@@ -207,10 +164,6 @@ def steps(policy, seeds, first=1):
     return found
 
 
-def without_times(metrics):
-    return [{n: v for n, v in one.items() if not n.startswith("timing/")} for one in metrics]
-
-
 def trained_on(policy, before):
     """Which parts have changed, by the first word of their names."""
     after = everything(policy)
@@ -236,22 +189,10 @@ def test_the_policys_rate_decays_over_the_steps_in_which_it_is_trained(model):
     assert rates == pytest.approx([7.5e-4, 5e-4])
 
 
-def test_models_that_take_turns_train_as_two_that_stay(tmp_path, model, critic_model):
-    options = {"learning_rate": 1e-3}
-    stay, turns = (policy_of(model, ppo(critic_model, **options, offload=offload)) for offload in (False, True))
-    wanted, found = steps(stay, [0, 1]), steps(turns, [0, 1])
-    assert without_times(found) == without_times(wanted)
-    assert all(m["timing/critic_turns_s"] > 0 for m in found) and "timing/critic_turns_s" not in wanted[0]
-    assert device_bytes(turns, "critic") > 0 == device_bytes(turns, "policy")
-    turns.save(tmp_path)
-    again = policy_of(model, ppo(critic_model, **options, offload=True), to_be_restored=True)
-    again.load(tmp_path)
-    assert without_times(steps(again, [2], first=3)) == without_times(steps(stay, [2], first=3))
-
-
 def test_what_servers_were_given_comes_to_neither_of_two_that_take_turns(model):
     policy = policy_of(model, ppo(offload=True))
-    steps(policy, [0])
+    (metrics,) = steps(policy, [0])
+    assert metrics["timing/critic_turns_s"] > 0
     policy.offload(("gradients", "optimizer"))
     weights = sum(tensor.nbytes for _, tensor in policy.export())  # the policy's turn
     assert policy.offload(("gradients", "optimizer")).left == device_bytes(policy, "policy") < 1.1 * weights
