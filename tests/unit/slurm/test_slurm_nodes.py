@@ -105,7 +105,8 @@ def test_a_stranger_is_not_listened_to(tmp_path, sent):
         if isinstance(sent, str):
             write_private(tmp_path / HEAD_FILE, json.dumps({**head, "secret": sent}))
             line = await reach_head(tmp_path, "stranger", [], 5)
-            assert await line.receive() is None
+            async with asyncio.timeout(10):
+                assert await line.receive() is None
         else:
             reader, writer = await asyncio.open_connection(head["host"], head["port"])
             writer.write(sent)
