@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import PLAIN
+from curated_rows import PLAIN
 
 LONG = "A bag holds 12 red marbles and 5 blue ones. How many marbles does the bag hold in total?"
 FORM = " The answer is in the form m/n. Please give m + n."

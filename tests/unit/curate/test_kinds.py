@@ -4,7 +4,7 @@ looks like them stays."""
 from __future__ import annotations
 
 import pytest
-from conftest import PLAIN, write_problems
+from curated_rows import PLAIN, write_problems
 
 from megatron_daro.cli import main
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import PLAIN
+from curated_rows import PLAIN
 
 HELD_OUT = [
     ("A train leaves the station at noon and travels 60 km per hour for 3 hours. How far does it go in total?", "180"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from conftest import PLAIN
+from curated_rows import PLAIN
 
 SAME = [
     ("Find $\\frac{1}{2}+x^2$.", "find  \\( \\dfrac12 + x^{2} \\)"),
