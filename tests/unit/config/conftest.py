@@ -56,6 +56,11 @@ class RunFiles:
         return self.file
 
 
+@pytest.fixture(scope="session")
+def new_run_files() -> type[RunFiles]:
+    return RunFiles
+
+
 @pytest.fixture
 def run_files(tmp_path: Path) -> RunFiles:
     return RunFiles(tmp_path)

@@ -69,12 +69,9 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
     assert sorted(families()) == ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
-    with pytest.raises(ModelError, match=r"family x: qkv has the tensors a; allowed: one each for query and key and"):
-        Family("x", "XForCausalLM", {**DECODER, "qkv": ("a",)})
-    with pytest.raises(ModelError, match=r"family x: down has the tensors a, b; allowed: one each for down\. "):
-        Family("x", "XForCausalLM", {**DECODER, "down": ("a", "b")})
-    with pytest.raises(ModelError, match=r"allowed: one each for gate and up"):
-        Family("x", "XForCausalLM", {**DECODER, "expert_gate_up": ("a", "b", "c")})
+    for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):
+        with pytest.raises(ModelError, match=next(iter(tensors)).split("_")[-1]):
+            Family("x", "XForCausalLM", {**DECODER, **tensors})
 
 
 def test_parameters_are_counted_matrix_by_matrix():
@@ -131,74 +128,6 @@ def test_a_rotary_embedding_has_a_base_and_a_scaling(change, theta, scaling):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rope_scaling": {"rope_type": "yarn", "type": "llama3"}}, "rope_type 'yarn' and type 'llama3' contradict"),
-        ({"rope_scaling": {**YARN, "twist": 1, "a": 2}}, "rope type 'yarn' with a, twist, which is not known"),
-        (
-            {"rope_scaling": {"rope_type": "su"}},
-            "rope type 'su' is not supported; allowed: 'default', 'llama3', 'yarn'",
-        ),
-        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_scaling": {"a": {"rope_type": "yarn"}}}, "per layer type are not supported; got ['a']"),
-        ({"rope_scaling": LLAMA3, "rope_parameters": ROPE}, "its rope_theta 500000.0 (it would be 10000.0)"),
-        ({"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
-        ({"rope_theta": True}, "rope_theta must be a number above 0, got True"),
-        ({"rope_theta": math.inf}, "rope_theta must be a number above 0, got inf"),
-        (
-            {"rope_scaling": {**YARN, "original_max_position_embeddings": 8}, "original_max_position_embeddings": 9},
-            "original_max_position_embeddings is 9 at the top level and 8 for the rotary embedding",
-        ),
-        (
-            {"rope_scaling": {**YARN, "factor": 1, "attention_factor": 2}},
-            "yarn with factor 1.0 and attention_factor 2.0",
-        ),
-        ({"rope_scaling": {**YARN, "truncate": None}}, "truncate must be true or false, got null"),
-        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate must be true or false, got 1"),
-        ({"rope_scaling": {**YARN, "beta_fast": "a"}}, "beta_fast must be a number above 0, got 'a'"),
-        ({"rope_scaling": {**YARN, "beta_slow": -1}}, "beta_slow must be a number above 0, got -1"),
-        ({"rope_scaling": {**YARN, "mscale": -1, "mscale_all_dim": 1}}, "mscale must be a number above 0, got -1"),
-        ({"rope_scaling": {**YARN, "mscale": 1, "mscale_all_dim": -1}}, "mscale_all_dim must be a number above 0"),
-        ({"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}}, "high_freq_factor is missing"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer of at least 1, got True"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number above 0"),
-        ({"head_dim": 0}, "head_dim must be an integer"),
-        ({"head_dim": None, "hidden_size": 65}, "hidden_size 65 is not a multiple of num_attention_heads 32"),
-        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
-        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported; allowed: float32, bfloat16, float16"),
-        ({"model_type": "qwen22"}, "Did you mean 'qwen2'?"),
-        ({"model_type": "glm4"}, "as one fused tensor, which a table of megatron_daro/families cannot describe"),
-        ({"model_type": "phi3"}, "mixtral, qwen2, qwen3, qwen3_moe. Its checkpoints hold query"),
-        ({"architectures": ["Qwen2ForTokenClassification"]}, "allowed for qwen2: Qwen2ForCausalLM."),
-        ({"architectures": "Qwen2ForCausalLM"}, "architectures 'Qwen2ForCausalLM'; allowed"),
-        ({"attention_dropout": False}, "attention_dropout false (allowed: 0)"),
-        ({"activation": "gelu"}, "activation 'gelu' (allowed: 'swiglu' or 'silu')"),
-        ({"is_causal": None}, "is_causal null (allowed: true)"),
-        (
-            {"tomorrow": 1, "a": 2},
-            "a 2 (not known; if it changes nothing about the model, remove it from config.json); t",
-        ),
-        ({"num_experts": 4}, "num_experts 4 (not known"),
-        ({"layer_types": ["full_attention", 3]}, "layer_types must be a list of names"),
-        (
-            {"layer_types": ["x", "full_attention", "a", "x"]},
-            "layers of a and x (allowed: layer_types full_attention throughout)",
-        ),
-        ({"use_sliding_window": True, "max_window_layers": 3}, "of 4096 tokens (allowed: use_sliding_window false)"),
-        ({"use_sliding_window": 1}, "use_sliding_window must be true or false"),
-        ({"use_sliding_window": True, "max_window_layers": "3"}, "max_window_layers must be an integer, got '3'"),
-        ({"use_sliding_window": True, "max_window_layers": True}, "max_window_layers must be an integer, got true"),
-    ],
-)
-def test_what_would_be_another_model_is_refused_in_words(change, words):
-    with pytest.raises(ModelError) as refused:
-        read_model_shape({**QWEN2, **change})
-    assert str(refused.value).startswith("the model configuration: ") and words in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"attention_dropout": 0.0, "hidden_act": "silu", "activation": "swiglu", "pruned_heads": {}, "use_cache": True},
@@ -227,30 +156,6 @@ def test_the_type_of_transformers_5_counts_before_that_of_4():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"sliding_window": 16, "use_sliding_window": True}, "of 16 tokens (allowed: use_sliding_window false)"),
-        ({"num_experts": 4}, "num_experts 4 and num_local_experts 8 contradict each other"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts there are"),
-        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok 1 with weights scaled to a sum of 1"),
-        ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
-        ({"num_local_experts": None}, "num_experts is missing"),
-        ({"mlp_only_layers": [4]}, "mlp_only_layers must list layers from 0 to 3, got [4]"),
-        ({"mlp_only_layers": [-1]}, "mlp_only_layers must list layers from 0 to 3, got [-1]"),
-        ({"mlp_only_layers": 1}, "mlp_only_layers must list layers from 0 to 3, got 1"),
-        ({"mlp_only_layers": [True]}, "mlp_only_layers must list layers from 0 to 3, got [True]"),
-        ({"decoder_sparse_step": 5}, "mlp_only_layers and decoder_sparse_step 5 leave no layer with experts"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1"),
-        ({"output_router_logits": True, "router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number above 0"),
-    ],
-)
-def test_experts_that_would_be_others_are_refused_in_words(change, words):
-    with pytest.raises(ModelError) as refused:
-        read_model_shape({**MOE, **change})
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize(
     ("change", "experts"),
     [
         ({"num_experts": 8}, {}),
@@ -266,34 +171,3 @@ def test_experts_that_would_be_others_are_refused_in_words(change, words):
 def test_experts_are_what_the_config_says(change, experts):
     plain = ExpertShape(number=8, chosen=2, ffn=24, normalize=False, dense_layers=())
     assert read_model_shape({**MOE, **change}).experts == replace(plain, **experts)
-
-
-@pytest.mark.parametrize("window", [{}, {"sliding_window": 16}])
-def test_a_family_without_a_switch_has_a_window_where_it_has_a_width(window):
-    with pytest.raises(ModelError, match=r"window attention in use, of \d+ tokens \(allowed: sliding_window null\)"):
-        read_model_shape({**SIZES, "model_type": "mistral", **window})
-
-
-def test_keys_of_dense_layers_are_unknown_where_every_layer_has_experts():
-    with pytest.raises(ModelError, match=r"decoder_sparse_step 1 \(not known"):
-        read_model_shape({**SIZES, **EXPERTS, "model_type": "mixtral", "decoder_sparse_step": 1})
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "does not exist. model.path must be a directory with a config.json."),
-        (b"\xef\xbb\xbf{}", "Save it as UTF-8 without a byte order mark."),
-        (b"{", "cannot be read as JSON: "),
-        (b"\xff", "Copy the checkpoint again."),
-        (b"[]", "holds a JSON list, not an object"),
-    ],
-)
-@pytest.mark.parametrize("name", ["", "config.json"])
-def test_a_file_is_named_by_its_path(tmp_path, content, words, name):
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ModelError) as refused:
-        read_model_shape(tmp_path / name)
-    assert str(refused.value).startswith(f"{tmp_path}/config.json ") and words in str(refused.value)
-    assert refused.value.__cause__ is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sglang_pool import required_environment
 
-from megatron_daro.config import Hardware, check, hardware, resolve
+from megatron_daro.config import hardware
 from megatron_daro.engine.sglang.command import server_environment
 
 
@@ -31,24 +31,3 @@ def test_sglang_still_sets_what_the_ranks_are_set_to():
     assert 'if "NCCL_CUMEM_ENABLE" not in os.environ or cfg.enable_symm_mem:' in text
     value = "int(cfg.enable_symm_mem or kv_shard_symmetric_scratch)"
     assert f'os.environ["NCCL_CUMEM_ENABLE"] = str(\n            {value}' in text
-
-
-@pytest.mark.parametrize(
-    ("job", "override", "words"),
-    [
-        (None, "engine.sglang.env={NCCL_CUMEM_ENABLE: '1'}", "engine.sglang.env: got NCCL_CUMEM_ENABLE: '1'; allowed"),
-        ("1", "engine.sglang.env={NCCL_CUMEM_ENABLE: '0'}", "engine.sglang.env: got NCCL_CUMEM_ENABLE: '0'; allowed"),
-        (None, "engine.sglang.arguments={enable_symm_mem: true}", "got enable_symm_mem with sync distributed; allowed"),
-        ("1", "engine.sglang.env={NCCL_CUMEM_ENABLE: '1'}", None),
-        ("1", "engine.sglang.arguments={enable_symm_mem: true}", None),
-        (None, "engine.sglang.env={NCCL_DEBUG: INFO}", None),
-    ],
-)
-def test_servers_that_would_differ_are_refused(run_files, monkeypatch, job, override, words):
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    if job:
-        monkeypatch.setenv("NCCL_CUMEM_ENABLE", job)
-    servers = ["engine.kind=sglang", "engine.sglang.python=/usr/bin/python3", override]
-    found = [str(p) for p in check(resolve(run_files.file, servers), Hardware("gpu", 8, capability=9.0)).problems]
-    found = [line for line in found if "NCCL_CUMEM" in line]
-    assert (len(found) == 1 and words in found[0]) if words else not found
