@@ -156,7 +156,10 @@ def test_every_request_is_answered_once_with_whole_records(start, models):
 
 
 def test_a_group_is_yielded_before_the_others_are_done(start, models):
-    wanted = [group(0, max_new_tokens=1), *(group(i, count=8, length=9, max_new_tokens=300) for i in range(1, 6))]
+    wanted = [
+        group(0, max_new_tokens=1),
+        *(group(i, count=8, length=9, max_new_tokens=300, stop_token_ids=()) for i in range(1, 6)),
+    ]
 
     async def scenario():
         async with start(models[0][0]) as engine:
