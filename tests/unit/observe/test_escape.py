@@ -51,18 +51,3 @@ def test_json_for_a_script_element_cannot_leave_it(text):
     encoded = script_json({"text": text})
     assert not set(encoded) & set("<>&\u2028")
     assert json.loads(encoded) == {"text": text}
-
-
-def test_json_for_a_script_element_refuses_nan():
-    with pytest.raises(ValueError, match="JSON compliant"):
-        script_json([float("nan")])
-
-
-def test_characters_that_act_become_codes_of_their_size():
-    assert safe_text("\x1b\r\n\t\x7f\u202e\U000e0001\u200d ~\x80") == (
-        "\\x1b\\r\n\t\\x7f\\u202e\\U000e0001\u200d ~\\x80"
-    )
-    assert safe_text("a\nb\tc", one_line=True) == "a\\nb\\tc" and safe_text(5) == "5"
-    assert safe_text("abc", 3) == "abc" and safe_text("abcd", 3) == "abc… (+1 characters)"
-    assert safe_text("\x1b\x1b", 5) == "\\x1b\\… (+3 characters)"
-    assert script_json("<!--&>é") == '"\\u003c!--\\u0026\\u003e\\u00e9"'

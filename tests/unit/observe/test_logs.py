@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from megatron_daro.errors import DaroError, ModelError
+from megatron_daro.errors import ModelError
 from megatron_daro.observe import logs
-from megatron_daro.observe.logs import driver_log, failures_logged, file_name
 from megatron_daro.observe.progress import Progress
 
 LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} %s %s \(\d+\): %s"
@@ -96,51 +94,3 @@ def test_the_driver_logs_what_it_tells_and_what_ends_it(tmp_path, capsys, mode):
     assert "a server is slow" in (said.out if mode == "plain" else said.err)
     assert ("resumed" in said.out) == (mode == "plain") and "resumed" not in said.err
     assert logging.getLogger("megatron_daro").handlers == []
-
-
-def test_a_process_logs_into_a_file_of_its_name():
-    assert file_name("actor rank 0") == "actor_rank_0.log"
-
-
-def test_only_what_nobody_foresaw_is_logged_where_it_happens(caplog):
-    class Worker:
-        @failures_logged
-        def work(self, error: Exception | None, *, more: int = 0) -> int:
-            """Its words."""
-            if error:
-                raise error
-            return 7 + more
-
-    assert Worker().work(None, more=1) == 8 and Worker.work.__doc__ == "Its words."
-    for error in (DaroError("said"), ValueError("unforeseen")):
-        with pytest.raises(type(error)):
-            Worker().work(error)
-    (record,) = caplog.records
-    assert record.getMessage() == "work failed" and record.exc_info and record.exc_info[0] is ValueError
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_drivers_log_is_closed_and_leaves_the_logger_as_it_was(tmp_path, capsys, terminal):
-    logger = logging.getLogger("megatron_daro")
-    before = logger.level, list(logger.handlers)
-    with driver_log(tmp_path / "a" / "logs", terminal=terminal):
-        assert logger.level == logging.INFO and len(logger.handlers) == len(before[1]) + 2 - terminal
-        logger.info("told")
-        logger.warning("warned")
-        logger.debug("not told")
-    assert (logger.level, logger.handlers) == before
-    text = (tmp_path / "a" / "logs" / "driver.log").read_text()
-    assert f" INFO driver ({os.getpid()}): told\n" in text and " WARNING driver" in text and "not told" not in text
-    assert capsys.readouterr().err == ("" if terminal else "warned\n")
-    with driver_log(tmp_path / "empty", terminal=True):
-        pass
-    assert not list((tmp_path / "empty").iterdir())
-    with pytest.raises(KeyboardInterrupt), driver_log(tmp_path / "b", terminal=True):
-        raise KeyboardInterrupt
-    text = (tmp_path / "b" / "driver.log").read_text()
-    assert " ERROR driver " in text and "the run ended with\nTraceback" in text and "KeyboardInterrupt" in text
-    assert (logger.level, logger.handlers) == before
-
-
-def test_without_a_folder_a_worker_keeps_its_streams():
-    logs.take_over(None, "actor rank 0")

@@ -6,7 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from syntax import parsed
 from synthetic_run import write_synthetic_run
 
@@ -60,13 +59,3 @@ def test_the_synthetic_run_of_these_tests_uses_documented_keys_only(tmp_path):
 
 def test_no_key_is_documented_twice():
     assert len(DOCUMENTED) == len(set(DOCUMENTED))
-
-
-@pytest.mark.parametrize("key", ["loss/policy", "difficulty/loss/{}", "rollout/groups_{}", "eval/a/accuracy/3"])
-def test_the_search_knows_a_documented_key(key):
-    assert _is_documented(key)
-
-
-@pytest.mark.parametrize("key", ["loss/polices", "difficulty/lost/{}", "rollout/rounds/{}"])
-def test_the_search_knows_an_undocumented_key(key):
-    assert not _is_documented(key)

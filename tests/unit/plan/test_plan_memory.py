@@ -232,42 +232,29 @@ def test_activations_and_logits_are_within_15_percent_of_a_run(measured, record_
     assert [round(ratio, 3) for ratio in ratios if not 0.85 <= ratio <= 1.15] == [], ratios
 
 
-@pytest.mark.parametrize(("tokens", "whole"), [(4096, 4 * 4096 * 2005), (16384, 0)])
-def test_a_cpu_keeps_logits_for_the_backward_pass_while_they_are_few(tokens, whole, monkeypatch):
-    asked, layout = workload(small()), ModelLayout(1, 1, 1, "none", tokens)
-    found = memory.logits(asked, layout, on_cpu=memory.LOCAL_BF16)
-    planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
-    monkeypatch.setattr(memory, "KEPT_LOGITS_BYTES", 0)
-    assert planned.logits == found == memory.logits(asked, layout, on_cpu=memory.LOCAL_BF16) + whole
-
-
 def of_options(**options):
     made = {"model": {"path": "x"}, "data": {"train": ("x",)}, "actor": {"precision": "bf16", "megatron": options}}
     return workload_of(Config.model_validate(made), read_model_shape(small_experts()))
 
 
+def train_s(layout, data=8, **options):
+    return times.train_times(of_options(**options), layout, data, GPUS["h100-80g"], times.Constants())
+
+
 def test_options_of_megatron_say_what_runs_beside_computation_in_fused_kernels_or_once_for_a_node():
-    gpu, known, layout = GPUS["h100-80g"], times.Constants(), ModelLayout(1, 1, 1, "none", 4096, expert=1)
-    two_nodes = replace(layout, expert=2 * gpu.linked)
-    layers = of_options().shape.expert_layers
-
-    def reduction_s(**options):
-        return times.train_times(of_options(**options), layout, 8, gpu, known).communication
-
-    def host_s(**options):
-        return times._host_s(of_options(**options), layout, known)
-
-    def exchange_s(**options):
-        return times._exchange_s(of_options(**options), two_nodes, 1e9, gpu, known)
-
+    layout, known = ModelLayout(1, 1, 1, "none", 4096, expert=1), times.Constants()
     # Of four bytes of a gradient and two of a weight, those of the gradient are hidden.
     kept = (4 * (1 - known.hidden) + 2) / 6
-    assert reduction_s(overlap_grad_reduce=True) == pytest.approx(kept * reduction_s())
-    assert host_s(moe_permute_fusion=True) == host_s()
-    saved = layers * known.expert_layer_s * (1 - known.fused)
-    assert host_s() - host_s(moe_permute_fusion=True, moe_router_fusion=True) == pytest.approx(saved)
-    assert exchange_s(moe_token_dispatcher_type="alltoall") == exchange_s()
-    assert exchange_s(moe_token_dispatcher_type="flex") < exchange_s()
+    hidden, plain = train_s(layout, overlap_grad_reduce=True), train_s(layout)
+    assert hidden.communication == pytest.approx(kept * plain.communication)
+    fused = {"moe_permute_fusion": True, "moe_router_fusion": True}
+    assert train_s(layout, moe_permute_fusion=True).compute == plain.compute > train_s(layout, **fused).compute
+    two_nodes = replace(layout, expert=16)
+    plain, by_all, by_flex = (
+        train_s(two_nodes, data=16, **options).communication
+        for options in ({}, {"moe_token_dispatcher_type": "alltoall"}, {"moe_token_dispatcher_type": "flex"})
+    )
+    assert by_all == plain > by_flex
 
 
 def test_options_of_megatron_say_what_is_recomputed_and_a_step_gets_longer_by_it():
@@ -307,15 +294,6 @@ def test_more_parts_of_a_stage_keep_more_than_one_and_fewer_the_more_they_are():
     assert few.under_way(0, 3) == 16, "three micro-batches are filled up to eight, of which each part has all"
 
 
-def test_experts_are_cut_by_tp_only_where_no_ranks_share_them():
-    assert ModelLayout(4, 2, 1, "none", 4096).cut == Cut(4, 2, 1, 4, 1)
-    assert ModelLayout(4, 2, 1, "none", 4096, expert=8).cut == Cut(4, 2, 8, 1, 1)
-
-
-def test_a_part_that_nobody_names_takes_nothing():
-    assert set(memory.Memory().parts().values()) == {0.0} == {memory.Memory().total}
-
-
 def test_fp8_and_sequence_options_show_in_their_part():
     asked = workload(small())
     layout = ModelLayout(1, 1, 1, "none", 4096)
@@ -337,16 +315,3 @@ def test_a_sync_counts_buckets_and_the_largest_tensor_as_far_as_it_takes_more_th
     gathered = 2 * 1024 * 8192 * 2
     assert kept.buffers - gathered == memory.sync_bytes(asked, 8) - kept.activations - kept.logits > 0
     assert memory.server_memory(asked, GPUS["h100-80g"], 8).buffers == 2004 * 2**20
-
-
-def test_the_margin_has_fragments_groups_and_uneven_experts():
-    dense, mixed = workload(small()), workload(small_experts())
-    one, spread = ModelLayout(1, 1, 1, "none", 4096), ModelLayout(1, 1, 1, "none", 4096, expert=4)
-    plain = memory.trainer_memory(dense, one, shards=1, micro_batches=1)
-    assert plain.margin == pytest.approx(memory.FRAGMENTS * (plain.activations + plain.logits))
-    assert plain.reserve == memory.RESERVE_BYTES + memory.GROUP_BYTES
-    experts = memory.trainer_memory(mixed, spread, shards=4, micro_batches=1)
-    even = memory.FRAGMENTS * (experts.activations + experts.logits)
-    share = (experts.margin - even) / experts.activations
-    assert 0.2 * memory.UNEVEN_EXPERTS < share < memory.UNEVEN_EXPERTS
-    assert experts.reserve == memory.RESERVE_BYTES + 3 * memory.GROUP_BYTES

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_daro.workshop.plan import times
 from megatron_daro.workshop.plan.times import Constants
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +47,7 @@ def test_half_of_the_rows_that_nothing_was_learned_from_are_within_15_percent(pu
 
 
 def test_no_row_that_nothing_was_learned_from_is_beyond_a_factor_of_1_6(published):
-    assert not [(published._named(row), ratio) for row, ratio in published.beyond(published.read_rows(), Constants())]
+    assert [(row["id"], ratio) for row, ratio in published.beyond(published.read_rows(), Constants())] == []
 
 
 def test_layouts_that_are_published_for_the_same_model_and_gpus_are_in_the_published_order(published):
@@ -75,26 +74,6 @@ def test_tensors_that_are_sent_one_by_one_cost_a_walk_through_all_layers_each(pu
             published.sync_s(workload, layout, gpu, known, buckets=buckets, pauses=False) for buckets in (False, True)
         )
         assert one_by_one - bucketed == pytest.approx(tensors * workload.shape.layers * known.walk_s)
-
-
-def test_each_expert_of_a_rank_is_started_by_itself_and_in_fp8_with_its_conversions(published):
-    """A small micro-batch of many experts waits for the host: half of the experts save half of their starts, and CUDA
-    graphs of attention and router save none of them."""
-    row = next(row for row in published.read_rows() if row["kind"] == "train" and row["gpu"] == "b200-180g"
-               and row["model"] == "qwen3-30b-a3b" and row["micro_batch"] == "1")  # fmt: skip
-    gpu, known, workload = published.GPUS["b200-180g"], Constants(), published.workload_of(row)
-
-    def host_s(expert: int, graphs: str, *, fp8: bool = False) -> float:
-        layout = published.ModelLayout(1, 1, 1, "none", 4096, expert)
-        practice = published.Practice(graphs=graphs, balanced=True)
-        small = published.replace(workload, fp8=fp8, samples=1, practice=practice)
-        return times._stage_s(small, layout, 1, gpu, known)[1]
-
-    one = 48 * known.expert_call_s
-    assert host_s(8, "none") - host_s(16, "none") == pytest.approx(8 * one)
-    assert host_s(8, "partial") - host_s(16, "partial") == pytest.approx(8 * one)
-    assert host_s(8, "none", fp8=True) - host_s(8, "none") == pytest.approx(16 * one * 4 / 6)
-    assert host_s(8, "none") > host_s(8, "router") > host_s(8, "partial") > host_s(8, "full") == 0
 
 
 def test_rows_whose_recipe_has_another_layout_say_nothing(published):

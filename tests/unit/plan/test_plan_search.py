@@ -12,7 +12,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.model_shape import ExpertShape, read_model_shape
 from megatron_daro.config.sections import SHARED_FRACTION
 from megatron_daro.errors import ConfigError
-from megatron_daro.workshop.plan.gpus import GPUS, find_gpu
+from megatron_daro.workshop.plan.gpus import GPUS
 from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.memory import (
     HEADROOM,
@@ -22,10 +22,10 @@ from megatron_daro.workshop.plan.memory import (
     static_bytes,
     trainer_memory,
 )
-from megatron_daro.workshop.plan.search import Refusals, _Fleets, search, splits
+from megatron_daro.workshop.plan.search import search
 from megatron_daro.workshop.plan.tables import options_of
 from megatron_daro.workshop.plan.times import Constants, generation_s, micro_batches_of, sync_s, train_times
-from megatron_daro.workshop.plan.workload import quantiles, workload_of
+from megatron_daro.workshop.plan.workload import workload_of
 
 QWEN_32B = {
     "model_type": "qwen2",
@@ -82,25 +82,13 @@ def test_more_gpus_are_never_slower():
 
 
 def test_what_does_not_fit_says_which_part_and_what_would():
-    with pytest.raises(ConfigError, match=r"no layout .* fits 8 GPUs of a100-40g: .*alone.*Training alone takes about"):
+    with pytest.raises(ConfigError, match=r"8 GPUs of a100-40g.*rollout\.max_response_tokens"):
         search(workload(), GPUS["a100-40g"], 8)
-
-
-def test_refusals_are_counted_and_name_the_nearest():
-    refusals = search(workload(), H100, 128).refusals
-    assert "out of memory, mostly activations" in refusals.counts
-    assert all(count > 0 and refusals.nearest[reason][1] for reason, count in refusals.counts.items())
-
-
-def test_fewer_samples_than_replicas_is_a_reason():
-    refusals = search(workload(prompts_per_step=2, rollouts_per_prompt=4), H100, 256).refusals
-    assert any("fewer than replicas" in reason for reason in refusals.counts)
 
 
 def test_samples_of_an_update_are_a_multiple_of_the_replicas():
     plan = search(workload(), H100, 128, best=50)
     assert all(512 * 16 % choice.trainers.data == 0 for choice in plan.choices)
-    assert any("no multiple of the replicas" in reason for reason in plan.refusals.counts)
 
 
 def test_recomputation_trades_time_for_memory():
@@ -197,46 +185,11 @@ def test_a_tail_costs_more_than_its_mean():
     assert generation_s(asked, 8, 64, H100, Constants()) > 1.5 * generation_s(even, 8, 64, H100, Constants())
 
 
-@pytest.mark.parametrize("mean", [100, 1000, 5000])
-def test_quantiles_have_the_mean_that_was_asked_for(mean):
-    lengths = quantiles(mean, 0.8, 8192)
-    assert lengths.mean() == pytest.approx(mean, rel=0.01)
-    assert lengths.max() <= 8192 and np.all(np.diff(lengths) >= 0)
-
-
-def test_splits_are_whole_nodes_and_bounded():
-    assert splits(16, 8) == [8]
-    assert splits(8, 8) == list(range(1, 8))
-    large = splits(16384, 8)
-    assert len(large) <= 64 and all(n % 8 == 0 and 0 < n < 16384 for n in large)
-
-
-@pytest.mark.parametrize(
-    ("name", "found"), [("H100", "h100-80g"), ("h200-141g", "h200-141g"), ("mi300x", "mi300x-192g")]
-)
-def test_gpus_are_found_by_name(name, found):
-    assert find_gpu(name).name == found
-
-
-def test_an_unknown_gpu_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"got 'h100-90g'; allowed: .*did you mean h100-80g"):
-        find_gpu("h100-90g")
-
-
-def test_own_numbers_come_from_a_file(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("{name: mine, memory_mib: 1000, bf16_tflops: 1, memory_gb_s: 10, link_gb_s: 5}")
-    assert find_gpu(str(file)).memory_bytes == 1000 * 2**20
-    file.write_text("{name: mine, memory_mb: 1000}")
-    with pytest.raises(ConfigError, match=r"memory_mb.*allowed: name, memory_mib"):
-        find_gpu(str(file))
-
-
 def test_an_impossible_mean_is_refused():
     made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",), "max_prompt_tokens": 512}})
     with pytest.raises(ConfigError, match="--mean-response: got 9000"):
         workload_of(made, read_model_shape(QWEN_32B), mean_response=9000)
-    with pytest.raises(ConfigError, match=r"--mean-prompt: got 9000 tokens; .* at most data.max_prompt_tokens 512"):
+    with pytest.raises(ConfigError, match=r"--mean-prompt: got 9000 .*data\.max_prompt_tokens"):
         workload_of(made, read_model_shape(QWEN_32B), mean_prompt=9000)
 
 
@@ -265,7 +218,6 @@ def test_servers_that_share_the_ranks_gpus_have_all_of_them_in_turns():
         assert choice.servers.memory.weights + choice.servers.memory.kv_cache <= 0.6001 * H100.memory_bytes
         state = choice.trainers.memory.weights + choice.trainers.memory.optimizer
         assert choice.offload == pytest.approx(2 * state / 25e9) and choice.step > choice.offload + choice.sync
-    assert any("beside 48" in words for _, words in plan.refusals.nearest.values()), plan.refusals.nearest
     assert search(apart, H100, 32).choices[0].offload == 0
     assert options_of(plan.choices[0])["engine.replicas"] * plan.choices[0].servers.tensor == 32
 
@@ -324,12 +276,3 @@ def test_a_sync_gathers_before_it_sends_and_every_server_takes_all_of_it_in():
     cut = sync_s(asked, ModelLayout(8, 1, 1, "full", 9216), H100, known)
     assert cut - alone == pytest.approx(2 * asked.shape.num_parameters * 7 / 8 / (450e9 * known.sync_links), rel=0.01)
     assert sync_s(asked, ModelLayout(1, 1, 1, "full", 9216), H100, known, near=True) < alone / 3
-
-
-def test_servers_that_share_gpus_divide_them_evenly_and_others_may_leave_some():
-    sizes = {}
-    for colocate in (True, False):
-        fleets = _Fleets(with_engine(colocate=colocate), H100, Constants(), Refusals())
-        sizes[colocate] = [servers.tensor for gpus in (12, 20) if (servers := fleets.best(gpus))]
-    assert sizes[True] and all(gpus % tensor == 0 for gpus, tensor in zip((12, 20), sizes[True], strict=True)), sizes
-    assert any(gpus % tensor for gpus, tensor in zip((12, 20), sizes[False], strict=True)), sizes
