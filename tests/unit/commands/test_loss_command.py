@@ -8,7 +8,7 @@ from megatron_daro.cli import main
 from megatron_daro.workshop.check_loss import search
 from megatron_daro.workshop.check_loss.records import Case
 
-LOSS = "megatron_daro.workshop.check_loss.shipped:daro"
+LOSS = "my_losses:daro"
 CASE = Case(1, 1, 2, (((0, 1),),), (3, 3), (4, 4))
 
 
@@ -24,6 +24,8 @@ CASE = Case(1, 1, 2, (((0, 1),),), (3, 3), (4, 4))
 def test_a_loss_that_is_not_exact_ends_with_1_and_a_script(
     monkeypatch, tmp_path, capsys, found, status, facts, repeats
 ):
+    (tmp_path / "my_losses.py").write_text("def daro(batch, step): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(search, "check", lambda function, **options: found)
     script = tmp_path / "case.py"
     assert main(["check-loss", LOSS, "--script", str(script)]) == status
