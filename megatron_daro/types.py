@@ -23,6 +23,15 @@ PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
 
 
+THINK, END_OF_THINKING = "<think>", "</think>"
+"""Tags around what a model thinks before it answers, as Qwen3 and DeepSeek-R1 write them."""
+
+
+def is_thinking(text: str) -> bool:
+    """Whether thinking is begun in a text and not ended."""
+    return text.rfind(THINK) > text.rfind(END_OF_THINKING)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem. Either `text` (plain template) or `messages` (chat template) is set.
@@ -36,7 +45,7 @@ class Prompt:
     answer: str
     source: str
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     tokens: tuple[int, ...] = ()
     category: str = ""
     alternatives: tuple[str, ...] = ()

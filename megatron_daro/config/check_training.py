@@ -296,7 +296,9 @@ def run(config: Config) -> Iterator[Problem]:
         got = f"{', '.join(reward.options)} with reward.verifier {reward.verifier}"
         yield Problem("reward.options", got, "options of module:Class only", "remove them", also=("reward.verifier",))
     fresh = type(reward)()
-    unread = [n for n in ("strict", "marker", "refuse_restated") if getattr(reward, n) != getattr(fresh, n)]
+    unread = [
+        n for n in ("strict", "marker", "refuse_restated", "after_thinking") if getattr(reward, n) != getattr(fresh, n)
+    ]
     if unread and reward.is_own:
         got = f"{', '.join(unread)} with reward.verifier {reward.verifier}, which would not use them"
         fix = "remove them, or hand them to the class by reward.options"

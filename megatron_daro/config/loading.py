@@ -8,6 +8,7 @@ describe fields from their annotations, so no text can disagree with what is che
 
 from __future__ import annotations
 
+import datetime
 import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,15 @@ from megatron_daro.config.yaml_text import apply_overrides
 ITEM = "*"
 """Stands for the position in a list in a dotted path, as in `data.eval.*.name`."""
 
-_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path", Any: "anything"}
+_SCALARS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    datetime.date: "a date such as 2026-07-31",
+    Any: "anything",
+}
 
 
 def is_section(annotation: object) -> TypeGuard[type[Section]]:

@@ -6,6 +6,7 @@ more. Refuses unknown keys and later writes. What spans two sections is in check
 
 from __future__ import annotations
 
+import datetime
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,6 +112,8 @@ class DataSection(Section):
     the place of the text (docs/evaluate.md has them). r1 ends answers at </answer> and verifies what its tags hold."""
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     """Text of the prompt (with chat: of the user's message); {prompt} is the problem."""
+    template_date: datetime.date | None = None
+    """What a chat template takes for today (strftime_now), as 2026-07-31. Unset: the day on which the run began."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Tokens; longer prompts are dropped and counted."""
     pass_rates: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] | None = None
@@ -335,6 +338,9 @@ class RewardSection(Section):
     """exact: the text before the answer."""
     refuse_restated: bool = False
     """math: reject expressions from the problem's statement."""
+    after_thinking: bool = True
+    """Only what follows the last </think> counts as the answer, and nothing where thinking did not end; off: the whole
+    response is read."""
     correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)

@@ -45,6 +45,8 @@ _REFUSED = {
     b"BZh": ("a bzip2 archive", "unpack it, or pack it with gzip or zstd"),
     b"ARROW1": ("an Arrow file", "write the table as Parquet (pyarrow.parquet.write_table)"),
     b"\xff\xff\xff\xff": ("an Arrow stream", "write the table as Parquet (datasets: Dataset.to_parquet)"),
+    b"\xff\xfe\x00\x00": ("UTF-32 text", "save the file as UTF-8"),
+    b"\x00\x00\xfe\xff": ("UTF-32 text", "save the file as UTF-8"),
     b"\xff\xfe": ("UTF-16 text", "save the file as UTF-8"),
     b"\xfe\xff": ("UTF-16 text", "save the file as UTF-8"),
 }
@@ -274,6 +276,7 @@ PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
 CATEGORY_FIELDS = ("category", "difficulty", "level")
 ANSWER_FIELDS = ("answer", "final_answer", "reward_model.ground_truth", "ground_truth", "solution")
 _SEPARATED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MOST_ALTERNATIVES = 64
 _EXACT_AS_FLOAT = 2**53
@@ -286,7 +289,7 @@ class ParsedRow:
 
     answers: tuple[str, ...]
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     source: str | None = None
     category: str = ""
     pass_rate: PassRate | None = None
@@ -388,20 +391,20 @@ def _texts(parsed: ParsedRow) -> Iterator[str]:
     """Every text of the row that goes on from here."""
     yield from (*parsed.answers, parsed.text or "", parsed.source or "", parsed.category)
     for message in parsed.messages or ():
-        yield from message.values()
+        yield json.dumps(message, ensure_ascii=False)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} (or \fbox{...}) with balanced braces; None where there is none."""
-    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
-        depth = 1
-        for place in range(match.end(), len(text)):
-            escaped = text[place - 1] == "\\" and text[place - 2] != "\\"
-            if text[place] in "{}" and not escaped:
-                depth += 1 if text[place] == "{" else -1
-            if depth == 0:
-                return text[match.end() : place].strip() or None
-    return None
+    opened: list[int | None] = []  # of each brace that is open, where the content of its box begins
+    begin, end = -1, -1
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match.group() == "}" and opened:
+            start = opened.pop()
+            begin, end = (start, match.start()) if start is not None and start > begin else (begin, end)
+        elif match.group().endswith("{") and match.group() != "\\{":
+            opened.append(match.end() if len(match.group()) > 1 else None)
+    return text[begin:end].strip() or None if begin >= 0 else None
 
 
 def _field(row: Mapping[str, Any], dotted: str) -> object:
@@ -437,6 +440,8 @@ def _problem(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
     if isinstance(value, str):
         value = _chat_in_text(value) or value
     if isinstance(value, list):
+        if not _is_blank(row.get("tools")):
+            raise _UnusableRowError("tools, which only an environment can offer (environment.kind)")
         return {"messages": _messages(value)}
     if not isinstance(value, str):
         raise _UnusableRowError("problem is not text")
@@ -456,14 +461,21 @@ def _chat_in_text(text: str) -> list[Any] | None:
     return value if is_chat else None
 
 
-def _messages(value: list[Any]) -> tuple[Mapping[str, str], ...]:
+def _messages(value: list[Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages with all that a chat template may read of them: `tool_calls`, `reasoning_content`, `name`."""
     messages = []
     for message in value:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(role, str) or not isinstance(content, str):
+        # Parquet gives each message every key of the column, None where a message has none.
+        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+        if fields.get("tool_calls") and "content" not in fields:
+            fields["content"] = ""
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise _UnusableRowError("a chat message lacks role or content as text")
-        messages.append({"role": role, "content": content})
+        try:
+            json.dumps(fields, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise _UnusableRowError("a chat message holds what is no JSON") from None
+        messages.append(fields)
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise _UnusableRowError("the chat does not end with a user message")
     return tuple(messages)

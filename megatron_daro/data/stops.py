@@ -46,7 +46,7 @@ def read_stops(
     extra_ids: Sequence[int] = (),
     model_path: str | Path | None = None,
 ) -> Stops:
-    """Return what ends an answer: the tokenizer's end token, those of the model's generation config, and what is asked.
+    """Return what ends an answer: the tokenizer's end token, those of the model's own files, and what is asked.
 
     A special token ends an answer by its id; it has no text. Any other string ends it as text.
 
@@ -54,15 +54,17 @@ def read_stops(
         tokenizer: from `load_tokenizer`.
         stop: strings, not empty.
         extra_ids: token ids.
-        model_path: directory whose generation_config.json may name further ids (instruct models often have two).
+        model_path: directory whose config.json and generation_config.json may name further ids (instruct models often
+            have two); engines stop at all of them.
 
     Raises:
-        ModelError: a string with a special token inside, an id outside the vocabulary, or a torn
-            generation_config.json.
+        ModelError: a string with a special token inside, an id outside the vocabulary, or a torn file.
     """
     ids, texts = {int(tokenizer.eos_token_id)}, []
-    if model_path is not None:
-        ids |= _generation_config_ids(Path(model_path))
+    sources = {"rollout.stop_token_ids": {int(i) for i in extra_ids}}
+    for name in ("config.json", "generation_config.json") if model_path is not None else ():
+        file = Path(model_path or "") / name
+        sources[f"{file}: eos_token_id"] = _end_tokens(file)
     special = special_tokens(tokenizer)
     for text in stop:
         if text in special:
@@ -78,13 +80,13 @@ def read_stops(
         encoded = tokenizer.encode(text, add_special_tokens=False)
         if len(encoded) == 1 and tokenizer.decode(encoded) == text:
             ids.add(int(encoded[0]))  # an engine without a tokenizer can stop there too
-    ids |= {int(i) for i in extra_ids}
-    wrong = sorted(i for i in ids if not 0 <= i < len(tokenizer))
-    if wrong:
-        raise ModelError(
-            f"rollout.stop_token_ids: {wrong} are outside this tokenizer's vocabulary; ids from 0 to "
-            f"{len(tokenizer) - 1} are allowed"
-        )
+    for source, named in sources.items():
+        if wrong := sorted(i for i in named if not 0 <= i < len(tokenizer)):
+            raise ModelError(
+                f"{source}: got {wrong}, outside this tokenizer's vocabulary; allowed: ids from 0 to "
+                f"{len(tokenizer) - 1}; fix: correct it, or take the tokenizer that belongs to the model"
+            )
+        ids |= named
     return Stops(tuple(sorted(ids)), tuple(dict.fromkeys(texts)))
 
 
@@ -170,8 +172,8 @@ def window_of(stop: Sequence[str]) -> int:
     return 1 + max(len(one.encode()) for one in stop)
 
 
-def _generation_config_ids(directory: Path) -> set[int]:
-    file = directory / "generation_config.json"
+def _end_tokens(file: Path) -> set[int]:
+    """Return the end tokens that a file of the model names; none where it is not there."""
     if not file.is_file():
         return set()
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_daro.config.sections import DataSection, EvalSet
 from megatron_daro.data.stops import Stops
 from megatron_daro.errors import ModelError
-from megatron_daro.types import Prompt
+from megatron_daro.types import THINK, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,14 +34,12 @@ class Template:
     stop: tuple[str, ...] = ()
     tagged: bool = False
 
-    def verified_text(self, text: str) -> str:
-        """Return what the verifier reads of an answer. With tags: the text behind the last <answer>, in a box where it
-        holds none; nothing where the form is not kept: `</think> <answer>`, later `</answer>`.
+    def tagged_answer(self, text: str) -> str:
+        """Return the text behind the last <answer>, in a box where it holds none; nothing where the form is not kept:
+        `</think> <answer>`, later `</answer>`.
 
         Source: `answer_tag_reward_fn` of understand_r1_zero/math_grader.py, Dr. GRPO's authors' code.
         """
-        if not self.tagged:
-            return text
         inside = text.rpartition("<answer>")[2] if _OPENING in text else ""
         inside, closed, _ = inside.partition("</answer>")
         if not closed:
@@ -76,6 +74,14 @@ TEMPLATES: dict[str, Template] = {
 there chat is the tokenizer's template around data.template."""
 
 
+def verified_text(text: str, template: Template | None, *, opens_thinking: bool) -> str:
+    """Return what the verifier reads of a response: of a template with tags what they hold, else all of it, together
+    with the <think> that its prompt ended with. opens_thinking: whether it did."""
+    if template and template.tagged:
+        return template.tagged_answer(text)
+    return f"{THINK}{text}" if opens_thinking else text
+
+
 def trained_with(section: DataSection) -> Template | None:
     """Return the named template of the training data; None where data.template is its text."""
     return None if section.prompt_template in ("chat", "plain") else TEMPLATES[section.prompt_template]
@@ -103,11 +109,13 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One evaluation set with its prompts, tokens included. trained_with: the named template of the training data."""
+    """One evaluation set with its prompts, tokens included. trained_with: the named template of the training data.
+    opens_thinking: whether its prompts end with a <think>."""
 
     section: EvalSet
     prompts: tuple[Prompt, ...]
     trained_with: Template | None = None
+    opens_thinking: bool = False
 
     @property
     def template(self) -> Template | None:
@@ -120,4 +128,4 @@ class HeldOut:
 
     def verified_text(self, text: str) -> str:
         """Return what the verifier reads of an answer."""
-        return self.template.verified_text(text) if self.template else text
+        return verified_text(text, self.template, opens_thinking=self.opens_thinking)

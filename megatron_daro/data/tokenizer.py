@@ -4,31 +4,37 @@ Model directory -> tokenizer -> prompts to ids, the engine's ids to text. Refuse
 torn files, tokenizers without a stop token, and, where the chat template is asked for, those without one. Reads local
 files only; code that lies beside a model runs only where it was asked for.
 
-Prompts that are too long, empty or unfit for the template are dropped and reported; a prompt is never cut. Rejects a
-template without exactly one {prompt}, and a set of which nothing is left.
+Prompts that are too long, empty or unfit for the template are dropped and reported; a prompt is never cut. A chat
+template is tried with a marker in the problem's place, for each order of roles: one that leaves the problem out is
+unfit. Rejects a template without exactly one {prompt}, and a set of which nothing is left.
 """
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
-
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megatron_daro.errors import DataError, ModelError
-from megatron_daro.types import Prompt
+from megatron_daro.types import Prompt, is_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_DATE_OF_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(
-    path: str | Path, trust_remote_code: bool = False, *, chat_template: bool = False
+    path: str | Path,
+    trust_remote_code: bool = False,
+    *,
+    chat_template: bool = False,
+    date: datetime.date | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model.
 
@@ -36,6 +42,7 @@ def load_tokenizer(
         path: directory of the model, or of the tokenizer alone.
         trust_remote_code: runs Python files found in that directory.
         chat_template: whether a chat template is needed.
+        date: what a chat template takes for today (`strftime_now`, as Llama 3.2's does); None: each day's own.
 
     Returns:
         A transformers tokenizer.
@@ -71,6 +78,10 @@ def load_tokenizer(
             f"data.prompt_template is chat, but the tokenizer in {directory} has no chat template; set "
             "data.prompt_template=plain, or add chat_template.jinja"
         )
+    if date is not None and isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = _DATE_OF_TODAY.sub(
+            lambda call: repr(date.strftime(call.group(2))), tokenizer.chat_template
+        )
     return tokenizer
 
 
@@ -80,16 +91,20 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[i
 
 
 _PLACE = "{prompt}"
+_MARKER = "TheProblemStandsHere"
 _CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeReport:
-    """kept + the prompts in `dropped` = the prompts given. dropped: reason -> prompt ids. longest: tokens."""
+    """kept + the prompts in `dropped` = the prompts given. dropped: reason -> prompt ids. longest: tokens.
+    largest_id: of a token. opens_thinking: whether prompts end with a <think> that the model closes."""
 
     kept: int
     longest: int
     dropped: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    largest_id: int = 0
+    opens_thinking: bool = False
 
     def summary(self) -> str:
         """Return a few lines for the terminal and the log."""
@@ -124,46 +139,80 @@ def tokenize_prompts(
     """
     if template.count(_PLACE) != 1:
         raise DataError(f"data.template: got {template!r}; it must contain {_PLACE} once, where the problem goes")
+    writer = _Writer(tokenizer, prompt_template, template)
+    too_long = f"longer than max_prompt_tokens = {max_prompt_tokens}"
+    most_chars = max_prompt_tokens * max((len(token) for token in tokenizer.get_vocab()), default=1)
     dropped: dict[str, list[str]] = {}
     kept: list[Prompt] = []
     for start in range(0, len(prompts), _CHUNK):
         chunk = []
         for prompt in prompts[start : start + _CHUNK]:
             try:
-                chunk.append((prompt, _rendered(prompt, tokenizer, prompt_template, template)))
+                text = writer.text(prompt)
             except _UnfitPromptError as unfit:
                 dropped.setdefault(str(unfit), []).append(prompt.id)
+                continue
+            if len(text) > most_chars:  # spares the tokenizer texts of megabytes
+                dropped.setdefault(too_long, []).append(prompt.id)
+            else:
+                chunk.append((prompt, text))
         for (prompt, _), ids in zip(chunk, _encoded([t for _, t in chunk], tokenizer, prompt_template), strict=True):
             if not ids:
                 dropped.setdefault("no tokens", []).append(prompt.id)
             elif len(ids) > max_prompt_tokens:
-                dropped.setdefault(f"longer than max_prompt_tokens = {max_prompt_tokens}", []).append(prompt.id)
+                dropped.setdefault(too_long, []).append(prompt.id)
             else:
                 kept.append(replace(prompt, tokens=tuple(ids)))
     if not kept:
         reasons = "; ".join(f"{len(ids)} {reason}" for reason, ids in dropped.items()) or "there were none"
-        raise DataError(f"no prompt is left after the template ({reasons}); raise data.max_prompt_tokens")
-    return kept, TokenizeReport(kept=len(kept), longest=max(len(p.tokens) for p in kept), dropped=dropped)
+        fix = "raise data.max_prompt_tokens" if too_long in dropped else "use another template (data.prompt_template)"
+        raise DataError(f"no prompt is left after the template ({reasons}); {fix}")
+    longest, largest_id = max(len(p.tokens) for p in kept), max(max(p.tokens) for p in kept)
+    return kept, TokenizeReport(len(kept), longest, dropped, largest_id, writer.opens_thinking)
 
 
 class _UnfitPromptError(Exception):
     """Why a prompt does not fit the template; never leaves this module."""
 
 
-def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> str:
-    """Return the text to encode."""
-    # str.replace and not str.format: problems and templates are full of braces.
-    if prompt_template == "plain":
+class _Writer:
+    """Writes the text of prompts. opens_thinking: whether the last one ended with a <think>."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_template: str, template: str) -> None:
+        self._tokenizer, self._template, self._chat = tokenizer, template, prompt_template == "chat"
+        self._unfit: dict[tuple[str, ...], str] = {}
+        self.opens_thinking = is_thinking(template.partition(_PLACE)[2]) and not self._chat
+
+    def text(self, prompt: Prompt) -> str:
+        """Return the text to encode."""
+        if self._chat:
+            return self._of_chat(prompt)
         if prompt.messages is not None and len(prompt.messages) != 1:
             raise _UnfitPromptError("chat of several messages under the plain template")
-        text = prompt.messages[0]["content"] if prompt.messages else prompt.text or ""
-        return template.replace(_PLACE, text)
-    messages = [dict(m) for m in prompt.messages or ({"role": "user", "content": prompt.text or ""},)]
-    messages[-1]["content"] = template.replace(_PLACE, messages[-1]["content"])
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:  # templates refuse roles that the model has not learnt, such as system
-        raise _UnfitPromptError(f"the chat template refuses it ({error})") from error
+        return self._around(prompt.messages[0]["content"] if prompt.messages else prompt.text or "")
+
+    def _around(self, problem: str) -> str:
+        # str.replace and not str.format: problems and templates are full of braces.
+        return self._template.replace(_PLACE, problem)
+
+    def _of_chat(self, prompt: Prompt) -> str:
+        messages = [dict(m) for m in prompt.messages or ({"role": "user", "content": prompt.text or ""},)]
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._unfit:
+            marked = [*messages[:-1], {**messages[-1], "content": _MARKER}]
+            _, found, behind = self._rendered(marked).rpartition(_MARKER)
+            self._unfit[roles] = "" if found else f"the chat template leaves out a problem of the role {roles[-1]!r}"
+            self.opens_thinking = is_thinking(behind)
+        if self._unfit[roles]:
+            raise _UnfitPromptError(self._unfit[roles])
+        messages[-1]["content"] = self._around(messages[-1]["content"])
+        return self._rendered(messages)
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # The border of the model's template, a program; what it raises costs its prompts.
+            raise _UnfitPromptError(f"the chat template refuses it ({error})") from error
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from megatron_daro.errors import RewardError
-from megatron_daro.types import Verdict
+from megatron_daro.types import END_OF_THINKING, Verdict, is_thinking
 
 VerifierName = Literal["math", "integer", "exact"]
 VERIFIERS: tuple[VerifierName, ...] = ("math", "integer", "exact")
@@ -72,6 +72,7 @@ class VerifierSpec:
     name: one of VERIFIERS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
     `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
     refuse_restated: an expression that stands in the statement is no answer (`math` only, needs the statement).
+    after_thinking: only what stands behind the thinking is an answer.
     options: keyword arguments of the constructor, module:Class only.
     """
 
@@ -83,6 +84,7 @@ class VerifierSpec:
     limits: ScreenLimits = field(default_factory=ScreenLimits)
     refuse_restated: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    after_thinking: bool = True
 
     @property
     def is_own(self) -> bool:
@@ -97,6 +99,16 @@ class VerifierSpec:
             )
         if not self.marker:
             raise RewardError("reward marker: got an empty string, allowed any non-empty text such as '####'; set one")
+
+    def answer_part(self, text: str) -> str:
+        """Return the part of a response in which its answer may stand.
+
+        With `after_thinking` that is what follows the last `</think>`, nothing where thinking was begun and did not
+        end, and all of a response without these tags.
+        """
+        if not self.after_thinking:
+            return text
+        return "" if is_thinking(text) else text.rpartition(END_OF_THINKING)[2]
 
     def verdict(self, correct: bool, reason: str) -> Verdict:
         """Return the verdict of that outcome with this spec's rewards."""

@@ -122,8 +122,9 @@ class ExactVerifier:
 
     def answer_of(self, answer_text: str) -> str | None:
         """Return the final answer; None where there is none."""
-        marked = after_marker(answer_text, self._spec.marker)
-        return (answer_text.strip() if marked is None and not self._spec.strict else marked) or None
+        text = self._spec.answer_part(answer_text)
+        marked = after_marker(text, self._spec.marker)
+        return (text.strip() if marked is None and not self._spec.strict else marked) or None
 
     def _cut(self, gold: str) -> str:
         behind = after_marker(gold, self._spec.marker)
@@ -197,7 +198,8 @@ class IntegerVerifier:
         extracted = self._extract(answer_text)
         return (normalise_integer(extracted) or extracted) if extracted else None
 
-    def _extract(self, text: str) -> str | None:
+    def _extract(self, answer_text: str) -> str | None:
+        text = self._spec.answer_part(answer_text)
         line = last_answer_line(text)
         if line is not None or self._spec.strict:
             return line

@@ -29,6 +29,8 @@ from megatron_daro.reward.normal_form import (
     is_name,
     key,
     number,
+    value_of_choice,
+    without_choices,
     words,
 )
 from megatron_daro.reward.screening import Shape, is_region, named_value, refusal, shape_of
@@ -218,7 +220,7 @@ class MathVerifier:
         """Decide the rest with math-verify. Raises MemoryError when the process runs out of it."""
         outcome = self._quick(job.answer, job.gold, "")
         if outcome is None:
-            outcome = compare(canonical(_last_box_or_all(job.gold)), canonical(job.answer), 0)
+            outcome = compare(*_canonical_pair(job.gold, job.answer), 0)
         return self._spec.verdict(outcome == "match", outcome)
 
     def gold_problem(self, gold: str) -> str | None:
@@ -228,7 +230,7 @@ class MathVerifier:
         refused = check_text(self._spec, "", gold)
         if refused is not None:
             return refused.reason
-        canonical_gold = canonical(_last_box_or_all(gold))
+        canonical_gold = value_of_choice(canonical(_last_box_or_all(gold)))
         if not canonical_gold:
             return "gold_empty"
         if refusal(canonical_gold, self._spec.limits) is not None:
@@ -247,21 +249,26 @@ class MathVerifier:
         return key(canonical(answer)) if len(answer) <= self._spec.limits.max_chars else answer
 
     def _found(self, answer_text: str) -> str | None:
-        boxed = last_box(answer_text)
-        return boxed if boxed or self._spec.strict else trailing_number(answer_text)
+        text = self._spec.answer_part(answer_text)
+        boxed = last_box(text)
+        return boxed if boxed or self._spec.strict else trailing_number(text)
 
     def _quick(self, found: str, gold: str, statement: str) -> str | None:
         """Outcome of an extracted answer where no algebra is needed to know it, else None."""
         too_much = refusal(found, self._spec.limits)
         if too_much is not None:
             return "match" if found.strip() == gold.strip() else too_much
-        canonical_gold, answer = canonical(_last_box_or_all(gold)), canonical(found)
+        canonical_gold, answer = _canonical_pair(gold, found)
         if key(canonical_gold) != key(answer):
             if self._spec.strict and unevaluated(answer, canonical_gold):
                 return "unevaluated"
             if self._spec.refuse_restated and restates(answer, statement):
                 return "restated"
         return quick_equal(canonical_gold, answer)
+
+
+def _canonical_pair(gold: str, found: str) -> tuple[str, str]:
+    return without_choices(canonical(_last_box_or_all(gold)), canonical(found))
 
 
 def _last_box_or_all(gold: str) -> str:

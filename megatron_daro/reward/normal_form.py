@@ -36,6 +36,14 @@ _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{\s
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,^_])\d{1,3}(?: \d{3})+(?![\d,])(?! \d)")
 _LEADING_RELATION = re.compile(r"^\s*=\s*(?=[^\s=])")
 _ROOT = re.compile(r"\\sqrt\s*(?:\(([^()]*)\))")
+_FRAC_BARE = re.compile(
+    r"\\frac\s*(\\(?!sqrt|frac|text|math)[a-zA-Z]+|\{(?:[^{}]|\{[^{}]*\})*\}|\w)"
+    r"\s*(\\(?!sqrt|frac|text|math)[a-zA-Z]+|\{(?:[^{}]|\{[^{}]*\})*\}|\w)"
+)
+_BARE_PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
+_EMPTY_SET = re.compile(r"\\\{\s*\\\}|\\varnothing(?![a-zA-Z])")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])\s*(?:\^\s*(?:\{[^{}]*\}|\w)\s*)?")
+_DEGREES = re.compile(r"(\d+\.?\d*|\\?[a-zA-Z]+)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))")
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207f]+")
 _LOWERED = re.compile("[\u2080-\u208b]+")
 _PERCENT = re.compile(r"(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|(?<=[\d\s])percent)$")
@@ -88,10 +96,12 @@ def canonical(text: str) -> str:
     text = (_DOLLARS if "\\\\" in text else _DELIMITERS).sub("", text)
     text = _STYLES.sub("", _SIZES.sub("", _THIN.sub("", text if text.isascii() else _ascii_digits(text))))
     text = _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", text)).strip()
+    text = _FRAC_BARE.sub(_braced_fraction, text)
     text = _CODE_PREFIX.sub("", text).replace("**", "^")
     text = _CODE_FUNCTIONS.sub(lambda m: "\\" + _CODE_NAMES.get(m.group(1), m.group(1)), text)
     text = _E_NOTATION.sub(lambda m: f"{m.group(1)} \\times 10^{{{int(m.group(2)[:9])}}}", text)
-    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _EMPTY_SET.sub(r"\\emptyset ", _BARE_PI.sub(r"\\pi ", _ROOT.sub(r"\\sqrt{\1}", text))).strip()
+    text = _in_radians(text) if "\\circ" in text else text
     text = _REPEATING.sub(_repeating_decimal, _LEADING_RELATION.sub("", text))
     text = _SPACED_THOUSANDS.sub(lambda m: m.group().replace(" ", ""), text)
     text = _POINT_NO_DIGITS.sub("", text.rstrip(" ,;")).rstrip(". ")
@@ -113,6 +123,36 @@ def _ascii(char: str) -> str:
         return char
     above, _, below = "".join(chr(int(code, 16)) for code in parts.split()).partition("\u2044")
     return f"\\frac{{{above}}}{{{below}}}" if below else char
+
+
+def _braced_fraction(match: re.Match[str]) -> str:
+    """`\\frac\\pi3` with the braces that LaTeX does not need."""
+    above, below = (part.removeprefix("{").removesuffix("}") for part in match.groups())
+    return f"\\frac{{{above}}}{{{below}}}"
+
+
+def _in_radians(text: str) -> str:
+    """Write degrees in the argument of a trigonometric function as the angle they are; elsewhere they are a unit."""
+    parts, done = [], 0
+    for match in _TRIGONOMETRIC.finditer(text):
+        start = match.end()
+        if start < done:
+            continue
+        degrees = _DEGREES.match(text, start)
+        end = degrees.end() if degrees else _end_of_brackets(text, start)
+        parts += [text[done:start], _DEGREES.sub(r"(\\frac{\1 \\pi }{180})", text[start:end])]
+        done = end
+    return "".join(parts) + text[done:]
+
+
+def _end_of_brackets(text: str, start: int) -> int:
+    """Return the index behind what the bracket at `start` encloses; `start` where none is, or none closes it."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] in "({[") - (text[index] in ")}]")
+        if depth == 0:
+            return index + 1 if index > start else start
+    return start
 
 
 def _repeating_decimal(match: re.Match[str]) -> str:
@@ -148,6 +188,47 @@ def words(text: str) -> str | None:
     if len(letters) == 1:
         return plain if wrapped or text.strip().startswith("(") else None
     return plain.lower() if wrapped or len(letters) > 2 else None
+
+
+_WRAPPED = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{"
+_CHOICE = re.compile(
+    rf"(?:{_WRAPPED}\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*[).:])\s*\}}|\(\s*{_WRAPPED}\s*([A-J])\s*\}}\s*\)"
+    r"|\(([A-J])\)\s|([A-J])[).:]\s)\s*(?=\S)"
+)
+
+
+def without_choices(gold: str, answer: str) -> tuple[str, str]:
+    """Return what is to be compared where a side is a choice with its value, as `\\textbf{(C)} 14`.
+
+    Letters where both sides have one and they differ, or one side is a letter alone; else the values.
+
+    Args:
+        gold, answer: canonical texts.
+    """
+    (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(answer)
+    if not gold_letter and not letter:
+        return gold, answer
+    gold_letter, letter = gold_letter or _lone_letter(gold), letter or _lone_letter(answer)
+    by_letter = gold_letter and letter and (gold_letter != letter or gold_value is None or value is None)
+    return (f"\\text{{{gold_letter}}}", f"\\text{{{letter}}}") if by_letter else (gold_value or gold, value or answer)
+
+
+def value_of_choice(text: str) -> str:
+    """Return the value of a labelled choice, `14` of `\\textbf{(C)} 14`; any other canonical text as it is."""
+    return _choice(text)[1] or text
+
+
+def _choice(text: str) -> tuple[str, str | None]:
+    """Letter and value of a labelled choice; no letter and no value where it is none."""
+    match = _CHOICE.match(text)
+    if match is None:
+        return "", None
+    return next(letter for letter in match.groups() if letter), text[match.end() :].strip()
+
+
+def _lone_letter(text: str) -> str:
+    plain = _WORD_WRAPPER.sub(r"\1", text).strip().strip("().: ")
+    return plain if re.fullmatch(r"[A-J]", plain) else ""
 
 
 def number(text: str) -> Decimal | Fraction | None:

@@ -70,6 +70,7 @@ class RewardPool(WorkerPool):
             marker=section.marker,
             refuse_restated=section.refuse_restated,
             options=section.options,
+            after_thinking=section.after_thinking,
         )
         return cls(spec, section.workers, section.timeout_s, section.memory_mib)
 

@@ -15,7 +15,24 @@ from typing import Literal
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
-from sympy import Basic, Derivative, Expr, Float, Integral, Limit, Symbol
+from sympy import (
+    Basic,
+    Derivative,
+    Expr,
+    Float,
+    Function,
+    I,
+    Integral,
+    Limit,
+    Pow,
+    Rational,
+    Symbol,
+    exp,
+    log,
+    nan,
+    zoo,
+)
+from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
@@ -28,6 +45,10 @@ RELATIVE_TOLERANCE = 1e-5
 _CACHE_ENTRIES = 4096
 # Wider than any rounding math-verify accepts (6 decimals, or the relative tolerance above).
 _SURE_DIFFERENCE = 1e-3
+# math-verify compares decimals at these digits, and takes what is smaller than the other for 0 within sets.
+_DIGITS_OF_DECIMALS = 15
+_ROUNDED_AWAY = 1e-6
+_FEWEST_DIGITS = 50
 _LETTERS = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
 _TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf)\s*\{[^{}]*\}")
 _MARKED = re.compile(
@@ -59,7 +80,7 @@ def parsed(text: str) -> Basic | None:
         raise
     except Exception:
         return None
-    return expressions[0] if expressions else None
+    return _with_imaginary_unit(expressions[0]) if expressions else None
 
 
 def equal(gold: str, answer: str) -> Outcome:
@@ -84,7 +105,9 @@ def equal(gold: str, answer: str) -> Outcome:
         if _surely_differ(gold_value, answer_value):
             return "no_match"
         gold_value, answer_value = _symbol_pair(gold_value, answer_value)
-        same = verify(gold_value, answer_value, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        same = _same_number(gold_value, answer_value)
+        if same is None:
+            same = _verified(gold_value, answer_value)
         if same and _differ_as_floats(gold_value, answer_value):
             same = False
     except MemoryError:
@@ -119,12 +142,72 @@ def _says_nothing(value: Basic) -> bool:
 
 
 def _symbol_pair(gold: Basic, answer: Basic) -> tuple[Basic, Basic]:
-    """math-verify compares a lone symbol by name only: evaluate the other side first, so that x + 0 is x."""
+    """math-verify compares a lone symbol by name only: evaluate the other side first, so that x + 0 and 1.0 x are x."""
     if isinstance(gold, Symbol) and isinstance(answer, Expr):
-        return gold, answer.doit()
+        return gold, gold if (answer.doit() - gold) == 0 else answer.doit()
     if isinstance(answer, Symbol) and isinstance(gold, Expr):
-        return gold.doit(), answer
+        return answer if (gold.doit() - answer) == 0 else gold.doit(), answer
     return gold, answer
+
+
+def _verified(gold: Basic, answer: Basic) -> bool:
+    """Ask math-verify, which takes differences below its precision for none.
+
+    So exact values get as many digits as decide, and small decimals in a set, a relation or a matrix are taken as the
+    exact values that they write.
+    """
+    decimals = gold.atoms(Float) | answer.atoms(Float)
+    small = any(0 < abs(decimal) < _ROUNDED_AWAY for decimal in decimals)
+    if small and not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        exact = {decimal: Rational(str(decimal)) for decimal in decimals}
+        gold, answer, decimals = gold.xreplace(exact), answer.xreplace(exact), set()
+    digits = _DIGITS_OF_DECIMALS if decimals else _digits_of(gold, answer)
+    return verify(
+        gold,
+        answer,
+        numeric_precision=digits,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+        raise_on_error=True,
+    )
+
+
+def _with_imaginary_unit(value: Basic) -> Basic:
+    """Put the imaginary unit where the grammar has a symbol i that counts nothing (as in a sum over i does).
+
+    Where an i stands the grammar takes no symbol of the text for real, also where i only counts.
+    """
+    free_i = next((symbol for symbol in value.free_symbols if symbol.name == "i"), None)
+    if free_i is not None and not value.has(ExprWithLimits):
+        others = {symbol: Symbol(symbol.name) for symbol in value.atoms(Symbol) - {free_i}}
+        return value.xreplace({**others, free_i: I})
+    unreal = {symbol: Symbol(symbol.name, real=True) for symbol in value.atoms(Symbol) if symbol.is_real is False}
+    return value.xreplace(unreal) if unreal else value
+
+
+def _same_number(gold: Expr, answer: Expr) -> bool | None:
+    """Whether two exact numbers are equal, to so many digits that what their texts can add or take away is among them.
+
+    None where one is no exact number or has no value.
+    """
+    for value in (gold, answer):
+        if not isinstance(value, Expr) or value.free_symbols or value.has(Float, *_NO_VALUE):
+            return None
+    difference = (gold.doit() - answer.doit()).evalf(_digits_of(gold, answer), chop=True)
+    return difference == 0 if difference.is_number and not difference.has(nan, zoo, Function) else None
+
+
+def _digits_of(*values: Basic) -> int:
+    """How many digits tell two values apart that differ by the smallest number which stands in them."""
+    powers = [power for value in values for power in value.atoms(Pow, exp) if power.is_number]
+    digits = sum(len(str(part)) for value in values for n in value.atoms(Rational) for part in (n.p, n.q))
+    return _FEWEST_DIGITS + 2 * digits + int(sum(abs(_log10(power)) for power in powers))
+
+
+def _log10(value: Expr) -> float:
+    """log10 of a number's size by few digits; 0 for what has none."""
+    size = abs(value.evalf(15))
+    return float((log(size) / log(10)).evalf(15)) if size.is_Float and size > 0 else 0.0
 
 
 def _surely_differ(gold: Basic, answer: Basic) -> bool:
@@ -135,26 +218,28 @@ def _surely_differ(gold: Basic, answer: Basic) -> bool:
     """
     if not all(isinstance(value, Expr) and not isinstance(value, Symbol) for value in (gold, answer)):
         return False
+    return _apart(gold, answer, _SURE_DIFFERENCE)
+
+
+def _differ_as_floats(gold: Basic, answer: Basic) -> bool:
+    """Whether two expressions, one with a decimal, are too far apart relative to their size.
+
+    math-verify rounds to 6 decimals: 0.0000672 equals 0.0000674 there.
+    """
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or not (gold.has(Float) or answer.has(Float)):
+        return False
+    return _apart(gold, answer, RELATIVE_TOLERANCE)
+
+
+def _apart(gold: Expr, answer: Expr, tolerance: float) -> bool:
+    """Whether two values at one point differ by more than this, relative to the larger. Sizes never underflow."""
     if gold.has(*_NO_VALUE) or answer.has(*_NO_VALUE):
         return False
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     point = {symbol: Float(0.7 + 0.137 * (i + 1) ** 0.5, 15) for i, symbol in enumerate(symbols)}
     try:
-        gold_number, answer_number = (complex(value.evalf(15, subs=point)) for value in (gold, answer))
+        of_gold, of_answer = (value.evalf(15, subs=point) for value in (gold, answer))
+        apart, size = abs(of_gold - of_answer), max(abs(of_gold), abs(of_answer))
+        return bool(size.is_finite and apart > tolerance * size)
     except (TypeError, ValueError, ArithmeticError, AttributeError):
         return False
-    size = max(abs(gold_number), abs(answer_number))
-    return size < float("inf") and abs(gold_number - answer_number) > _SURE_DIFFERENCE * size
-
-
-def _differ_as_floats(gold: Basic, answer: Basic) -> bool:
-    """Whether two numbers, one a float, are too far apart relative to their size.
-
-    math-verify rounds floats to 6 decimals: 0.0000672 equals 0.0000674 there.
-    """
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
-        return False
-    if gold.free_symbols or answer.free_symbols or not (gold.has(Float) or answer.has(Float)):
-        return False
-    gold_number, answer_number = complex(gold.evalf(15)), complex(answer.evalf(15))
-    return abs(gold_number - answer_number) > RELATIVE_TOLERANCE * max(abs(gold_number), abs(answer_number))

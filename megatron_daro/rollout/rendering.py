@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _USER = {"role": "user", "content": "x"}
 _ANSWER = "What-the-model-said"
+_OBSERVATION = "WhatTheEnvironmentSaid"
 _SHOWN = 60
 
 
@@ -25,6 +26,7 @@ class Turns:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
         """Try the template once. chat: whether prompts are written by it. Raises ConfigError."""
         self._tokenizer, self._chat = tokenizer, chat
+        self._tried: set[tuple[str, ...]] = set()
         if chat:
             self._behind_answer([_USER])
 
@@ -115,28 +117,38 @@ class Turns:
         )
 
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        roles = tuple(str(message["role"]) for message in messages)
+        if roles not in self._tried:
+            marked = [{**message, "content": f"{_OBSERVATION}{i}."} for i, message in enumerate(messages)]
+            behind = self._after_answer(marked)
+            if not all(message["content"] in behind for message in marked):
+                raise ConfigError(
+                    f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out a message of "
+                    f"role {', '.join(map(repr, roles))} behind an answer; allowed: a template that renders it; fix: "
+                    "use role 'user', or data.prompt_template=plain"
+                )
+            self._tried.add(roles)
+        return self._after_answer(messages)
+
+    def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         whole = self._rendered([_USER, {"role": "assistant", "content": _ANSWER}, *messages], generate=True)
-        if _ANSWER not in whole or any(message["content"].strip() not in whole for message in messages):
-            roles = ", ".join(repr(message["role"]) for message in messages)
+        if _ANSWER not in whole:
             raise ConfigError(
-                f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out an answer, or a "
-                f"message of role {roles} behind it; allowed: a template that renders both; fix: use role 'user', or "
-                "data.prompt_template=plain"
+                f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out an answer; allowed: "
+                "a template that renders it; fix: data.prompt_template=plain"
             )
         return whole[whole.index(_ANSWER) + len(_ANSWER) :]
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        from jinja2 import TemplateError
-
         plain: list[dict[Any, Any]] = [dict(message) for message in messages]
         known: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
             return str(
                 self._tokenizer.apply_chat_template(plain, tools=known, tokenize=False, add_generation_prompt=generate)
             )
-        except TemplateError as error:
+        except Exception as error:  # The border of the model's template, a program.
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"environment.kind: the chat template of {self._tokenizer.name_or_path} refuses messages of the roles "

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_daro.data.templates import Template
+from megatron_daro.data.templates import Template, verified_text
 from megatron_daro.errors import DataError, DeadlineError, EngineError, RewardError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
@@ -226,9 +226,10 @@ class RolloutCollector:
         notices: Notices,
         segment_tokens: int | None = None,
         template: Template | None = None,
+        opens_thinking: bool = False,
     ) -> None:
         """Start nothing. Arguments as the sampler's; segment_tokens: most tokens of an answer in a batch; template: the
-        named one of the training data."""
+        named one of the training data; opens_thinking: whether its prompts end with a <think>."""
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
@@ -241,7 +242,7 @@ class RolloutCollector:
         self._phases = phases
         self._notices = notices
         self._segment = segment_tokens
-        self._template = template
+        self._template, self._opens_thinking = template, opens_thinking
 
     @property
     def failed_verifier_starts(self) -> int:
@@ -318,8 +319,8 @@ class RolloutCollector:
 
     def _verified(self, rollout: Rollout) -> Rollout:
         """Return a rollout with the text that the verifier reads."""
-        template = self._template
-        return replace(rollout, text=template.verified_text(rollout.text)) if template else rollout
+        text = verified_text(rollout.text, self._template, opens_thinking=self._opens_thinking)
+        return replace(rollout, text=text)
 
     async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
         """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""

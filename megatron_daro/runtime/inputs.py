@@ -23,8 +23,8 @@ from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops, read_stops
 from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
-from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
-from megatron_daro.errors import ConfigError, DataError
+from megatron_daro.data.tokenizer import TokenizeReport, load_tokenizer, tokenize_prompts
+from megatron_daro.errors import ConfigError, DataError, ModelError
 from megatron_daro.rollout import protocol
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import restart_audit
@@ -119,10 +119,7 @@ def held_out_sets(section: DataSection, tokenizer: PreTrainedTokenizerBase, noti
     Raises:
         DataError: a file cannot be used, or a set would lose rows (see data.eval.*.drop_unusable).
     """
-    return [
-        HeldOut(one, tuple(_held_out(section, f"data.eval.{index}", one, tokenizer, notices)), trained_with(section))
-        for index, one in enumerate(section.eval)
-    ]
+    return [_held_out(section, f"data.eval.{index}", one, tokenizer, notices) for index, one in enumerate(section.eval)]
 
 
 def training_prompts(
@@ -132,8 +129,9 @@ def training_prompts(
     *,
     notices: Notices,
     ends: int | None = None,
-) -> protocol.PromptSource:
-    """Return the endless stream of training prompts. Problems that stand in a held-out set are reported.
+) -> tuple[protocol.PromptSource, TokenizeReport]:
+    """Return the endless stream of training prompts, and how they were written. Problems that stand in a held-out set
+    are reported.
 
     Args:
         ends: only so many first and last rows of each file, for a quick look.
@@ -149,14 +147,14 @@ def training_prompts(
         held_out={one.section.name: one.prompts for one in held_out},
     )
     _say(notices, "training data", report.summary())
-    prompts, summary = _tokenised(section, problems, tokenizer, "data")
-    _say(notices, "training data", summary)
-    return prompt_source(config, prompts, report.pass_rates, notices)
+    prompts, written = _tokenised(section, problems, tokenizer, "data")
+    _say(notices, "training data", written.summary())
+    return prompt_source(config, prompts, report.pass_rates, notices), written
 
 
 def _held_out(
     section: DataSection, field: str, one: EvalSet, tokenizer: PreTrainedTokenizerBase, notices: Notices
-) -> list[Prompt]:
+) -> HeldOut:
     problems, report = load_problems([one.path], one.format, one.problem_field, one.answer_field, repeats="keep")
     _say(notices, f"evaluation set {one.name}", report.summary())
     if one.rows is not None and report.rows != one.rows:
@@ -165,7 +163,8 @@ def _held_out(
             f"be that of another set; fetch the file again, or set {field}.rows to the number that you mean"
         )
     problems = problems[: one.max_prompts]
-    prompts, summary = _tokenised(section, problems, tokenizer, one.template)
+    prompts, written = _tokenised(section, problems, tokenizer, one.template)
+    summary = written.summary()
     _say(notices, f"evaluation set {one.name}", summary)
     lost = report.num_dropped + len(problems) - len(prompts)
     if lost and not one.drop_unusable:
@@ -174,22 +173,21 @@ def _held_out(
             f"{field} ({one.name}): {lost} of {report.rows} rows of {one.path} cannot be used, so its accuracy would "
             f"be that of another set: {why}; repair the rows, or set {field}.drop_unusable=true to score the rest"
         )
-    return prompts
+    return HeldOut(one, tuple(prompts), trained_with(section), written.opens_thinking)
 
 
 def _tokenised(
     section: DataSection, problems: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, name: EvalTemplate
-) -> tuple[list[Prompt], str]:
+) -> tuple[list[Prompt], TokenizeReport]:
     """Return the problems as the template of this name writes them; data: as the section says."""
     form: Literal["chat", "plain"] = "chat" if section.prompt_template == "chat" else "plain"
     text, template = section.template, trained_with(section) if name == "data" else TEMPLATES[name]
     if template:
         check_tokenizer(section.prompt_template if name == "data" else name, tokenizer)
         form, text = template.form, template.text
-    prompts, report = tokenize_prompts(
+    return tokenize_prompts(
         problems, tokenizer, prompt_template=form, template=text, max_prompt_tokens=section.max_prompt_tokens
     )
-    return prompts, report.summary()
 
 
 def _say(notices: Notices, what: str, summary: str) -> None:
@@ -199,12 +197,14 @@ def _say(notices: Notices, what: str, summary: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """stops: what ends an answer. tokenizer: of transformers."""
+    """stops: what ends an answer. tokenizer: of transformers. opens_thinking: whether training's prompts end with a
+    <think>."""
 
     tokenizer: PreTrainedTokenizerBase
     stops: Stops
     held_out: list[HeldOut]
     prompts: protocol.PromptSource
+    opens_thinking: bool = False
 
 
 def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) -> Inputs:
@@ -219,14 +219,33 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
         ModelError: transformers, and so the engines, read another model from config.json than the actor does; or the
             tokenizer cannot be used. DataError: the problems cannot.
     """
-    read_compared_shape(config.model.path)
+    shape = read_compared_shape(config.model.path)
     tokenizer = load_tokenizer(
-        config.model.path, config.model.trust_remote_code, chat_template=config.data.prompt_template == "chat"
+        config.model.path,
+        config.model.trust_remote_code,
+        chat_template=config.data.prompt_template == "chat",
+        date=config.data.template_date,
     )
     stops = answer_stops(config, tokenizer)
     held_out = held_out_sets(config.data, tokenizer, notices)
-    prompts = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
-    return Inputs(tokenizer, stops, held_out, prompts)
+    prompts, written = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
+    _check_vocabulary(
+        config, tokenizer, shape.vocab, [written.largest_id, *(max(p.tokens) for s in held_out for p in s.prompts)]
+    )
+    return Inputs(tokenizer, stops, held_out, prompts, written.opens_thinking)
+
+
+def _check_vocabulary(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab: int, prompt_ids: Sequence[int]
+) -> None:
+    """Refuse prompts with a token that the model has no embedding for. prompt_ids: the largest ones."""
+    largest = max(prompt_ids)
+    if largest >= vocab:
+        raise ModelError(
+            f"model.path: the tokenizer in {config.model.path} writes prompts with token {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}); allowed: ids below {vocab} (vocab_size of config.json); "
+            "fix: take tokenizer and weights that belong together"
+        )
 
 
 def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:

@@ -32,7 +32,7 @@ from megatron_daro.runtime import parts, run_directory
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
-from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
 from megatron_daro.types import PlainValue
@@ -63,6 +63,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
     Raises:
         DaroError: the cause of a failure; all processes are gone by then.
     """
+    config = with_template_date(config, resume=resume)
     algorithm = parts.algorithm_of(config)
     check_start(config, resume=resume, generates=replay is None)
     run_dir = parts.run_directory(config)

@@ -183,6 +183,7 @@ def generation_with(
         notices=progress,
         segment_tokens=rollout.segment_tokens,
         template=trained_with(config.data),
+        opens_thinking=inputs.opens_thinking,
     )
     context = RolloutContext(
         section=rollout,

@@ -9,6 +9,7 @@ rows of training files, starts nothing and writes nothing.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro import recovery
-from megatron_daro.config import Config, to_yaml
+from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import Section, filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import read_model_shape
@@ -59,6 +60,19 @@ class Start:
     def step(self) -> int:
         """Optimizer steps done."""
         return int(self.state.get("step", 0))
+
+
+def with_template_date(config: Config, *, resume: bool) -> Config:
+    """Return the configuration with the day that chat templates take for today: as set, as the run that is resumed has
+    it, else today's. Prompts with another date would be others."""
+    if config.data.template_date is not None:
+        return config
+    saved, date = filled(config.trainer.run_dir) / CONFIG_FILE, datetime.date.today()
+    if resume and saved.is_file():
+        values = yaml_text.parse(saved.read_text(encoding="utf-8"), str(saved)).value
+        of_run = values.get("data", {}).get("template_date") if isinstance(values, dict) else None
+        date = datetime.date.fromisoformat(of_run) if of_run else date
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_date": date})})
 
 
 def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) -> Start:
@@ -118,7 +132,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     Raises:
         DaroError: what the start would end with.
     """
-    lines = _Lines()
+    config, lines = with_template_date(config, resume=resume), _Lines()
     if _algorithm_can_be_refused(config):
         from megatron_daro.runtime import parts
 

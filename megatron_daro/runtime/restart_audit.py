@@ -86,7 +86,7 @@ actor.routing_replay actor.megatron
 actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_layers_at_end_in_bf16
 engine.seed engine.sglang.pause
 reward.verifier reward.timeout_s reward.memory_mib reward.strict reward.marker reward.correct_reward
-reward.incorrect_reward reward.refuse_restated reward.options
+reward.incorrect_reward reward.refuse_restated reward.after_thinking reward.options
 environment.kind environment.options environment.timeout_s environment.step_timeout_s environment.memory_mib
 environment.max_turns environment.max_turn_tokens environment.strict environment.reward_weights
 trainer.steps trainer.on_nonfinite
@@ -97,6 +97,7 @@ _REFUSED = {
     "model.megatron_weights": "the reference policy starts from it",
     "data.format": "the prompts would be others",
     "data.problem_field": "the prompts would be others",
+    "data.template_date": "the prompts would be others",
     "data.answer_field": "the right answers would be others",
     "data.prompt_template": "the prompts would be others",
     "data.template": "the prompts would be others",

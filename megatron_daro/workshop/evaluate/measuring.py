@@ -281,6 +281,7 @@ def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]
         config.model.path,
         config.model.trust_remote_code,
         chat_template=own_templates and config.data.prompt_template == "chat",
+        date=config.data.template_date,
     )
     stops = answer_stops(config, tokenizer)
     sets = held_out_sets(config.data, tokenizer, notices)
@@ -403,7 +404,10 @@ def _made_of(plan: Plan, stops: Stops) -> dict[str, Any]:
         **({"stop": list(stops.texts)} if stops.texts else {}),
         "seed": config.engine.seed,
         "engine": config.engine.kind,
-        "verifier": {name: getattr(config.reward, name) for name in ("verifier", "strict", "marker", "refuse_restated")}
+        "verifier": {
+            name: getattr(config.reward, name)
+            for name in ("verifier", "strict", "marker", "refuse_restated", "after_thinking")
+        }
         | ({"options": dict(config.reward.options)} if config.reward.is_own else {}),
         "notes": {"model": str(config.model.path), "urls": list(config.engine.sglang.urls)},
     }

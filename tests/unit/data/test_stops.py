@@ -104,11 +104,29 @@ def test_stops_from_all_sources(tmp_path):
     assert read_stops(tokenizer, model_path=tmp_path) == Stops(tuple(sorted((start, eos))))
 
 
+@pytest.mark.parametrize("named", [5, [2, 5]])
+def test_every_end_token_of_the_models_files_counts(tmp_path, named):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": named}))
+    eos, ids = tokenizer.eos_token_id, named if isinstance(named, list) else [named]
+    assert read_stops(tokenizer, model_path=tmp_path).token_ids == tuple(sorted({eos, *ids}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert read_stops(tokenizer, model_path=tmp_path).token_ids == tuple(sorted({eos, 7, *ids}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_bad_end_token_is_told_with_its_file(tmp_path, name):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": 9999}))
+    with pytest.raises(ModelError, match=f"/{name}: eos_token_id.*9999"):
+        read_stops(tokenizer, model_path=tmp_path)
+
+
 def test_stops_that_are_refused(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
     with pytest.raises(ModelError, match=r"rollout\.stop: 'a<s>'"):
         read_stops(tokenizer, stop=["a<s>"])
-    with pytest.raises(ModelError, match=r"\[-1, 9999\]"):
+    with pytest.raises(ModelError, match=r"rollout\.stop_token_ids: got \[-1, 9999\]"):
         read_stops(tokenizer, extra_ids=[9999, -1])
     for text in ('{"eos_token_id": "x"}', "{torn", "[]"):
         (tmp_path / "generation_config.json").write_text(text)

@@ -29,6 +29,13 @@ def turns(plain, template=CHATML):
     return tokenizer, Turns(tokenizer, chat=True)
 
 
+def test_a_message_that_the_template_escapes_goes_on(plain):
+    written = CHATML.replace("m['content']", "(m['content'] | tojson if m['role'] == 'tool' else m['content'])")
+    tokenizer, made = turns(plain, written)
+    shown = made.observation('{"a": "<1>"}', "tool", tokenizer.eos_token_id)
+    assert r'"{\"a\": \"<1>\"}"' in tokenizer.decode(shown)
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_new_joins_what_was_sampled_to_the_rendered_history(plain, cut, role):

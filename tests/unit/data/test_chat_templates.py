@@ -1,0 +1,118 @@
+"""What a chat template is given, and what it may do to a prompt: tool calls, a date, errors, problems left out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+
+import pytest
+from test_template import CHAT, chat_prompt, save_tokenizer, text_prompt
+
+from megatron_daro.config.sections import EvalSet
+from megatron_daro.data.formats import RowProblem, last_boxed, parse_row
+from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.templates import HeldOut
+from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
+from megatron_daro.errors import DataError
+
+OPENS = CHAT.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def tokenizer_with(folder, chat):
+    return load_tokenizer(save_tokenizer(folder, chat=chat), chat_template=True)
+
+
+def text_of(prompt, tokenizer):
+    return tokenizer.decode(prompt.tokens)
+
+
+def test_a_template_reads_every_field_of_a_message(tmp_path):
+    reads = CHAT.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.tool_calls }}{{ m.reasoning_content }}")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {"role": "user", "content": "1+1?", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I add"},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "user", "content": "and 2+2?", "tool_calls": None},
+    ]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": chat, "answer": "4"}))
+    prompts, _ = load_problems([tmp_path / "data.jsonl"])
+    tokenizer = tokenizer_with(tmp_path / "model", reads)
+    kept, _ = tokenize_prompts(prompts, tokenizer)
+    assert str([call]) in text_of(kept[0], tokenizer) and "I add" in text_of(kept[0], tokenizer)
+
+
+def test_rows_that_offer_tools_are_dropped_by_name():
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "tools": [{"type": "function"}], "answer": "2"}
+    problem = parse_row(row)
+    assert isinstance(problem, RowProblem) and "tools" in problem.reason
+    assert not isinstance(parse_row({**row, "tools": []}), RowProblem)
+
+
+@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+def test_today_is_the_day_that_a_run_names(tmp_path, call):
+    dated = f"{{% if strftime_now is defined %}}{{{{ {call} }}}}{{% endif %}}" + CHAT
+    folder = save_tokenizer(tmp_path, chat=dated)
+    tokenizer = load_tokenizer(folder, chat_template=True, date=datetime.date(2024, 7, 26))
+    kept, _ = tokenize_prompts([text_prompt("1+1?")], tokenizer)
+    assert text_of(kept[0], tokenizer).startswith("26 Jul 2024")
+
+
+@pytest.mark.parametrize(
+    "fault", ["1 + 'a'", "1 // 0", "range(10 ** 9)", "'x'.foo()", "raise_exception('no system role')"]
+)
+def test_a_prompt_at_which_the_template_fails_is_dropped_and_counted(tmp_path, fault):
+    faulty = f"{{% if messages[0]['role'] == 'system' %}}{{{{ {fault} }}}}{{% endif %}}" + CHAT
+    tokenizer = tokenizer_with(tmp_path, faulty)
+    kept, report = tokenize_prompts([text_prompt("1+1?"), chat_prompt("Be short.", "2+2?")], tokenizer)
+    assert [prompt.text for prompt in kept] == ["1+1?"] and list(report.dropped.values()) == [["chat"]]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}Answer:",
+        "{% for m in messages if m['role'] == 'human' %}{{ m['content'] }}{% endfor %}Answer:",
+    ],
+    ids=["content in parts", "role human"],
+)
+def test_a_template_that_leaves_the_problem_out_is_refused(tmp_path, template):
+    with pytest.raises(DataError, match="prompt_template") as refused:
+        tokenize_prompts([text_prompt("1+1?")], tokenizer_with(tmp_path, template))
+    assert "max_prompt_tokens" not in str(refused.value)
+
+
+def test_a_prompt_of_megabytes_is_not_tokenized(tmp_path, monkeypatch):
+    tokenizer = tokenizer_with(tmp_path, CHAT)
+    longest = max(len(token) for token in tokenizer.get_vocab()) * 64
+    seen = []
+    monkeypatch.setattr(
+        type(tokenizer),
+        "__call__",
+        lambda self, texts, **options: seen.extend(texts) or {"input_ids": [[1]] * len(texts)},
+    )
+    kept, report = tokenize_prompts([text_prompt("1+1?"), text_prompt("x" * longest)], tokenizer, max_prompt_tokens=64)
+    assert len(kept) == len(seen) == 1 and len(next(iter(report.dropped.values()))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{1}, \fbox {\frac{a}{b}}", r"\frac{a}{b}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        ("\\boxed{" * 100_000, None),
+        ("} \\boxed{" * 100_000 + "5}", "5"),
+    ],
+    ids=["cut off", "nested", "escaped", "never closed", "closed once"],
+)
+def test_the_gold_of_a_solution_is_its_last_box(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(("template", "opens"), [(CHAT, False), (OPENS, True)])
+def test_a_response_of_a_prompt_that_opens_thinking_is_read_with_it(tmp_path, template, opens):
+    kept, report = tokenize_prompts([text_prompt("1+1?")], tokenizer_with(tmp_path, template))
+    held_out = HeldOut(EvalSet(name="a", path=tmp_path), tuple(kept), opens_thinking=report.opens_thinking)
+    assert report.opens_thinking is opens
+    assert held_out.verified_text(r"so \boxed{2}") == ("<think>" if opens else "") + r"so \boxed{2}"
