@@ -352,7 +352,10 @@ def _ratio(
     where: tuple[Tensor, Tensor, int],
     segment_reduce: SegmentReduce | None,
 ) -> Tensor:
-    """Return the importance ratio that is clipped: the token's, or its sequence's (gspo)."""
+    """Return the importance ratio that the trust region looks at: the token's, or its sequence's (gspo)."""
+    if settings.trust_region in ("cispo", "mirror", "reinforce"):
+        # What multiplies the gradient of log pi there is bounded by itself, so it flows at every ratio.
+        return importance_ratio(logprobs_T, old_T).detach() * (logprobs_T - logprobs_T.detach()).exp()
     if settings.trust_region != "gspo":
         return importance_ratio(logprobs_T, old_T)
     log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, segment_reduce)

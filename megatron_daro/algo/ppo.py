@@ -68,7 +68,8 @@ def generalized_advantages(
         values_NS: float64 [N, S], of the state before each own token; not read after a sample's end.
         rewards_N: float64 [N]. lengths_N: int64 [N], own tokens of each sample. lambda_N: float64 [N].
         goes_on_N: bool [N], samples whose last value stands for all that follows it: their last token has advantage 0
-            and their reward is not read. token_rewards_NS: float64 [N, S], 0 after a sample's end; None: 0.
+            and neither their reward nor that token's own is read. token_rewards_NS: float64 [N, S], 0 after a sample's
+            end; None: 0.
 
     Returns:
         float64 [N, S], 0 after a sample's end.
@@ -133,7 +134,7 @@ class Gae:
         options, own = self._options, _OwnTokens(tokens)
         lambda_N = torch.full_like(tokens.rewards_N, options.gae_lambda)
         if options.length_factor is not None:
-            lambda_N = (1 - 1 / (options.length_factor * own.lengths_N.clamp(min=1))).clamp(min=0.0)
+            lambda_N = (1 - 1 / (options.length_factor * own.lengths_N.double().clamp(min=1))).clamp(min=0.0)
         advantages_R = own.end_to_end(self._raw(tokens, own, lambda_N))
         there_R = tokens.mask_R & ~own.end_to_end(own.last_NS & self._goes_on(tokens)[:, None])
         if options.whiten:

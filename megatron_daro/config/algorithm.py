@@ -112,7 +112,8 @@ class DaroSection(Section):
     scale: Literal["sum", "mean"] = "sum"
     """Sum over bins, or mean over the bins present."""
     clamp: tuple[float, float] = (0.1, 10.0)
-    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1."""
+    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. 10 binds where wrong answers are less
+    than 1.2 to 1.4 times as long as right ones (by pass rate)."""
 
 
 class DapoSection(Section):

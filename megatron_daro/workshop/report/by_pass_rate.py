@@ -209,12 +209,30 @@ def _measured_against_predicted(run: RunData) -> Plot | None:
         traces += dots_and_rings((f"measured, {when}", measured), (f"predicted, {when}", predicted), colour)
     if not traces:
         return None
+    when, rows = quarters(run)[-1]
+    if approximated := _authors_approximation(run, rows):
+        line = {"color": COLOURS[7], "width": 2, "dash": "dot"}
+        traces.append(by_bin(approximated, f"the authors' approximation, {when}", COLOURS[7], line=line))
     caption = (
         "Mean loss of each pass rate. The rings are what the mean lengths of right and wrong answers predict for "
         "on-policy data: sqrt(mu(1-mu)) (l_wrong - l_right) / (mu l_right + (1-mu) l_wrong). A gap means that the data "
-        "is not on-policy or that length and verdict relate otherwise within groups."
+        "is not on-policy or that length and verdict relate otherwise within groups. Dotted: what DARO's authors take "
+        "for it, sqrt(mu(1-mu)) (mu l_right - (1-mu) l_wrong) / (mu l_right + (1-mu) l_wrong)."
     )
     return Plot("Measured against predicted L_k", caption, traces, pass_rate_layout(run, "mean token loss L_k"))
+
+
+def _authors_approximation(run: RunData, rows: list[dict[str, float | None]]) -> Table:
+    """Return L_k by the authors' formula. Source: the summary of arXiv 2510.09001 by its authors, Figure 2 there."""
+    right, wrong = (bin_means(run, f"difficulty/length_{side}", rows) for side in ("right", "wrong"))
+    size = run.rollouts_per_prompt or 1
+    losses: Table = {}
+    for k in right.keys() & wrong.keys():
+        mu, of_right, of_wrong = k / size, right[k][0], wrong[k][0]
+        if of_right is not None and of_wrong is not None and 0 < mu < 1:
+            tokens = mu * of_right + (1 - mu) * of_wrong
+            losses[k] = [(mu * (1 - mu)) ** 0.5 * (mu * of_right - (1 - mu) * of_wrong) / tokens]
+    return losses
 
 
 def _equilibrium(run: RunData) -> Plot | None:

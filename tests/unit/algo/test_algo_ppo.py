@@ -125,13 +125,13 @@ def test_a_truncated_answer_ends_there_unless_it_shall_go_on():
 
 
 def test_lambda_by_length():
-    """alpha 0.1: 20 own tokens have lambda 0.5; 5 would have one below 0, so 0."""
+    """alpha 0.1: 17 own tokens have lambda 1 - 1/1.7; 5 would have one below 0, so 0."""
     rng = np.random.default_rng(1)
-    values, masks = [rng.normal(size=20).tolist(), rng.normal(size=5).tolist()], [[1] * 20, [1] * 5]
+    values, masks = [rng.normal(size=17).tolist(), rng.normal(size=5).tolist()], [[1] * 17, [1] * 5]
     tokens, algorithm = columns(values, masks, [1.0, 0.0]), build(length_factor=0.1, whiten=False)
-    want = recursion(values[0], masks[0], 1.0, 1.0, 0.5) + recursion(values[1], masks[1], 0.0, 1.0, 0.0)
+    want = recursion(values[0], masks[0], 1.0, 1.0, 1 - 1 / 1.7) + recursion(values[1], masks[1], 0.0, 1.0, 0.0)
     assert algorithm.token_advantages(tokens).tolist() == pytest.approx(want, abs=1e-12)
-    assert algorithm.value_targets(tokens).tolist() == pytest.approx([1.0] * 20 + [0.0] * 5), "the critic's own is 1"
+    assert algorithm.value_targets(tokens).tolist() == pytest.approx([1.0] * 17 + [0.0] * 5), "the critic's own is 1"
 
 
 @pytest.mark.parametrize("masks", [[[1], [1]], [[1], [0]], [[0], [0]], [[0, 0, 0], [1]]])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_daro.algo.objective import ObjectiveSettings, cispo_loss, sapo_loss
+from megatron_daro.algo.objective import ObjectiveSettings, cispo_loss, sapo_loss, token_objective
 from megatron_daro.errors import AlgorithmError
 
 
@@ -57,3 +57,25 @@ def test_at_ratio_one_both_are_plain_policy_gradients(loss):
 def test_settings_without_a_meaning_are_refused(options, said):
     with pytest.raises(AlgorithmError, match=said):
         ObjectiveSettings(**options)
+
+
+@pytest.mark.parametrize("shift", [25.0, -25.0])
+@pytest.mark.parametrize("trust_region", ["reinforce", "cispo", "mirror"])
+def test_no_ratio_takes_the_gradient_away(trust_region, shift):
+    logprobs_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    objective = token_objective(
+        logprobs_T,
+        None,
+        old_logprobs_T=logprobs_T.detach() - shift,
+        rollout_logprobs_T=None,
+        ref_logprobs_T=None,
+        advantages_T=torch.tensor([1.5], dtype=torch.float64),
+        mask_T=torch.ones(1, dtype=torch.bool),
+        segment_T=torch.zeros(1, dtype=torch.int64),
+        num_segments=1,
+        settings=ObjectiveSettings(trust_region=trust_region),
+    )
+    objective.segment_losses_M.sum().backward()
+    weight = 1.28 if shift > 0 else math.exp(-20)  # CISPO's, of a ratio that is limited to exp(-20)
+    want = {"reinforce": 1.5, "cispo": 1.5 * weight, "mirror": 1.5 - 0.1 * shift}
+    assert logprobs_T.grad.item() == pytest.approx(-want[trust_region], rel=1e-12)
