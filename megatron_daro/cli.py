@@ -79,16 +79,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app.command()(plan)
-app.command()(check_layout)
-app.command()(analyze)
-app.command()(curate)
-app.command()(shorten)
-app.command()(submit)
-app.command()(doctor)
-app.command()(check_loss)
-
-
 @app.callback()
 def options(
     version: Annotated[
@@ -142,10 +132,6 @@ def train(
     typer.echo(printable(last))
 
 
-app.command(name="eval")(evaluate)
-
-
-@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
     output: Annotated[
@@ -167,7 +153,18 @@ def report(
     typer.echo(target)
 
 
+# In the order in which a newcomer meets them; `train` stands above.
+app.command()(report)
+app.command(name="eval")(evaluate)
+app.command()(plan)
+app.command()(doctor)
 app.command(epilog="--check MODEL_CONFIG --world N ... writes nothing: see check-layout.")(convert)
+app.command()(check_layout)
+app.command()(submit)
+app.command()(curate)
+app.command()(check_loss)
+app.command()(analyze)
+app.command()(shorten)
 
 
 def _require_directory(name: str, path: Path, allowed: str) -> None:

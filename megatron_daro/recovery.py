@@ -24,7 +24,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from megatron_daro import durable
-from megatron_daro.errors import CheckpointError, disk_fault
+from megatron_daro.errors import CheckpointError, ConfigError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
@@ -355,12 +355,12 @@ def require_fresh(run_dir: Path) -> None:
     """Refuses to start a new run over an old one.
 
     Raises:
-        CheckpointError: the directory holds checkpoints or metrics.
+        ConfigError: the directory holds checkpoints or metrics.
     """
     run_dir = Path(run_dir)
     metrics = run_dir / "metrics.jsonl"
     if step_directories(run_dir / "checkpoints") or (metrics.exists() and metrics.stat().st_size):
-        raise CheckpointError(
+        raise ConfigError(
             f"trainer.run_dir: {run_dir} already holds a run; allowed: an empty directory. "
             "Use --resume to continue it, or another run_dir"
         )

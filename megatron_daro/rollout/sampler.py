@@ -192,8 +192,8 @@ class Sampler:
             if self._short_batches.bit_count() == 1:
                 self._notices.notice(
                     f"batch has {len(batch.kept)} of {target} groups after {batch.rounds} rounds of prompts "
-                    f"({batch.why_empty()}); going on with these. Short batches so far: {self._short_batches}; "
-                    f"said again at {2 * self._short_batches}"
+                    f"({batch.why_empty()}); going on with these"
+                    + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
 
     def _complete(self, batch: PartialBatch, seconds: float, response_tokens: int) -> SampledBatch:

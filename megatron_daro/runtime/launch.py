@@ -205,10 +205,10 @@ def _finished_before(run: _Run, start: Start) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
     section, run_dir = run.config.trainer, parts.run_directory(run.config)
     due = run_directory.exports_due(section, start.step)
-    remark = "Nothing to do"
+    rest = "nothing to do; to go on, raise trainer.steps"
     if due:
-        remark = f"Only {' and '.join(map(str, due))} {'is' if len(due) == 1 else 'are'} left to be written"
-    run.progress.notice(f"{run_dir} has all of its {start.step} steps; raise trainer.steps to go on. {remark}")
+        rest = f"only {' and '.join(map(str, due))} {'is' if len(due) == 1 else 'are'} left to be written"
+    run.progress.notice(f"{run_dir} has all of its {start.step} steps: {rest}")
     if due:
         run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)
     return RunOutcome("finished", start.step)

@@ -54,11 +54,12 @@ def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
         resume: whether it may hold a run already.
 
     Raises:
-        CheckpointError: another process uses it, or it holds a run and may not.
-        ConfigError: it cannot be made or written.
+        CheckpointError: another process uses it.
+        ConfigError: it holds a run and may not, or it cannot be made or written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        _require_own_lock(run_dir)
         lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise _not_writable(run_dir, error.strerror) from error
@@ -78,20 +79,29 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
     """Refuses what `owned` would refuse, without making or locking anything.
 
     Raises:
-        CheckpointError: another process uses the directory, it holds a run and may not, or it is not there to resume.
-        ConfigError: it cannot be made or written.
+        CheckpointError: another process uses the directory.
+        ConfigError: it holds a run and may not, it is not there to resume, or it cannot be made or written.
     """
     if resume and not run_dir.is_dir():
-        raise CheckpointError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
+        raise ConfigError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise _not_writable(run_dir, f"{there} is a file" if not there.is_dir() else f"{there} is closed to this user")
     if kind := _pseudo_file_system(there):
         raise _not_writable(run_dir, f"{there} is of the file system {kind}, which holds no files")
+    _require_own_lock(run_dir)
     with suppress(OSError), (run_dir / LOCK_FILE).open("r+", encoding="utf-8") as lock:
         _take(lock, run_dir)  # given back at the end of the block
     if not resume:
         recovery.require_fresh(run_dir)
+
+
+def _require_own_lock(run_dir: Path) -> None:
+    """Refuse a lock that is no file of this directory: its content is thrown away."""
+    lock = run_dir / LOCK_FILE
+    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+        what = "a link" if lock.is_symlink() else "no file"
+        raise _not_writable(run_dir, f"{LOCK_FILE} in it is {what}")
 
 
 def _pseudo_file_system(path: Path) -> str:

@@ -255,8 +255,12 @@ def _disk_of(config: Config) -> tuple[float, str]:
     count = min(max(written, 1), trainer.keep_checkpoints + 1) + milestones
     exported = policy_gib * trainer.export_hf + critic_gib * trainer.export_critic
     export = exported / (weight + {2: 12, 4: 8}[weight]) * weight
-    words = f"{count} checkpoints of {one:.1f}" + (f" and what is exported of {export:.1f}" if export else "")
+    words = f"{count} checkpoints of {_size(one)}" + (f" and what is exported of {_size(export)}" if export else "")
     return max(count * one + export, _LEAST_DISK_GIB), words
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.0f} MiB"
 
 
 def _one_line(text: str) -> str:

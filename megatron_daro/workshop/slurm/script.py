@@ -196,6 +196,10 @@ asked='' attempt=0 attempt_dir='' payload=''
 trap 'asked=USR1; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' USR1
 trap 'asked=TERM; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' TERM
 
+# What the shell that submitted this wants of its own srun (`srun -c1` leaves SLURM_CPU_BIND behind) is not for this job.
+unset ${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} SLURM_DISTRIBUTION SLURM_EXACT SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPU_BIND \\
+    SLURM_HINT SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_NPROCS SLURM_NTASKS SLURM_OVERCOMMIT SLURM_THREADS_PER_CORE
+
 folder=@{folder}
 mkdir -p "$folder"
 @{own_log}
@@ -286,7 +290,7 @@ END
 (
 @{setup}
     touch "$attempt_dir/started"
-    exec srun --ntasks-per-node=1 @{lost_node} @{container} \\
+    exec srun --ntasks-per-node=1 --cpu-bind=none @{lost_node} @{container} \\
         bash -c "$with_log" "$attempt_dir" @{enter}@{node_command} \\
         >"$attempt_dir/srun.log" 2>&1
 ) &
@@ -324,7 +328,7 @@ failed=$(cat "$attempt_dir"/failed_* 2>/dev/null | tail -1)
 [ -z "$kind" ] || requeue "$cause"
 # No node has said anything: the last words of one, else srun's own, such as an option or an image it does not know.
 last=$(tail -qn 1 "$attempt_dir"/node_*.log 2>/dev/null | grep . | tail -1)
-[ -n "$last" ] || last=$(grep -m 1 -i -e error -e unrecognized -e invalid "$attempt_dir/srun.log")
+[ -n "$last" ] || last=$(grep -m 1 -i -e fatal -e error -e unrecognized -e invalid "$attempt_dir/srun.log")
 [ -e "$attempt_dir/head.json" ] || give_up "the nodes did not start (srun: $code): ${last:-no word in $attempt_dir}"
 requeue "the first node ended without a word (srun: $code), as when a node is lost"
 """
