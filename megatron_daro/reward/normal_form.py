@@ -206,9 +206,10 @@ def without_choices(gold: str, answer: str) -> tuple[str, str]:
         gold, answer: canonical texts.
     """
     (gold_letter, gold_value), (letter, value) = _choice(gold), _choice(answer)
-    if not gold_letter and not letter:
-        return gold, answer
+    labelled = gold_letter or letter or words(answer)
     gold_letter, letter = gold_letter or _lone_letter(gold), letter or _lone_letter(answer)
+    if not labelled:
+        return gold, answer
     by_letter = gold_letter and letter and (gold_letter != letter or gold_value is None or value is None)
     return (f"\\text{{{gold_letter}}}", f"\\text{{{letter}}}") if by_letter else (gold_value or gold, value or answer)
 

@@ -119,6 +119,27 @@ def test_a_lost_node_costs_an_attempt_and_nothing_else(slurm, tiny, tmp_path, un
     assert trained(job) == unbroken
 
 
+def test_what_the_shell_that_submits_wants_of_srun_is_not_for_the_job(slurm, tiny, tmp_path, monkeypatch):
+    left_behind = {
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",  # as `srun -c1 --pty bash` does
+        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        "SLURM_CPU_BIND_LIST": "0x1",
+        "SLURM_MEM_PER_CPU": "100",
+    }
+    for name, value in left_behind.items():
+        monkeypatch.setitem(slurm.environment, name, value)
+    job = submitted(slurm, tiny, tmp_path, memory_gib=2)
+    job.wait("some steps", lambda: job.steps() >= 1)
+    ranks = [p for p in job.processes() if "ray::TrainWorker" in " ".join(p.cmdline())]
+    assert ranks and all(set(p.cpu_affinity()) == os.sched_getaffinity(0) for p in ranks)
+    slurm.run("scancel", job.number)
+
+
+def test_a_wish_that_srun_refuses_is_the_cause(slurm, tiny, tmp_path):
+    job = submitted(slurm, tiny, tmp_path, setup=["export SLURM_MEM_PER_CPU=100"], memory_gib=2)
+    assert "SLURM_MEM_PER_CPU" in job.ended()
+
+
 def test_cancelled_leaves_no_process(slurm, tiny, tmp_path):
     job = submitted(slurm, tiny, tmp_path, "trainer.steps=100000")
     job.wait("some steps", lambda: job.steps() >= 2)

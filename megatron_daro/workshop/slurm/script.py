@@ -196,9 +196,10 @@ asked='' attempt=0 attempt_dir='' payload=''
 trap 'asked=USR1; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' USR1
 trap 'asked=TERM; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' TERM
 
-# What the shell that submitted this wants of its own srun (`srun -c1` leaves SLURM_CPU_BIND behind) is not for this job.
-unset ${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} SLURM_DISTRIBUTION SLURM_EXACT SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPU_BIND \\
-    SLURM_HINT SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_NPROCS SLURM_NTASKS SLURM_OVERCOMMIT SLURM_THREADS_PER_CORE
+# Not for this job: what the shell that submitted it wants of its own srun (`srun -c1` leaves SLURM_CPU_BIND behind).
+unset ${!SLURM_CPU_BIND@@} ${!SLURM_MEM_BIND@@} SLURM_DISTRIBUTION SLURM_EXACT SLURM_GPUS SLURM_GPUS_PER_TASK
+unset SLURM_GPU_BIND SLURM_HINT SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_NPROCS SLURM_NTASKS SLURM_OVERCOMMIT
+unset SLURM_THREADS_PER_CORE
 
 folder=@{folder}
 mkdir -p "$folder"

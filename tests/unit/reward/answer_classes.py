@@ -201,6 +201,7 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         (r"\textbf{(C)}\ 14", r"\text{(C) } 14"),
         ("C", r"\textbf{(C)}\ 14"),
         ("14", r"\textbf{(C)}\ 14"),
+        ("D", r"\textbf{(D).}"),
         (r"\textbf{(A) } \frac{1}{2}", "0.5"),
     ],
 }
