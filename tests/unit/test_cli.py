@@ -127,7 +127,7 @@ def test_a_dry_run_ends_as_the_start_would(config_file, capsys):
     assert "rollout.stop" in capsys.readouterr().err.splitlines()[-1]
     assert cli.main(["train", str(config_file), "--dry-run", f"trainer.run_dir={config_file}/run"]) == 2
     assert "trainer.run_dir" in capsys.readouterr().err
-    assert cli.main(["train", str(config_file), "--dry-run", "--resume"]) == 1
+    assert cli.main(["train", str(config_file), "--dry-run", "--resume"]) == 2
     assert str(config_file.parent / "run") in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from loop_fakes import FakeProgress, make_stack, run_stack
 
 from megatron_daro import durable, recovery
-from megatron_daro.errors import CheckpointError, DeadlineError
+from megatron_daro.errors import CheckpointError, ConfigError, DeadlineError
 from megatron_daro.recovery import (
     Checkpoints,
     check_fits,
@@ -390,9 +390,9 @@ def test_a_new_run_over_an_old_one_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     require_fresh(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(CheckpointError, match="--resume"):
+    with pytest.raises(ConfigError, match="--resume"):
         require_fresh(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="--resume"):
+    with pytest.raises(ConfigError, match="--resume"):
         require_fresh(tmp_path)

@@ -117,5 +117,5 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path):
 
 def test_a_run_is_not_started_over_another_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(CheckpointError, match="--resume"), owned(tmp_path, resume=False):
+    with pytest.raises(ConfigError, match="--resume"), owned(tmp_path, resume=False):
         pass

@@ -64,7 +64,7 @@ def test_a_checkpoint_is_converted_once_and_again_when_it_changes(plans, problem
         assert main(["eval", "--checkpoint", str(checkpoint), *problems]) == 0
         found, expected = load_file(written), load_file(tmp_path / f"hf{seed}" / "model.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        return written.stat().st_ino
+        return written.stat().st_mtime_ns
 
     first = evaluated(0)
     assert evaluated(0) == first

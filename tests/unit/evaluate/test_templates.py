@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_daro.data.templates import TEMPLATES, check_tokenizer
+from megatron_daro.data.templates import TEMPLATES, check_tokenizer, verified_text
 from megatron_daro.errors import ModelError
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "evaluate.md"
@@ -56,8 +56,9 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused():
     ],
 )
 def test_r1_reads_the_last_answer_tag_of_an_answer_that_keeps_the_form(text, verified):
-    assert TEMPLATES["r1"].verified_text(text) == verified
+    assert verified_text(text, TEMPLATES["r1"], opens_thinking=True) == verified
 
 
 def test_other_templates_read_the_whole_answer():
-    assert all(t.verified_text("a <answer>") == "a <answer>" for name, t in TEMPLATES.items() if name != "r1")
+    for name, template in TEMPLATES.items():
+        assert name == "r1" or verified_text("a <answer>", template, opens_thinking=False) == "a <answer>"

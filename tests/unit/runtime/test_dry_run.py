@@ -26,7 +26,7 @@ from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails
+from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import owned
 
@@ -182,7 +182,7 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
 
 
 def test_a_restart_that_the_audit_refuses_is_refused_by_a_dry_run_too(configured):
-    config, other = configured(), configured("trainer.seed=1")
+    config, other = (with_template_date(one, resume=False) for one in (configured(), configured("trainer.seed=1")))
     checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config))
 
     async def write(directory: Path) -> None:

@@ -28,6 +28,11 @@ NO_ANSWER, TOO_LONG = {"problem": "3="}, {"problem": "3==========", "answer": "3
 SURROGATE = {"problem": "\ud800=", "answer": "3"}
 
 
+def source_of(*given, **options):
+    source, _ = training_prompts(*given, **options)
+    return source
+
+
 class Said(list):
     """Notices as a list."""
 
@@ -77,8 +82,8 @@ def test_the_first_problems_only_are_no_loss(tmp_path, tokenizer):
 
 def test_a_named_template_writes_training_data_and_the_sets_that_are_asked_as_they_are(tmp_path, tokenizer):
     data = section(tmp_path, GOOD).model_copy(update={"prompt_template": "none"})
-    source = training_prompts(configured(data), tokenizer, [], notices=Said())
-    plain = training_prompts(configured(section(tmp_path, GOOD)), tokenizer, [], notices=Said())
+    source = source_of(configured(data), tokenizer, [], notices=Said())
+    plain = source_of(configured(section(tmp_path, GOOD)), tokenizer, [], notices=Said())
     assert [p.tokens for p in source.next(2)] == [p.tokens for p in plain.next(2)]
     (kept,) = held_out_sets(data, tokenizer, Said())
     assert kept.template is TEMPLATES["none"] and kept.prompts[0].tokens == tuple(tokenizer.encode("1="))
@@ -100,7 +105,7 @@ def test_r1_ends_answers_at_its_closing_tag_for_which_servers_need_a_tokenizer(t
 
 def test_training_data_lose_rows_and_say_so(tmp_path, tokenizer):
     said = Said()
-    source = training_prompts(
+    source = source_of(
         configured(section(tmp_path, [*GOOD, NO_ANSWER, TOO_LONG, SURROGATE])), tokenizer, [], notices=said
     )
     assert len(source) == 2
@@ -127,21 +132,21 @@ RATED = [{**GOOD[0], "pass_rate": 0.75, "pass_rate_samples": 8, "pass_rate_model
 def test_an_order_by_pass_rates_needs_them(tmp_path, tokenizer):
     data = section(tmp_path, [*RATED, GOOD[1]]).model_copy(update={"order": "curriculum"})
     with pytest.raises(DataError, match=r"data\.order: got curriculum.* 1 of 2"):
-        training_prompts(configured(data), tokenizer, [], notices=Said())
+        source_of(configured(data), tokenizer, [], notices=Said())
 
 
 def test_only_problems_of_a_band_of_pass_rates(tmp_path, tokenizer):
     rows = [{"problem": str(i), "answer": "1", "pass_rate": i / 4} for i in range(5)]
     data, said = section(tmp_path, rows).model_copy(update={"pass_rates": (0.25, 0.5)}), Said()
-    source = training_prompts(configured(data), tokenizer, [], notices=said)
+    source = source_of(configured(data), tokenizer, [], notices=said)
     assert sorted(p.text for p in source.next(2)) == ["1", "2"] and len(source) == 2
     assert any("data.pass_rates [0.25, 0.5]" in line and "3 of 5" in line for line in said)
     empty = data.model_copy(update={"pass_rates": (0.8, 0.9)})
     with pytest.raises(DataError, match="1 easier and 4 harder"):
-        training_prompts(configured(empty), tokenizer, [], notices=Said())
+        source_of(configured(empty), tokenizer, [], notices=Said())
     unrated = section(tmp_path, [*RATED, GOOD[1]]).model_copy(update={"pass_rates": (0.25, 0.9)})
     with pytest.raises(DataError, match=r"data\.pass_rates: got \[0\.25, 0\.9\].* 1 of 2"):
-        training_prompts(configured(unrated), tokenizer, [], notices=Said())
+        source_of(configured(unrated), tokenizer, [], notices=Said())
 
 
 @pytest.mark.parametrize(
@@ -150,12 +155,12 @@ def test_only_problems_of_a_band_of_pass_rates(tmp_path, tokenizer):
 def test_the_order_of_the_configuration(tmp_path, tokenizer, order, kind):
     data = section(tmp_path, RATED).model_copy(update={"order": order})
     config = configured(data, trainer={"steps": 30, "updates_per_batch": 4}, rollout={"prompts_per_step": 5})
-    source = training_prompts(config, tokenizer, [], notices=Said())
+    source = source_of(config, tokenizer, [], notices=Said())
     assert type(source) is kind and planned_prompts(config) == 40
     if order == "curriculum":
         assert source.state_dict()["settings"]["ramp_prompts"] == 20
     if order == "prioritised":
-        unrated = training_prompts(
+        unrated = source_of(
             configured(section(tmp_path, GOOD[:1]).model_copy(update={"order": order})), tokenizer, [], notices=Said()
         )
         assert source.state_dict()["columns"]["failure"] != unrated.state_dict()["columns"]["failure"]
@@ -166,11 +171,11 @@ def test_pass_rates_of_another_model_are_said(tmp_path, tokenizer):
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights")
     said = Said()
-    training_prompts(configured(section(tmp_path, [*RATED, GOOD[1]]), str(model)), tokenizer, [], notices=said)
+    source_of(configured(section(tmp_path, [*RATED, GOOD[1]]), str(model)), tokenizer, [], notices=said)
     own = weights_digest(model)
     assert any("other (weights aa)" in line and f"mine (weights {own})" in line for line in said)
     assert any("1 of 2 problems" in line for line in said)
     said.clear()
     rows = [RATED[0] | {"pass_rate_weights": own}]
-    training_prompts(configured(section(tmp_path, rows), str(model)), tokenizer, [], notices=said)
+    source_of(configured(section(tmp_path, rows), str(model)), tokenizer, [], notices=said)
     assert not any(own in line for line in said)
