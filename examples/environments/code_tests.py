@@ -55,7 +55,7 @@ class CodeTests:
         self._tries, self._begin, self._end, self._shown = tries, begin, end, shown
         self._sandbox = Sandbox(Limits(**(limits or {})), isolation)
         self._sandbox.check()
-        weak = "the code of the model can read the files of this machine (isolation limits)"
+        weak = "the code of the model can read and write the files of this machine (isolation limits)"
         self.notice = weak if isolation == "limits" else ""
 
     def reset(self, prompt: Prompt) -> Step:

@@ -32,7 +32,7 @@ class PythonTool:
         Args:
             verifier: of the final answer. max_calls: a later one is an answer. begin, end: around code.
             shown: around what was printed. role: of it in a chat. limits: of `megatron_daro.sandbox.Limits`.
-            isolation: "limits" lets the model's code read every file that you can read.
+            isolation: "limits" lets the model's code read and write every file that you can.
 
         Raises:
             SandboxError: this machine does not give the isolation.
@@ -41,7 +41,7 @@ class PythonTool:
         self._begin, self._end, self._shown = begin, end, shown
         self._sandbox = Sandbox(Limits(**{"output_bytes": 2000, **(limits or {})}), isolation)
         self._sandbox.check()
-        weak = "the code of the model can read the files of this machine (isolation limits)"
+        weak = "the code of the model can read and write the files of this machine (isolation limits)"
         self.notice = weak if isolation == "limits" else ""
 
     def reset(self, prompt: Prompt) -> Step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -32,8 +33,10 @@ _OVERHEAD_MIB = 16
 """Of child.py's own processes."""
 _STARTS = 3
 """Times that a sandbox which is killed from outside is started in all."""
+_OWN_MEMORY = re.compile(r"^(?:RssAnon|VmSwap|HugetlbPages):\s+(\d+) kB$", re.MULTILINE)
 _CHILD = Path(__file__).with_name("child.py")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/urandom")
+"""Not /dev/zero: mapped, it is memory that nobody counts."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
@@ -42,8 +45,8 @@ class Limits:
     """What one run of code may use.
 
     wall_s: time, seconds, from where the code begins. cpu_s: CPU time of each process, whole seconds. memory_mib:
-    address space of each process, and resident memory of all together. output_bytes: of standard output and error
-    together. file_mib: of all files. processes: at once, threads included.
+    address space of each process, and memory of all together. output_bytes: of standard output and error
+    together. file_mib: of all files, which take memory besides. processes: at once, threads included.
     """
 
     wall_s: float = 5.0
@@ -78,9 +81,11 @@ class Sandbox:
     """Runs Python code, each time in new namespaces. Immutable, so usable from several threads.
 
     isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in
-    memory to write to, no other process in sight, no rights. `limits`: the limits alone, and no sockets but Unix's:
-    such code reads every file that you can read. read_only: more paths that the code may read, for instance of
-    packages; import_path: those of them that Python imports from.
+    memory to write to, no other process in sight, no rights. `limits`: for code that you trust: no sockets but Unix's,
+    no further processes, threads uncounted, and it reads and writes every file that you can, so that `file_mib` is of
+    each, and those of a file system in memory (/dev/shm) are beyond every limit. In both memory that could not be
+    counted is refused: shared without a file, of System V, memfd. read_only: more paths that the code may read, for
+    instance of packages; import_path: those of them that Python imports from.
 
     The calling thread must live as long as a run: Linux ends the code with it.
     """
@@ -212,7 +217,7 @@ class _Watch:
                 return None  # the code and all it started are gone
             if now - polled > _POLL_S:
                 polled = now
-                if resident_mib(self._process.pid) > limits.memory_mib + _OVERHEAD_MIB:
+                if memory_mib(self._process.pid) > limits.memory_mib + _OVERHEAD_MIB:
                     return "memory"
         return None
 
@@ -272,16 +277,13 @@ def kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def resident_mib(pid: int) -> float:
-    """Return the resident memory of all that a process started, pages shared with files not counted."""
-    pages = 0
+def memory_mib(pid: int) -> float:
+    """Return the memory of all that a process started, swapped out or not; what is of files is not counted."""
+    kib = 0
     for one in descendants(pid):
-        try:
-            _, resident, shared, *_ = Path(f"/proc/{one}/statm").read_text().split()
-        except (OSError, ValueError):
-            continue
-        pages += int(resident) - int(shared)
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        with suppress(OSError):
+            kib += sum(map(int, _OWN_MEMORY.findall(Path(f"/proc/{one}/status").read_text())))
+    return kib / 1024
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -52,9 +52,25 @@ _DENIED = {
         *(104, 294, 425, 426, 427, 428, 429, 430, 431, 432, 433),
     ],
 }
+_HOARDS = {
+    # shmget, semget, msgget, mq_open, memfd_create, memfd_secret, vmsplice, landlock_create_ruleset
+    "x86_64": [29, 64, 68, 240, 319, 447, 278, 444],
+    "aarch64": [194, 190, 186, 180, 279, 447, 75, 444],
+}
+"""Denied since they keep memory that no process has mapped, so that nobody can count it."""
 _SOCKET = {"x86_64": 41, "aarch64": 198}
+_MMAP = {"x86_64": 9, "aarch64": 222}
+_FORKS = {"x86_64": [57, 58], "aarch64": []}
+_CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 """System call numbers. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h."""
+_SHARED_ANONYMOUS, _THREAD = 0x21, 0x10000
+_LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _BACK = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_EPERM, _ENOSYS, _ALLOWED, _KILLED = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
+_FIRST, _FOURTH = 16, 40
+"""Places of arguments in struct seccomp_data, the lower half. Source: seccomp(2); linux/bpf_common.h."""
 _libc = ctypes.CDLL(None, use_errno=True)
+_Line = tuple[int, int, int, int]
+"""Of a seccomp program: what to do, lines to leave out where it is true, where it is not, and a number."""
 
 
 def checked(result: int, what: str) -> None:
@@ -125,7 +141,8 @@ def make_root(names: list[str], scratch_mib: int) -> None:
         mount("none", mounted, None, _REMOUNT | _BIND | _NOSUID | kept | (0 if device else _RDONLY))
     for name in ("scratch", "proc", "old"):
         Path(f"{root}/{name}").mkdir()
-    options = f"size={scratch_mib}m,mode=755,uid={owner},gid={owner}"
+    # An empty file takes a page of the kernel's memory.
+    options = f"size={scratch_mib}m,nr_inodes={scratch_mib * 256},mode=755,uid={owner},gid={owner}"
     mount("tmpfs", f"{root}/scratch", "tmpfs", _NOSUID | _NODEV, options)
     with suppress(OSError):  # a container that hides parts of its own /proc allows no new one; the code has none then
         mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
@@ -164,9 +181,19 @@ def give_up_rights(*, sockets: bool) -> None:
     machine = platform.machine()
     header, none = struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6)
     checked(_libc.syscall(_CAPSET[machine], header, none), "capset")
-    program = _filter(machine, sockets=sockets)
+    _obey(_filter(machine, sockets=sockets))
+
+
+def deny_processes() -> None:
+    """Leave threads alone: others of the user count as well, and root's are not limited."""
+    _obey(_no_processes(platform.machine()))
+
+
+def _obey(lines: list[_Line]) -> None:
+    """Have the kernel ask one more seccomp program about every system call from now on."""
+    program = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(program)
-    head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    head = struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(buffer))
     pointer = ctypes.create_string_buffer(head)
     checked(
         _libc.prctl(_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0)),
@@ -174,33 +201,45 @@ def give_up_rights(*, sockets: bool) -> None:
     )
 
 
-def _filter(machine: str, *, sockets: bool) -> bytes:
-    """Return a seccomp program: EPERM for the denied calls, an end for another architecture's.
-
-    Source: seccomp(2), struct seccomp_data; linux/bpf_common.h.
-    """
-    load, equal, above, back = 0x20, 0x15, 0x35, 0x06
-    denied, allowed, killed = 0x00050001, 0x7FFF0000, 0x80000000
-    lines = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT[machine]), (back, 0, 0, killed), (load, 0, 0, 0)]
+def _filter(machine: str, *, sockets: bool) -> list[_Line]:
+    """Return a seccomp program: EPERM for the denied calls, an end for another architecture's."""
+    lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), (_BACK, 0, 0, _KILLED), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
-        lines += [(above, 0, 1, 0x40000000), (back, 0, 0, killed)]  # the x32 numbers
-    for number in _DENIED[machine]:
-        lines += [(equal, 0, 1, number), (back, 0, 0, denied)]
+        lines += [(_ABOVE, 0, 1, 0x40000000), (_BACK, 0, 0, _KILLED)]  # the x32 numbers
+    lines += _denied([*_DENIED[machine], *_HOARDS[machine]])
+    # mmap(MAP_SHARED | MAP_ANONYMOUS): what is unmapped in part is kept whole
+    lines += [(_EQUAL, 0, 5, _MMAP[machine]), (_LOAD, 0, 0, _FOURTH), (_AND, 0, 0, _SHARED_ANONYMOUS)]
+    lines += [(_EQUAL, 1, 0, _SHARED_ANONYMOUS), (_BACK, 0, 0, _ALLOWED), (_BACK, 0, 0, _EPERM)]
     if not sockets:  # socket(family != AF_UNIX)
-        lines += [(equal, 0, 3, _SOCKET[machine]), (load, 0, 0, 16), (equal, 1, 0, 1), (back, 0, 0, denied)]
-    lines.append((back, 0, 0, allowed))
-    return b"".join(struct.pack("HBBI", *line) for line in lines)
+        lines += [(_EQUAL, 0, 3, _SOCKET[machine]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 1), (_BACK, 0, 0, _EPERM)]
+    return [*lines, (_BACK, 0, 0, _ALLOWED)]
 
 
-def set_limits(limits: dict[str, Any]) -> None:
-    """Limit what the code may use."""
+def _no_processes(machine: str) -> list[_Line]:
+    """Return a seccomp program: EPERM for a new process. What clone3 asks for no program can read; where it is told
+    that there is no such call, the C library calls clone."""
+    lines = [(_LOAD, 0, 0, 0), (_EQUAL, 0, 1, _CLONE3), (_BACK, 0, 0, _ENOSYS), *_denied(_FORKS[machine])]
+    lines += [(_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, _FIRST), (_ANY_OF, 1, 0, _THREAD), (_BACK, 0, 0, _EPERM)]
+    return [*lines, (_BACK, 0, 0, _ALLOWED)]
+
+
+def _denied(numbers: list[int]) -> list[_Line]:
+    return [line for number in numbers for line in ((_EQUAL, 0, 1, number), (_BACK, 0, 0, _EPERM))]
+
+
+def set_limits(limits: dict[str, Any], *, counted_apart: bool) -> None:
+    """Limit what the code may use. counted_apart: its processes, by a user namespace."""
     mib = 1 << 20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_mib"] * mib,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file_mib"] * mib,) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two are counted
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (64, 64))
+    if counted_apart:
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two are counted
+    else:
+        deny_processes()
 
 
 def run_code(settings: dict[str, Any], status: int) -> NoReturn:
@@ -218,7 +257,7 @@ def run_code(settings: dict[str, Any], status: int) -> NoReturn:
         if os.getppid() != keeper:
             os._exit(1)  # it has ended already
         os.setsid()
-        set_limits(settings["limits"])
+        set_limits(settings["limits"], counted_apart=settings["isolation"] == "namespaces")
         os.chdir(directory)
         os.dup2(os.open("stdin", os.O_RDONLY), 0)
         variables = {"HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONPATH": settings["import_path"]}

@@ -28,7 +28,8 @@ from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.command import check_environments, inspect_environment
-from megatron_daro.errors import DaroError
+from megatron_daro.errors import DaroError, SandboxError
+from megatron_daro.sandbox import Sandbox
 from megatron_daro.workshop.plan.layout import checkpoint_bytes
 
 _IMPORT_LIMIT_S = 180
@@ -106,6 +107,7 @@ def diagnose(recipe: Path | None, overrides: Sequence[str]) -> list[Finding]:
         _gpus(config),
         _sglang(config),
         *_limits(),
+        _sandbox(),
         _slurm(),
     ]
     return findings + (list(_recipe(config)) if config else [])
@@ -211,6 +213,15 @@ def _limits() -> Iterator[Finding]:
     enough = shared >= _LEAST_SHARED_GIB
     fix = "" if enough else "give the container more: --shm-size; Ray keeps its objects there"
     yield Finding("ok" if enough else "broken", "/dev/shm", f"{shared:.1f} GiB free", fix)
+
+
+def _sandbox() -> Finding:
+    """Return whether the code that a model writes can be shut in."""
+    try:
+        Sandbox().check()
+    except SandboxError as error:
+        return Finding("absent", "sandbox", _one_line(str(error)), "only environments that run code need it")
+    return Finding("ok", "sandbox", "code of a model runs in namespaces; memory that cannot be counted is refused")
 
 
 def _slurm() -> Finding:

@@ -15,7 +15,7 @@ import pytest
 from megatron_daro.cli import main
 from megatron_daro.config import Config, Hardware, hardware
 from megatron_daro.config.problems import Problem
-from megatron_daro.errors import ConfigError, DaroError
+from megatron_daro.errors import ConfigError, DaroError, SandboxError
 from megatron_daro.workshop import doctor
 from megatron_daro.workshop.doctor import Finding, diagnose
 
@@ -80,6 +80,16 @@ def test_the_machine_alone(capsys, monkeypatch):
     main(["doctor"])
     out = capsys.readouterr().out
     assert "torch" in out and "open files" in out
+
+
+def test_whether_code_can_be_isolated(monkeypatch):
+    def check(self):
+        raise SandboxError("sandbox: unshare: Operation not permitted")
+
+    monkeypatch.setattr(doctor.Sandbox, "run", lambda self, code: SimpleNamespace(output="42\n"))
+    assert (findings()["sandbox"].state, findings()["sandbox"].fix) == ("ok", "")
+    monkeypatch.setattr(doctor.Sandbox, "check", check)
+    assert findings()["sandbox"].state == "absent" and "unshare" in findings()["sandbox"].found
 
 
 def test_a_recipe_whose_files_are_missing(tmp_path, capsys, monkeypatch):
