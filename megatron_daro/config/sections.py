@@ -226,7 +226,8 @@ class EmbeddedSection(Section):
     max_restarts: int = Field(default=20, ge=0)
     """Restarts of each replica whose process died."""
     hung_s: float = Field(default=120.0, ge=1, le=86_400)
-    """Seconds after which a replica whose process answers nothing, not even that it lives, is killed, and restarted."""
+    """Seconds after which a replica whose process neither answers, not even that it lives, nor uses the CPU is killed,
+    and restarted."""
 
 
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
@@ -426,7 +427,8 @@ class TrainerSection(Section):
     max_replacements: int = Field(default=8, ge=0, le=100_000)
     """Ranks that are replaced within an hour; one more ends the run."""
     hung_rank_s: float = Field(default=120.0, ge=1, le=86_400)
-    """Seconds after which a rank whose process answers nothing, not even that it lives, is killed and replaced."""
+    """Seconds after which a rank whose process neither answers, not even that it lives, nor uses the CPU is killed and
+    replaced."""
 
     @property
     def steps_per_batch(self) -> int:

@@ -270,7 +270,7 @@ class EngineGroup:
                 self._go_on(self._join(replica))
 
     async def _end_hung(self) -> None:
-        """For ever: kill each process that answers nothing for so long. `_watch` notices its death."""
+        """For ever: kill each process that is frozen. `_watch` notices its death."""
 
         def looked_at() -> Mapping[str, ActorHandle]:
             return {replica.name: worker for replica, worker in self.present().items()}

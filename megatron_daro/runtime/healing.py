@@ -33,16 +33,14 @@ from megatron_daro.types import MemoryKind, TrainBatch
 
 T = TypeVar("T")
 _HOUR_S = 3600.0
-_ANSWER_S = 30.0
-"""Until a living process says what it keeps, whatever else it does."""
 _LEAVE_S = 120.0
-"""Until a rank whose collective calls were aborted has left its groups."""
+"""Until a rank has aborted its collective calls, and then until it has left its groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealingLimits:
     """memory_gib: of each node, for snapshots; None: half of what is free. per_hour: most ranks that are replaced.
-    hung_s: until a process that answers nothing is killed."""
+    hung_s: until a process that neither answers nor uses the CPU is killed."""
 
     memory_gib: float | None
     per_hour: int
@@ -123,8 +121,7 @@ class Healing:
                     living.abort.remote()
 
     async def end_hung(self) -> None:
-        """For ever: kill each process that answers nothing for `hung_s`: it is frozen, or its node is. Its death is
-        noticed then as any other is."""
+        """For ever: kill each process that is frozen. Its death is noticed then as any other is."""
 
         def looked_at() -> Mapping[str, ActorHandle]:
             ranks = self._ranks.workers
@@ -155,8 +152,8 @@ class Healing:
         return bool(self._dead)
 
     async def _look(self) -> dict[int, Kept]:
-        """Return what living processes keep, by rank; those that do not answer are dead."""
-        calls = {name: asyncio.ensure_future(_answer(w.kept.remote())) for name, w in self._ranks.workers.items()}
+        """Return what living processes keep, by rank. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""
+        calls = {name: asyncio.ensure_future(_answer(w.kept.remote(), None)) for name, w in self._ranks.workers.items()}
         kept = {}
         for rank, (name, call) in enumerate(calls.items()):
             answer = await call
@@ -279,7 +276,7 @@ class Healing:
         workers = dict(self._ranks.workers)
         names = list(workers)
         living = {rank: workers[names[rank]] for rank in await self._look()}
-        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _ANSWER_S)
+        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _LEAVE_S)
         await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S)
         return await self._look()  # by now the snapshots that were being taken are whole
 
@@ -368,7 +365,7 @@ class _FinalError(WorkerError):
         super().__init__(f"{why}. --resume goes on from the newest checkpoint")
 
 
-async def _answer(call: Awaitable[T], limit_s: float = _ANSWER_S, default: T | None = None) -> T | None:
+async def _answer(call: Awaitable[T], limit_s: float | None, default: T | None = None) -> T | None:
     """Return what a process answers; None where it is gone, or does not answer in time. default: in place of None that
     it answered."""
     try:

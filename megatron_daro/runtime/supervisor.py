@@ -9,7 +9,9 @@ loop happens to wait. The message names the worker and Ray's cause.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
 from collections import UserDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -25,6 +27,7 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.rollout.deadlines import mark_as_seen
@@ -170,8 +173,8 @@ class WorkerGroup(UserDict[str, Any]):
         self.data.clear()
 
 
-_BEATS = 4
-"""Looks at a `_Pulse` after which a process counts as frozen: the time of the one who looks is what counts."""
+_LOOKS = 4
+"""Looks at a silent process, `hung_s` in all, in which its CPU time must stand still before it counts as frozen."""
 
 
 async def end_frozen(
@@ -181,58 +184,73 @@ async def end_frozen(
     hung_s: float,
     warn: Callable[[str], None],
 ) -> None:
-    """For ever: kill each process that answers nothing for so long. Its death is noticed then as any other is.
+    """For ever: kill each process that neither answers nor uses the CPU for so long. Its death is noticed then as any
+    other is. One that is slow, on a busy machine, uses a little of it; of a node that is silent Ray tells.
 
     Args:
         workers: returns those to look at, by name. ask: a call that a living process answers, whatever else it does.
         hung_s: seconds. warn: told of each.
     """
-    pulses: dict[str, _Pulse] = {}
-    try:
+    watched: dict[str, ActorHandle] = {}
+
+    async def watch(name: str, worker: ActorHandle) -> None:
+        if await _freezes(worker, ask, hung_s / _LOOKS):
+            warn(f"{name} has not answered for {hung_s:g} s: it is frozen, and is killed")
+            ray.kill(worker, no_restart=True)
+
+    async with asyncio.TaskGroup() as watches:
         while True:
-            await asyncio.sleep(hung_s / _BEATS)
+            await asyncio.sleep(hung_s / _LOOKS)
             for name, worker in workers().items():
-                pulse = pulses.get(name)
-                if pulse is None or pulse.worker is not worker:
-                    pulse = pulses[name] = _Pulse(worker, ask)
-                if pulse.missed():
-                    warn(f"{name} has not answered for {hung_s:g} s: it is frozen, and is killed")
-                    ray.kill(worker, no_restart=True)
-    finally:
-        for pulse in pulses.values():
-            pulse.cancel()
+                if watched.get(name) is not worker:
+                    watched[name] = worker
+                    watches.create_task(watch(name, worker))
 
 
-class _Pulse:
-    """Whether a process answers."""
-
-    def __init__(self, worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[object]]) -> None:
-        """Ask. Args: ask: as `end_frozen` has it."""
-        self.worker, self._ask, self._missed = worker, ask, 0
-        self._call = asyncio.ensure_future(_beat(ask(worker)))
-
-    def missed(self) -> bool:
-        """Look, and ask again where there is an answer. Whether one is missing for the last time."""
-        if not self._call.done():
-            self._missed += 1
-            return self._missed == _BEATS
-        self._missed = 0
-        if self._call.result():
-            self._call = asyncio.ensure_future(_beat(self._ask(self.worker)))
-        return False
-
-    def cancel(self) -> None:
-        """Ask no more."""
-        self._call.cancel()
+async def _freezes(worker: ActorHandle, ask: Callable[[ActorHandle], Awaitable[object]], pause_s: float) -> bool:
+    """Wait until a process is frozen. False: it is gone. Args: ask: as `end_frozen` has it. pause_s: between looks."""
+    while True:
+        answer = asyncio.ensure_future(_lives(ask(worker)))
+        try:
+            used_s, still = math.nan, 0
+            while not (await asyncio.wait({answer}, timeout=pause_s))[0]:
+                before_s, used_s = used_s, await cpu_time(worker)
+                still = still + 1 if used_s == before_s else 0
+                if still == _LOOKS:
+                    return True
+        finally:
+            answer.cancel()
+        if not answer.result():
+            return False
+        await asyncio.sleep(pause_s)
 
 
-async def _beat(call: Awaitable[object]) -> bool:
+async def _lives(call: Awaitable[object]) -> bool:
     """Whether a process answers, however late. False: it is gone."""
     try:
         await call
     except RayError:
         return False
     return True
+
+
+async def cpu_time(worker: ActorHandle) -> float:
+    """Return the CPU time of a worker's process so far, seconds; NaN, which equals nothing, where that is not known."""
+    row = await asyncio.to_thread(ray._private.state.actors, worker._actor_id.hex())
+    node = NodeAffinitySchedulingStrategy(node_id=row["Address"]["NodeID"], soft=False)
+    try:
+        return await _cpu_time.options(scheduling_strategy=node).remote(row["Pid"])
+    except RayError:
+        return math.nan
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _cpu_time(pid: int) -> float:
+    """Return the CPU time of a process of this node, to the nanosecond, where /proc has hundredths of a second.
+
+    Source of the clock's number: clock_getcpuclockid(3).
+    """
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ import ray
 import tiny_task
 from aiohttp import web
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sglang_pool import collect, engine_of, group, section, started
 from stub_server import StubServer
 
@@ -36,7 +39,7 @@ from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.node_workers import Verdicts, shares
 from megatron_daro.runtime.sglang_group import AnswerWorkers
 from megatron_daro.runtime.step_pools import StepPools
-from megatron_daro.runtime.supervisor import WorkerDiedError
+from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 LIMIT_S = 200
@@ -411,3 +414,53 @@ def test_an_environment_that_cannot_be_made_on_a_node_ends_the_run_by_name(nodes
 )
 def test_verifiers_are_dealt_out_to_the_nodes(workers, nodes_, expected):
     assert shares(workers, nodes_) == expected
+
+
+@ray.remote(num_cpus=0)
+class Busy:
+    """A process that answers one call after the other."""
+
+    def compute(self, cpu_s):
+        end_s = time.process_time() + cpu_s
+        while time.process_time() < end_s:
+            pass
+
+    def lives(self):
+        return os.getpid()
+
+
+def test_a_process_that_stands_still_is_killed_and_one_that_is_only_busy_is_not(machines):
+    """On either node: both answer nothing for several times as long as is allowed."""
+
+    async def watch():
+        nodes = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes()]
+        workers = {
+            f"{what} {i}": Busy.options(scheduling_strategy=n).remote()
+            for what in ("frozen", "busy")
+            for i, n in enumerate(nodes)
+        }
+        pids = {name: await worker.lives.remote() for name, worker in workers.items()}
+        looks = asyncio.ensure_future(
+            end_frozen(lambda: workers, lambda worker: worker.lives.remote(), hung_s=1.0, warn=warnings.append)
+        )
+        try:
+            for name, worker in workers.items():
+                if name.startswith("frozen"):
+                    os.kill(pids[name], signal.SIGSTOP)
+                else:
+                    worker.compute.remote(4.0)
+            for name in ("frozen 0", "frozen 1"):
+                with pytest.raises(RayActorError):
+                    await asyncio.wait_for(workers[name].lives.remote(), LIMIT_S)
+            assert [await workers[name].lives.remote() for name in ("busy 0", "busy 1")] == [
+                pids["busy 0"],
+                pids["busy 1"],
+            ]
+        finally:
+            looks.cancel()
+            for worker in workers.values():
+                ray.kill(worker)
+
+    warnings = []
+    asyncio.run(watch())
+    assert sorted(line.partition(" has")[0] for line in warnings) == ["frozen 0", "frozen 1"]

@@ -94,10 +94,16 @@ def no_ray():
     """What the driver imports of Ray and of the model's files, for the time of many schedules."""
     with collecting_after_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "kill", lambda handle, no_restart: handle.process.die())
+        patch.setattr(supervisor, "cpu_time", _cpu_time)
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
         patch.setattr(policy_group, "_empty", lambda directory: None)
         yield patch
+
+
+async def _cpu_time(handle: Any) -> float:
+    """That of a process which works all the time, unless it is frozen."""
+    return -1.0 if handle.process.frozen else handle.process.loop.time()
 
 
 class Group(PolicyGroup):
