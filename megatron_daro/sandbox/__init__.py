@@ -80,12 +80,12 @@ class Outcome:
 class Sandbox:
     """Runs Python code, each time in new namespaces. Immutable, so usable from several threads.
 
-    isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in
-    memory to write to, no other process in sight, no rights. `limits`: for code that you trust: no sockets but Unix's,
-    no further processes, threads uncounted, and it reads and writes every file that you can, so that `file_mib` is of
-    each, and those of a file system in memory (/dev/shm) are beyond every limit. In both memory that could not be
-    counted is refused: shared without a file, of System V, memfd. read_only: more paths that the code may read, for
-    instance of packages; import_path: those of them that Python imports from.
+    isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in memory
+    to write to, no other process in sight, no rights. `limits`: for code that you trust: no sockets but Unix's, no
+    further processes, threads uncounted, and it reads and writes every file that you can, so that `file_mib` is of
+    each, and those of a file system in memory (/dev/shm) are beyond every limit. Either refuses memory that belongs to
+    no process: memfd, anonymous shared mappings, System V. read_only: more paths that the code may read, for instance
+    of packages; import_path: those of them that Python imports from.
 
     The calling thread must live as long as a run: Linux ends the code with it.
     """
