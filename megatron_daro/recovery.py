@@ -55,13 +55,30 @@ class _Manifest(_Shape):
     files: dict[str, _FileEntry]
 
 
+class _Ledger(_Shape):
+    next_id: NonNegativeInt
+    admitted: NonNegativeInt
+    outstanding: list[list[int]]
+    finished: dict[str, NonNegativeInt]
+    retries: NonNegativeInt
+    late_refused: NonNegativeInt
+
+
+class _Sampler(_Shape):
+    """What each sampler has; what stands in the place of its source is its own affair."""
+
+    source: Annotated[dict[str, Any], Field(min_length=1)]
+    ledger: _Ledger
+    counters: dict[str, int]
+
+
 class _State(_Shape):
-    """state.json of format 2. The sampler's part is its own affair."""
+    """state.json of format 2."""
 
     step: NonNegativeInt
     batches_done: NonNegativeInt
     skipped_steps: NonNegativeInt
-    sampler: dict[str, Any]
+    sampler: _Sampler
     difficulty_weights: dict[str, float]
     identity: dict[str, Any]
 
@@ -261,13 +278,14 @@ def set_newer_aside(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path, *, hashes: bool = True) -> None:
-    """Compare every file with the manifest.
+    """Compare every file with the manifest; hidden ones, which file systems and desktops leave, are none of it.
 
     Args:
         checkpoint: its directory. hashes: also compare SHA-256, not only sizes.
 
     Raises:
-        CheckpointError: names the first file that is missing, of another size, or of other content.
+        CheckpointError: names the first file that is missing, of another size, of other content, or not in the
+            manifest.
     """
     path = checkpoint / MANIFEST
     files = _shaped(_Manifest, _read_json(path), path).files
@@ -282,6 +300,13 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> None:
         if size != entry.bytes:
             raise CheckpointError(
                 f"{checkpoint / name}: {size} bytes, but the manifest says {entry.bytes}: torn or edited"
+            )
+    for name in _file_names(checkpoint):
+        is_hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+        if name not in files and name != MANIFEST and not is_hidden:
+            raise CheckpointError(
+                f"{path}: does not name {name}, which is there: torn or edited; use another checkpoint, or remove the "
+                "file if it was put there by hand"
             )
     if hashes:
         for name, digest in _digests(checkpoint, list(files)).items():
@@ -386,7 +411,7 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     known_digests = {
         path.relative_to(directory).as_posix(): digest for path, digest in durable.take_hashes(directory).items()
     }
-    names = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
+    names = _file_names(directory)
     for name in names:
         durable.sync(directory / name)
     digests = known_digests | _digests(directory, [name for name in names if name not in known_digests])
@@ -394,6 +419,11 @@ def _seal(directory: Path, step: int, state: Mapping[str, Any]) -> None:
     durable.write(directory / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     for path in [*(p for p in directory.rglob("*") if p.is_dir()), directory]:
         durable.sync(path)
+
+
+def _file_names(directory: Path) -> list[str]:
+    """Return the files of a folder and of all below it, relative to it, sorted."""
+    return [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
 def _digests(directory: Path, names: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -10,14 +11,22 @@ from pathlib import Path
 import tiny_task
 
 from megatron_daro.config import resolve
+from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.mapping import hf_tensor_shapes
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def save_weights(directory: Path, numbers: int) -> None:
-    """A safetensors file of one tensor of so many zeros."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * numbers))
+def save_weights(directory: Path) -> None:
+    """All tensors of the model that config.json describes, in bf16: zeros that take no room on the disk."""
+    rows, at = {}, 0
+    for name, dims in hf_tensor_shapes(read_model_shape(directory)).items():
+        rows[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [at, at + 2 * math.prod(dims)]}
+        at += 2 * math.prod(dims)
+    header = json.dumps(rows).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + at)
 
 
 def save_tiny_model(directory: Path) -> Path:
@@ -26,7 +35,7 @@ def save_tiny_model(directory: Path) -> Path:
     shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(shape))
-    save_weights(directory, 1)
+    save_weights(directory)
     return directory
 
 
@@ -40,5 +49,5 @@ def save_recipe_model(recipe: Path, place: Path) -> Path:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     options = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(options))
-    save_weights(directory, 0)
+    save_weights(directory)
     return directory

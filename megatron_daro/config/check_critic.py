@@ -107,5 +107,5 @@ def _numbers(path: Path) -> dict[str, int]:
         if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in order
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return {}

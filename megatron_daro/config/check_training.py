@@ -13,12 +13,14 @@ from pathlib import Path
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.base import filled
+from megatron_daro.config.data_file import why_no_file
 from megatron_daro.config.model_files import ModelFiles
 from megatron_daro.config.model_shape import ExpertShape, ModelShape
 from megatron_daro.config.problems import Problem, show
 from megatron_daro.config.sections import Config, EnvironmentSection
 
 _PARQUET_MAGIC = b"PAR1"
+_WRITE = "write one problem per line, or name another file"
 _LEAST_TEMPERATURE = 1e-3
 _GSPO_WIDEST = 0.01
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
@@ -32,7 +34,7 @@ def data_files(config: Config) -> Iterator[Problem]:
         yield from _file_problems(f"data.train.{index}", path, data.format)
     for index, eval_set in enumerate(data.eval):
         yield from _file_problems(f"data.eval.{index}.path", eval_set.path, eval_set.format)
-    files = [path.resolve() for path in data.train]
+    files = [path.resolve() for path in data.train if path.is_file()]
     for path in sorted({path for path in files if files.count(path) > 1}):
         got = f"{str(path)!r} {files.count(path)} times"
         yield Problem("data.train", got, "each file once: its problems would come twice as often", "remove one of them")
@@ -71,9 +73,9 @@ def data_text(config: Config) -> str:
 
 def _file_problems(field: str, path: Path, form: str) -> Iterator[Problem]:
     allowed = "a file of problems that is not empty"
-    if not path.is_file():
-        got = f"{str(path)!r}, which is {'not a file' if path.exists() else 'not there'}"
-        yield Problem(field, got, allowed, "check the path; it is relative to the working directory")
+    if why := why_no_file(path):
+        fix = _WRITE if "empty" in why else "check the path; it is relative to the working directory"
+        yield Problem(field, f"{str(path)!r}, which {why}", allowed, fix)
         return
     try:
         with path.open("rb") as file:
@@ -82,9 +84,7 @@ def _file_problems(field: str, path: Path, form: str) -> Iterator[Problem]:
         yield Problem(field, f"{str(path)!r}: {error.strerror}", allowed, "make the file readable")
         return
     if not start.strip():
-        yield Problem(
-            field, f"{str(path)!r}, an empty file", allowed, "write one problem per line, or name another file"
-        )
+        yield Problem(field, f"{str(path)!r}, which is an empty file", allowed, _WRITE)
         return
     parquet = start.startswith(_PARQUET_MAGIC)
     if parquet and not _ends_with(path, _PARQUET_MAGIC):

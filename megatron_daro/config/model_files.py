@@ -1,8 +1,7 @@
 """The model directory, looked at without loading it: shape, weights, tokenizer.
 
-Checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the
-safetensors files (a few kilobytes); refuses torn files before any process starts. Never unpickles: *.bin weights are
-not accepted.
+Checks read ModelFiles here. Reads config.json (model_shape.py) and the headers of the safetensors files
+(safetensors_header.py); refuses torn files before any process starts. Never unpickles: *.bin weights are not accepted.
 """
 
 from __future__ import annotations
@@ -13,14 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape, require_regular_files
 from megatron_daro.config.problems import Problem
+from megatron_daro.config.safetensors_header import GIT_LFS, HeaderError, read_header
 from megatron_daro.errors import ModelError
 
 _FIELD = "model.path"
 _MEGATRON_FILES = ("metadata.json", "latest_checkpointed_iteration.txt")
-_MOST_HEADER_BYTES = 100_000_000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER = (
+    f"{ADAPTER_FILE} but no model: an adapter without its base model. Merge the two (peft: merge_and_unload, then "
+    "save_pretrained) and give the folder of the merged model"
+)
+QUANTIZED = "Quantized models are neither trained nor converted; take the one that is not quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,11 @@ def read_model(directory: Path) -> ModelFiles:
         fix = "give the local directory of the model; names of a hub are not downloaded"
         problem = Problem(_FIELD, got, "a directory with config.json, *.safetensors and a tokenizer", fix)
         return ModelFiles(problems=(problem,))
+    try:
+        require_regular_files(directory)
+    except ModelError as error:
+        got, _, fix = str(error).removesuffix(".").rpartition(". ")
+        return ModelFiles(problems=(Problem(_FIELD, got, "regular files", fix),))
     problems = [*_weight_problems(directory), *_tokenizer_problems(directory)]
     try:
         shape = read_model_shape(directory)
@@ -67,7 +77,9 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, f"no {path.name} in {str(path.parent)!r}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if path.is_file() and path.read_bytes().startswith(GIT_LFS):
+            return None, f"a {path.name} that is a git-lfs pointer, not the file (run `git lfs pull` in its folder)"
         return None, f"an unreadable {path.name} ({error})"
     return (value, "") if isinstance(value, dict) else (None, f"a {path.name} that is not a JSON object")
 
@@ -81,7 +93,7 @@ def _has_end_token(directory: Path) -> bool:
 def _weight_problems(directory: Path) -> Iterator[Problem]:
     allowed = "model.safetensors, or model.safetensors.index.json and all its parts"
     again = "copy or download the complete model again"
-    index = directory / "model.safetensors.index.json"
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     names: dict[str, object] | None = {}
     if index.exists():
         raw, why = _read_json(index)
@@ -90,50 +102,48 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
             yield Problem(_FIELD, why or "an index without weight_map", allowed, again)
             return
         files = [directory / str(name) for name in sorted(set(map(str, names.values())))]
-        single = directory / "model.safetensors"
         if single not in files and single.exists():
             got = f"{single.name} beside {index.name}, which names {files[0].name}"
             yield Problem(_FIELD, got, allowed, "remove the one that is not the model: transformers reads the first")
         for path in sorted(set(directory.glob("model-*-of-*.safetensors")) - {*files}):
             got = f"{path.name}, which {index.name} does not name"
             yield Problem(_FIELD, got, allowed, "remove it if an older checkpoint left it, else copy the index again")
+    elif single.exists():
+        files = [single]
     else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        pickled = any(directory.glob("*.bin"))
-        got = f"no *.safetensors in {str(directory)!r}{' (only *.bin)' if pickled else ''}"
-        fix = "convert the weights to safetensors; pickled *.bin files are never read" if pickled else again
-        yield Problem(_FIELD, got, allowed, fix)
+        yield _no_weights(directory, allowed, again)
+        return
     for file in files:
-        tensors, why = _tensor_names(file)
+        try:
+            tensors = read_header(file)
+        except FileNotFoundError:
+            yield Problem(_FIELD, f"{file.name}: missing", "complete safetensors files", again)
+            continue
+        except OSError as error:
+            yield Problem(_FIELD, f"{file.name}: {error.strerror}", "complete safetensors files", again)
+            continue
+        except HeaderError as error:
+            got, fix = error.args
+            yield Problem(_FIELD, got, "complete safetensors files", fix[0].lower() + fix[1:])
+            continue
         unnamed = sorted(name for name in tensors if names and names.get(name) != file.name)
-        if why:
-            yield Problem(_FIELD, f"{file.name}: {why}", "complete safetensors files", again)
-        elif unnamed:
+        if unnamed:
             more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
             got = f"{file.name} with {unnamed[0]}{more}, which {index.name} does not name there"
             yield Problem(_FIELD, got, "an index of all tensors", again)
 
 
-def _tensor_names(path: Path) -> tuple[list[str], str]:
-    """Return the tensors of a safetensors file, and what is wrong with it judging by its header and size.
-
-    Source: the safetensors format: 8 bytes little-endian header size, a JSON header, then the data.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_size > min(size - 8, _MOST_HEADER_BYTES):
-                return [], f"torn: {size} bytes are too few for its header"
-            header = json.loads(file.read(header_size))
-        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-    except FileNotFoundError:
-        return [], "missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        return [], f"unreadable header ({type(error).__name__}: {error})"
-    expected = 8 + header_size + max(ends.values(), default=0)
-    return list(ends), "" if size == expected else f"torn: {size} bytes, its header promises {expected}"
+def _no_weights(directory: Path, allowed: str, again: str) -> Problem:
+    """Say what stands in a folder in place of weights."""
+    if (directory / ADAPTER_FILE).exists():
+        got, _, fix = ADAPTER.partition(". ")
+        return Problem(_FIELD, f"{str(directory)!r} with {got}", allowed, fix[0].lower() + fix[1:])
+    if parts := sorted(directory.glob("*.safetensors")):
+        return Problem(_FIELD, f"{parts[0].name} without an index in {str(directory)!r}", allowed, again)
+    pickled = any(directory.glob("*.bin"))
+    got = f"no *.safetensors in {str(directory)!r}{' (only *.bin)' if pickled else ''}"
+    fix = "convert the weights to safetensors; pickled *.bin files are never read" if pickled else again
+    return Problem(_FIELD, got, allowed, fix)
 
 
 def _tokenizer_problems(directory: Path) -> Iterator[Problem]:

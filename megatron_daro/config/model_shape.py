@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.problems import show
+from megatron_daro.config.safetensors_header import GIT_LFS
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import ExpertKeys, Family
@@ -367,13 +368,23 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     )
 
 
+def require_regular_files(directory: Path) -> None:
+    """Refuse a folder with a pipe, a socket or a device in it: who reads one may wait for ever. Raises ModelError."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(f"{path} is a pipe, a socket or a device, not a file. Put the model's own file there.")
+
+
 def _read_json(path: Path) -> tuple[dict[str, Any], str]:
     file = path / "config.json" if path.is_dir() else path
+    require_regular_files(file.parent)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file} does not exist. model.path must be a directory with a config.json.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        if file.is_file() and file.read_bytes().startswith(GIT_LFS):
+            raise ModelError(f"{file} is a git-lfs pointer, not the file. Run `git lfs pull` in its folder.") from None
         advice = "Save it as UTF-8 without a byte order mark" if "BOM" in str(error) else "Copy the checkpoint again"
         raise ModelError(f"{file} cannot be read as JSON: {error}. {advice}.") from None
     if not isinstance(config, dict):

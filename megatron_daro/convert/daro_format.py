@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_daro.config.safetensors_header import Entry, read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
-from megatron_daro.convert.safetensors_file import Entry, read_header
+from megatron_daro.convert.safetensors_file import DTYPES
 from megatron_daro.errors import CheckpointError, ModelError
 
 BACKEND, VERSION = "daro_safetensors", 1
@@ -50,7 +51,7 @@ def read_index(directory: Path) -> Iterator[StoredShard]:
             if len(global_shape) != len(offset) or len(shape) != len(offset) or min(sizes, default=0) < 0:
                 raise ValueError(f"{key}: offset {offset}, shape {shape} and global shape {global_shape} do not fit")
             yield StoredShard(key, file, name, tuple(offset), tuple(shape), tuple(global_shape))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{directory / INDEX_FILE} cannot be read: {error}; the checkpoint is torn") from None
 
 
@@ -66,7 +67,7 @@ def read_backend(directory: Path) -> tuple[str, int]:
     try:
         metadata = json.loads(path.read_text())
         return str(metadata["sharded_backend"]), int(metadata["sharded_backend_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is torn") from None
 
 
@@ -117,7 +118,7 @@ class DaroPieces(PieceStore):
         entry = self._header(path).get(box.name)
         if entry is None or entry.shape != box.shape:
             raise CheckpointError(f"{path} does not hold {key} as the index says; the checkpoint is torn")
-        return Piece(key, box.offset, box.shape, box.global_shape, entry.dtype, path, entry.start)
+        return Piece(key, box.offset, box.shape, box.global_shape, DTYPES[entry.dtype], path, entry.start)
 
     def _header(self, path: Path) -> dict[str, Entry]:
         if path.name not in self._headers:

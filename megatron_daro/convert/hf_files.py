@@ -25,8 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_daro import durable
+from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
+from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
-from megatron_daro.convert.safetensors_file import read_header
+from megatron_daro.convert.safetensors_file import DTYPES
 from megatron_daro.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -127,6 +129,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
     def _why_nothing(self) -> str:
         shards = sorted(p.name for p in self.directory.glob("*.safetensors"))
+        if (self.directory / ADAPTER_FILE).is_file():
+            return f"{self.directory} holds {ADAPTER}"
         if shards:
             return f"{self.directory} holds {shards[0]} but no {INDEX_FILE}. {_AGAIN}"
         if any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pt")):
@@ -140,7 +144,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             advice = "Save it as UTF-8 without a byte order mark." if "BOM" in str(error) else _AGAIN
             raise ModelError(
                 f"{index} is not a safetensors index ({type(error).__name__}: {error}). {advice}"
@@ -188,7 +192,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
         except OSError as error:
             raise ModelError(f"{path} cannot be read ({error}). {_AGAIN}") from None
         return {
-            name: Piece(name, (0,) * len(entry.shape), entry.shape, entry.shape, entry.dtype, path, entry.start)
+            name: Piece(name, (0,) * len(entry.shape), entry.shape, entry.shape, DTYPES[entry.dtype], path, entry.start)
             for name, entry in entries.items()
         }
 

@@ -25,16 +25,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import Names
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["copy", "vocab", "qkv", "gate_up", "rows", "columns"]
 """How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
@@ -292,6 +292,16 @@ def hf_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
+_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+"""Buffers that old checkpoints of these families carry and that the model computes itself."""
+
+
+def unknown_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Return which of a checkpoint's tensors the model has no parameter for; a tied output layer is known."""
+    known = {*hf_tensor_shapes(shape), *(output_rule(replace(shape, tie=False)).hf_names if shape.tie else ())}
+    return [name for name in names if name not in known and not name.endswith(_COMPUTED)]
+
+
 def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str:
     """Return a rank's parameter name with the layer and the expert of the whole model.
 
@@ -375,6 +385,8 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """All parts as one contiguous tensor; a single one is not copied."""
+    import torch  # a dry run reads the table of names without it
+
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
 
 

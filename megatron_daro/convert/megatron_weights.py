@@ -8,6 +8,7 @@ Refuses: a checkpoint whose tensors are not those of the model's config.json.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,13 +17,14 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, require_regular_files
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.mapping import GlobalBox, TensorRule, global_boxes, hf_to_megatron, possible_boxes
 from megatron_daro.convert.pieces import PieceStore, Run, hf_runs
 from megatron_daro.errors import CheckpointError
 
 _WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+_ITERATION = re.compile(r"[0-9]{1,18}")
 _RULES_KEPT = 8
 _VERL_WEIGHTS = tuple(f"{actor}{model}dist_ckpt" for actor in ("", "actor/") for model in ("model/", ""))
 _VERL_MODELS = tuple(f"{actor}{model}huggingface" for actor in ("", "actor/") for model in ("model/", ""))
@@ -47,8 +49,13 @@ def checkpoint_directory(path: Path) -> Path:
     tracker = path / torch_dist.TRACKER_FILE
     if tracker.is_file():
         named = tracker.read_text(errors="replace").strip()
-        names = (f"iter_{int(named):07d}", f"global_step_{named}") if named.isdigit() else (named,)
-        folders = [path / name for name in names if Path(name).name == name and (path / name).is_dir()]
+        if named != torch_dist.RELEASE and not _ITERATION.fullmatch(named):
+            raise CheckpointError(
+                f"{tracker} says {named[:80]!r}; allowed: the number of an iteration, or {torch_dist.RELEASE}; copy it "
+                "again, or give the folder of one iteration"
+            )
+        names = (named,) if named == torch_dist.RELEASE else (f"iter_{int(named):07d}", f"global_step_{named}")
+        folders = [path / name for name in names if (path / name).is_dir()]
         if folders:
             return checkpoint_directory(folders[0])
         raise CheckpointError(f"{tracker} says {named!r}, but {path / names[0]} is no checkpoint; copy it again")
@@ -98,6 +105,7 @@ class MegatronWeights(Mapping[str, Tensor]):
             CheckpointError: torn, of another model, or with weights that this model does not have.
         """
         self.directory = checkpoint_directory(path)
+        require_regular_files(self.directory)
         self.pieces = open_pieces(self.directory)
         self.rules = hf_to_megatron(shape, fused_norms=True)
         self._keys = set(self.pieces.keys())

@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.errors import CheckpointError, DaroError, ModelError
 
@@ -123,6 +124,9 @@ def source_dtypes(rule: TensorRule, tensors: RowReader) -> tuple[torch.dtype, ..
             raise ModelError(f"{name}, which {rule.megatron_name} is made of, is missing from the checkpoint.")
         if tensors.shape(name) != dims:
             raise ModelError(f"{name} has shape {tensors.shape(name)}; config.json of the model asks for {dims}.")
+        dtype = tensors.dtype(name)
+        if not dtype.is_floating_point or dtype.itemsize < 2:  # a cast would leave out the scales
+            raise ModelError(f"{name} is {dtype}; allowed: fp32, bf16, fp16. {QUANTIZED}")
     return tuple(tensors.dtype(name) for name in rule.hf_names)
 
 

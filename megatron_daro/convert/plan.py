@@ -15,9 +15,17 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
-from megatron_daro.convert.mapping import GlobalBox, TensorRule, global_boxes, hf_to_megatron, padded_vocab_size
+from megatron_daro.convert.mapping import (
+    GlobalBox,
+    TensorRule,
+    global_boxes,
+    hf_to_megatron,
+    padded_vocab_size,
+    unknown_tensors,
+)
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import common_dtype, source_dtypes
 from megatron_daro.convert.transformers_shape import read_compared_shape
@@ -34,8 +42,6 @@ VOCABULARY_MULTIPLE = 128
 PART_BYTES = 512 * 1024**2
 """Of a file of an HF checkpoint: what one process writes at a time."""
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
-# Buffers that old checkpoints of these families carry and that the model computes itself.
-_COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
 class _Written:
@@ -224,7 +230,7 @@ def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
     """Refuse dtypes that the target cannot have. Raises ModelError."""
     if dtype in DTYPES.values() or (dtype == torch.float64 and cast):
         return
-    advice = "Choose one with --dtype" if dtype == torch.float64 else "Quantized models are not converted"
+    advice = "Choose one with --dtype" if dtype == torch.float64 else QUANTIZED
     raise ModelError(f"{name} is {dtype}; allowed: fp32, bf16, fp16. {advice}")
 
 
@@ -255,19 +261,15 @@ def _check_dtypes(parameters: Iterable[Parameter]) -> None:
 
 def _extra_tensors(shape: ModelShape, rules: Sequence[TensorRule], tensors: HFCheckpoint) -> list[str]:
     """Tensors that no rule uses and that may be left out. Raises ModelError for one that may not."""
+    for name in unknown_tensors(shape, tensors):
+        raise ModelError(
+            f"{tensors.directory} holds {name} of shape {tensors.shape(name)}, which a {shape.family} model of its "
+            "config.json does not have. Nothing was converted; is config.json that of this checkpoint?"
+        )
     used = {name for rule in rules for name in rule.hf_names}
-    ignored = []
-    for name in tensors:
-        if name in used:
-            continue
-        if name == "lm_head.weight" and shape.tie:
-            check_tied(tensors)
-        elif not name.endswith(_COMPUTED):
-            raise ModelError(
-                f"{tensors.directory} holds {name} of shape {tensors.shape(name)}, which a {shape.family} model of its "
-                "config.json does not have. Nothing was converted; is config.json that of this checkpoint?"
-            )
-        ignored.append(name)
+    ignored = [name for name in tensors if name not in used]
+    if shape.tie and "lm_head.weight" in ignored:
+        check_tied(tensors)
     return ignored
 
 

@@ -1,9 +1,6 @@
-"""The safetensors format, byte by byte: where each tensor of a file lies, and writing one a part at a time.
+"""Writing a safetensors file a part at a time; config/safetensors_header.py reads what lies where in one.
 
-HF checkpoints and ours -> `read_header` -> pieces; conversion and training -> `FileWriter`.
-The safetensors package reads by mapping a file and writes what is whole in memory; a converter of a model larger than
-the memory can do neither. Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data.
-Refuses a header that does not describe exactly the bytes of its file.
+The safetensors package writes what is whole in memory, which a converter of a model larger than the memory cannot.
 
 Large files are written past the system's cache (`DirectFile`, of which `torch_dist` files are made too): a write
 through it costs a core's time for each page, and fills the memory with pages that nobody reads again. Bytes are copied
@@ -22,7 +19,6 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -146,7 +142,6 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _ALIGNMENT = 8
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -162,72 +157,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_UNREAD_DTYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
-_AGAIN = "Copy or download the checkpoint again."
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file; `start` is its first byte, counted from the beginning of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_header(path: Path) -> dict[str, Entry]:
-    """Return the tensors of a file by name.
-
-    Raises:
-        ModelError: no safetensors file, one that is shorter or longer than its header says, or with a dtype that is
-            not in `DTYPES`; the message says what to do.
-        OSError: it cannot be opened.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MOST_HEADER_BYTES + 1
-        if length > min(_MOST_HEADER_BYTES, size):
-            raise ModelError(f"{path} is torn or not a safetensors file (header of {length} bytes in {size}). {_AGAIN}")
-        text = file.read(length)
-    try:
-        rows = {name: row for name, row in json.loads(text).items() if name != "__metadata__"}
-        _check_dtypes(path, {name: row["dtype"] for name, row in rows.items()})
-        entries = {
-            name: Entry(name, DTYPES[row["dtype"]], tuple(row["shape"]), 8 + length + row["data_offsets"][0])
-            for name, row in rows.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{path} is torn or not a safetensors file ({type(error).__name__}: {error}). {_AGAIN}"
-        ) from None
-    at = 8 + length
-    for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):
-        if entry.start != at:
-            raise ModelError(
-                f"{path} is torn or not a safetensors file ({entry.name} is not where it should be). {_AGAIN}"
-            )
-        at += entry.num_bytes
-    if at != size:
-        raise ModelError(f"{path} is torn: its header describes {at} bytes, it has {size}. {_AGAIN}")
-    return entries
-
-
-def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ModelError for a dtype of the format that only quantized models and other programs use."""
-    for name, dtype in dtypes.items():
-        if dtype in _UNREAD_DTYPES:
-            raise ModelError(
-                f"{path} holds {name} as {dtype}, which is not read; allowed: {', '.join(DTYPES)}. Convert the "
-                "checkpoint to bf16 first, or take one that is not quantized"
-            )
 
 
 class FileWriter:

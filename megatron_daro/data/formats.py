@@ -26,6 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
+from megatron_daro.config.data_file import why_no_file
+from megatron_daro.config.safetensors_header import GIT_LFS
 from megatron_daro.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ _REFUSED = {
     b"BZh": ("a bzip2 archive", "unpack it, or pack it with gzip or zstd"),
     b"ARROW1": ("an Arrow file", "write the table as Parquet (pyarrow.parquet.write_table)"),
     b"\xff\xff\xff\xff": ("an Arrow stream", "write the table as Parquet (datasets: Dataset.to_parquet)"),
+    GIT_LFS: ("a git-lfs pointer, not the file", "run `git lfs pull` in its folder"),
     b"\xff\xfe\x00\x00": ("UTF-32 text", "save the file as UTF-8"),
     b"\x00\x00\xfe\xff": ("UTF-32 text", "save the file as UTF-8"),
     b"\xff\xfe": ("UTF-16 text", "save the file as UTF-8"),
@@ -104,6 +107,9 @@ def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None 
 
 def _packing(path: Path) -> str | None:
     """gzip, zstd or None, by the first bytes."""
+    if why := why_no_file(path):
+        fix = "give a file with at least one problem" if "empty" in why else "check the path"
+        raise DataError(f"{path}: {why}; {fix}")
     try:
         with path.open("rb") as file:
             start = file.read(8)

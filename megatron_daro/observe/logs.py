@@ -91,6 +91,35 @@ def file_name(process: str) -> str:
     return process.replace(" ", "_") + ".log"
 
 
+class _LogFile(logging.FileHandler):
+    """A log whose own failure, as on a full disk, is told once and in a line: what the run says comes last."""
+
+    _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; the file may not even open."""
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say why the log cannot be written."""
+        self._tell(sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Close the file, and say it where what is left cannot be written."""
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if not self._failed:
+            self._failed = True
+            print(f"{self.baseFilename} cannot be written any more: {error}", file=sys.stderr)
+
+
 def take_over(directory: Path | None, process: str) -> None:
     """In a worker: what this process writes goes to its file from now on; only where the driver made the folder."""
     if directory is None:
@@ -136,7 +165,7 @@ def driver_log(directory: Path, *, terminal: bool) -> Iterator[None]:
         OSError: the file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    handlers = [_formatted(logging.FileHandler(directory / file_name("driver"), delay=True), "driver")]
+    handlers = [_formatted(_LogFile(directory / file_name("driver"), delay=True), "driver")]
     if not terminal:
         handlers.append(logging.StreamHandler())
         handlers[-1].setLevel(logging.WARNING)

@@ -196,8 +196,12 @@ class MetricsLog:
         record = _record(step, metrics)
         self._append(json.dumps(record, allow_nan=False, separators=(", ", ": ")).encode() + b"\n", step)
         self.last_step = step
-        for sink in self._sinks:
-            sink.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
+        try:
+            for sink in self._sinks:
+                sink.write(step, {k: v for k, v in record.items() if k != "step" and v is not None})
+        except OSError as error:
+            cause, advice = disk_fault(error, self.path.parent)
+            raise DataError(f"{self.path.parent}: charts of step {step} not written, {cause}; {advice}") from error
 
     def truncate_after(self, step: int) -> int:
         """Drop every line of a later step, so that a resumed run writes them again.
@@ -228,7 +232,11 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # else it is what ends the run: the same full disk, said better
+                raise
 
     def _append(self, line: bytes, step: int) -> None:
         size = os.fstat(self._file.fileno()).st_size

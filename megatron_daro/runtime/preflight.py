@@ -22,8 +22,9 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import Section, filled
 from megatron_daro.config.hardware import hardware_of
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.command import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
@@ -181,7 +182,8 @@ def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
 
 def needs_torch(config: Config) -> bool:
     """Whether a dry run of this configuration imports modules that import torch, which takes seconds."""
-    return _algorithm_can_be_refused(config) or config.model.trust_remote_code or _megatron_looks_at_options(config)
+    model = config.model.trust_remote_code or config.model.megatron_weights is not None
+    return model or _algorithm_can_be_refused(config) or _megatron_looks_at_options(config)
 
 
 def _algorithm_can_be_refused(config: Config) -> bool:
@@ -207,11 +209,12 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
-        EngineError: a server that runs already does not answer. ModelError: `sync: shards` between layouts without a
-            plan.
+        EngineError: a server that runs already does not answer. ModelError: weights that are not those of config.json,
+            or `sync: shards` between layouts without a plan.
     """
     require_usable(filled(config.trainer.run_dir), resume=resume)
     run_directory.require_replaceable_export(config.trainer)
+    _look_at_weights(config)
     if config.engine.is_own:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
     if generates and config.reward.is_own:
@@ -228,6 +231,20 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         from megatron_daro.actor.policy import check_megatron_options
 
         check_megatron_options(config.actor, read_model_shape(config.model.path))
+
+
+def _look_at_weights(config: Config) -> None:
+    """Compare the tensors that a run begins with, by their headers, with config.json. Raises ModelError, or
+    CheckpointError for Megatron weights."""
+    shape, critic = read_model_shape(config.model.path), config.algorithm.critic.path
+    if config.model.megatron_weights is None:
+        check_weights(config.model.path, shape)
+    else:
+        from megatron_daro.convert.megatron_weights import MegatronWeights
+
+        MegatronWeights(config.model.megatron_weights, shape).close()
+    if config.algorithm.has_critic and critic is not None:
+        check_weights(critic, read_model_shape(critic, CRITIC_HEADS), critic=True)
 
 
 def _plan_shards(config: Config) -> None:

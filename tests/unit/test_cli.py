@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def config_file(tmp_path: Path, tokenizer: Path) -> Path:
     shape = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "eos_token_id": 1}
     (model / "config.json").write_text(json.dumps(shape))
-    save_weights(model, 1)
+    save_weights(model)
     shutil.copytree(tokenizer, model, dirs_exist_ok=True)
     train.write_text('{"problem": "1=", "answer": "1"}\n')
     path = tmp_path / "tiny.yaml"
@@ -120,6 +121,39 @@ def test_a_dry_run_reads_tokenizer_and_problems_without_loading_torch_or_ray(con
     )
     assert done.stdout.splitlines()[-1] == "loaded [] 0" and "1 prompts of up to 2 tokens" in done.stdout
     assert done.stderr == ""
+
+
+def replaced(path: Path, by) -> None:
+    path.unlink()
+    by(path)
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "by", "words"),
+    [
+        ("model/model.safetensors", os.mkfifo, "is a pipe, a socket or a device"),
+        ("model/config.json", os.mkfifo, "is a pipe, a socket or a device"),
+        ("model/tokenizer.json", lambda path: path.symlink_to("/dev/zero"), "is a pipe, a socket or a device"),
+        ("model/config.json", lambda path: path.write_bytes(NESTED), "config.json cannot be read as JSON"),
+        ("model/tokenizer.json", lambda path: path.write_bytes(NESTED), "an unreadable tokenizer.json"),
+        (
+            "model/model.safetensors",
+            lambda path: path.write_bytes(len(NESTED).to_bytes(8, "little") + NESTED),
+            "is torn or not a safetensors file",
+        ),
+        ("train.jsonl", os.mkfifo, "which is not a file"),
+        ("train.jsonl", lambda path: path.symlink_to("/proc/kmsg"), "which is an empty file"),
+        ("train.jsonl", lambda path: path.symlink_to(path), "which cannot be reached (Too many levels of symbolic"),
+    ],
+)
+def test_what_is_no_file_neither_hangs_nor_ends_in_a_traceback(config_file, file, by, words):
+    replaced(config_file.parent / file, by)
+    command = [sys.executable, "-m", "megatron_daro", "train", str(config_file), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_dry_run_ends_as_the_start_would(config_file, capsys):

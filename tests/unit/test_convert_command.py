@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -221,3 +222,52 @@ def test_ctrl_c_leaves_nothing_under_the_name_and_the_next_run_finishes(tmp_path
     found = {name: tensor for path in files for name, tensor in load_file(path).items()}
     expected = load_file(hf / "model.safetensors")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("said", ["", "..", ".", "other", "\u00b2", "9" * 5000])
+def test_a_tracker_that_names_no_iteration_is_refused(hf, tmp_path, capsys, said):
+    (tmp_path / "m" / "other").mkdir(parents=True)
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text(said)
+    assert convert("--megatron", tmp_path / "m", "--hf-config", hf, "--out", tmp_path / "out", "--dry-run") == 1
+    assert "latest_checkpointed_iteration.txt" in capsys.readouterr().err
+
+
+def _of_a_pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def _of_an_adapter(folder):
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _of_a_pointer(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
+def _of_bytes(dtype):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.self_attn.q_proj.weight"
+        save_file({**tensors, name: tensors[name].to(dtype)}, folder / "model.safetensors")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_of_a_pipe, "pipe"),
+        (_of_an_adapter, "merge_and_unload"),
+        (_of_a_pointer, "git lfs pull"),
+        (_of_bytes(torch.int8), "torch.int8"),
+        (_of_bytes(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+    ],
+)
+def test_what_is_no_checkpoint_to_convert_gets_the_advice_that_helps(hf, tmp_path, capsys, change, words):
+    change(hf)
+    assert convert("--hf", hf, "--out", tmp_path / "m", "--dry-run") == 1
+    told = capsys.readouterr().err
+    assert words in told and "--dtype" not in told

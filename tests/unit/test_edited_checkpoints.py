@@ -104,7 +104,7 @@ def test_an_edited_manifest_fits_the_files_or_is_refused(stopped, data):
             assert str(stopped[1]) in str(error)
         else:
             files = json.loads(before)["files"]
-            assert all(files.get(name) == entry for name, entry in changed["files"].items())
+            assert changed["files"] == files
     finally:
         path.write_text(before)
 
@@ -154,9 +154,10 @@ def test_a_state_that_is_no_object_is_refused(tmp_path, text):
         read_state(path)
 
 
+LEDGER = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
 STATE = {
-    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "sampler": {}, "difficulty_weights": {},
-    "identity": {},
+    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "difficulty_weights": {}, "identity": {},
+    "sampler": {"source": {"drawn": 0}, "ledger": LEDGER, "counters": {}},
 }  # fmt: skip
 
 
@@ -166,6 +167,8 @@ STATE = {
         ({"batches_done": -1}, "batches_done"),
         ({"skipped_steps": "0"}, "skipped_steps"),
         ({"sampler": []}, "sampler"),
+        ({"sampler": {}}, r"sampler\.source"),
+        ({"sampler": {**STATE["sampler"], "ledger": {}}}, r"sampler\.ledger\.next_id"),
         ({"difficulty_weights": {"a": "x"}}, r"difficulty_weights\.a"),
     ],
 )
@@ -199,6 +202,7 @@ EDITS = {
     "no sha256": (lambda m: m["files"]["state.json"].pop("sha256"), r"state\.json\.sha256"),
     "size as text": (lambda m: m["files"]["state.json"].update(bytes="9"), r"state\.json\.bytes"),
     "no state": (lambda m: m["files"].pop("state.json"), r"state\.json"),
+    "only the state": (lambda m: [m["files"].pop(name) for name in {*m["files"]} - {"state.json"}], r"\.json"),
     "outside": (lambda m: m["files"].update({"/x": m["files"]["state.json"]}), "'/x'"),
     "long name": (lambda m: m["files"].update({"x" * 999: {"bytes": 1, "sha256": "0" * 64}}), "xxx"),
 }

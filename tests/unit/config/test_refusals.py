@@ -613,7 +613,10 @@ def write_weights(files) -> None:
         holding("model.safetensors.index.json", b'{"weight_map": {"w": "model.safetensors"}}'),
         both(removed("tokenizer.json"), holding("tokenizer.model", b"x")),
         both(removed("tokenizer.json"), holding("vocab.json", b"{}")),
-        holding("model.safetensors", header({"__metadata__": {"x": "y"}, "a": {"data_offsets": [0, 3]}}) + b"123"),
+        holding(
+            "model.safetensors",
+            header({"__metadata__": {"x": "y"}, "a": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}) + b"123",
+        ),
     ],
 )
 def test_files_of_a_whole_model_are_accepted(run_files, fine):

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.daro_format import DaroPieces, StoredShard
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import hf_to_megatron
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.pieces import BoxIndex, byte_runs
-from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, dtype_name, read_header
+from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, dtype_name
 from megatron_daro.convert.torch_dist import TorchDistPieces, WrittenBlob, write_blob
 from megatron_daro.errors import CheckpointError, ModelError
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_daro.errors import ModelError
+from megatron_daro.errors import DataError, ModelError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
 
@@ -94,3 +94,15 @@ def test_the_driver_logs_what_it_tells_and_what_ends_it(tmp_path, capsys, mode):
     assert "a server is slow" in (said.out if mode == "plain" else said.err)
     assert ("resumed" in said.out) == (mode == "plain") and "resumed" not in said.err
     assert logging.getLogger("megatron_daro").handlers == []
+
+
+@pytest.mark.parametrize("where", ["/dev/full", "/nowhere/driver.log"])
+def test_a_log_that_cannot_be_written_is_told_once_and_the_cause_stays_last(tmp_path, capfd, where):
+    """As on a full disk, which refuses the log as well as what the run writes."""
+    (tmp_path / "driver.log").symlink_to(where)
+    with pytest.raises(DataError, match="the disk is full"), logs.driver_log(tmp_path, terminal=True):
+        for _ in range(3):
+            logging.getLogger("megatron_daro").warning("still here")
+        raise DataError("the disk is full")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/driver.log cannot be written any more: ")

@@ -297,3 +297,14 @@ def test_wandb_gets_each_step_as_a_metric_of_its_own_and_goes_on_with_the_direct
     assert steps == [("*", "step")] * 2
     first = {"dir": str(tmp_path), "name": tmp_path.name, "project": "p"}
     assert started == [first, first | {"id": "abc", "resume": "allow"}]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_too_full_for_tensorboard_is_said_in_the_same_words(tmp_path):
+    words = r"step 2 not written, the disk is full: .*; free disk space and --resume"
+    with pytest.raises(DataError, match=words), MetricsLog(tmp_path) as log:
+        log.write(1, {"x": 1.0})
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")
+        log.write(2, {"x": 2.0})

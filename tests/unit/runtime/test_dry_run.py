@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny_task
+import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from weightless import save_weights
 
 from megatron_daro import recovery
 from megatron_daro.config import Config, check, loading, resolve, to_yaml
@@ -48,6 +52,7 @@ def model(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     tiny_task.save_tokenizer(directory, tiny_task.SYMBOLS)
     (directory / "config.json").write_text(json.dumps(SHAPE))
+    save_weights(directory)
     return directory
 
 
@@ -164,8 +169,47 @@ def test_a_model_that_transformers_reads_as_another_is_found_before_anything_sta
     tiny_task.save_tokenizer(tmp_path / "ministral", tiny_task.SYMBOLS)
     shape = {**SHAPE, "model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"]}
     (tmp_path / "ministral" / "config.json").write_text(json.dumps(shape))
+    save_weights(tmp_path / "ministral")
     told = ends_with_the_same_error(configured(f"model.path={tmp_path / 'ministral'}"))
     assert "'mistral'" in told and "'ministral'" in told
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (NORM, lambda tensor: None, "model.norm.weight is missing"),
+        (QUERY, lambda tensor: tensor[:-1], "has shape [7, 8], config.json asks for [8, 8]"),
+        (QUERY, lambda tensor: tensor.to(torch.int8), "is I8, allowed are F64, F32, F16, BF16 (Quantized models"),
+        (QUERY, lambda tensor: tensor.to(torch.float8_e4m3fn), "is F8_E4M3, allowed are"),
+        (QUERY + "_scale", lambda tensor: torch.ones(1), "q_proj.weight_scale of shape [1] is not a tensor of a qwen2"),
+        (NORM, lambda tensor: tensor.fill_(float("nan")), "model.norm.weight holds NaN"),
+        (NORM, lambda tensor: tensor.float().fill_(float("-inf")), "model.norm.weight holds NaN or inf"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model_are_found_before_anything_starts(
+    configured, model, tmp_path, name, change, says
+):
+    folder = tmp_path / "changed"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors.get(name))
+    save_file({k: t.contiguous() for k, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    assert says in ends_with_the_same_error(configured(f"model.path={folder}"))
+
+
+def test_megatron_weights_of_another_model_are_found_before_anything_starts(configured, model, tmp_path):
+    from megatron_daro import cli
+
+    shape = {**SHAPE, "intermediate_size": 32}
+    shutil.copytree(model, tmp_path / "wide")
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(shape))
+    save_weights(tmp_path / "wide")
+    out = tmp_path / "megatron"
+    assert cli.main(["convert", "--hf", str(tmp_path / "wide"), "--out", str(out)]) == 0
+    assert "linear_fc1.weight has shape" in ends_with_the_same_error(configured(f"model.megatron_weights={out}"))
 
 
 def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):

@@ -1,0 +1,22 @@
+"""Whether a file of problems can be opened at all; the checks of a run and every reader of data ask here."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+
+def why_no_file(path: Path) -> str:
+    """Return why a path cannot be read as a file of problems, without opening it; empty where it can.
+
+    A pipe or a device may never answer. Files of the kernel, which may not either, have no size.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return "is not there"
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a file"
+    return "" if found.st_size else "is an empty file"

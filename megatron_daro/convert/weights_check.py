@@ -1,0 +1,95 @@
+"""The tensors of a Hugging Face checkpoint against its config.json, from the headers alone and without torch.
+
+A start and its dry run call `check_weights` before any process. Refuses missing, misshapen and unknown tensors,
+quantized ones, and norms and biases that are not finite; larger tensors are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_daro.config.model_files import QUANTIZED
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.safetensors_header import Entry, read_header
+from megatron_daro.convert.mapping import VALUE_HEAD, hf_tensor_shapes, output_rule, unknown_tensors
+from megatron_daro.errors import ModelError
+
+_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x1F << 10)}
+_EXPONENTS |= {"BF16": ("<u2", 0xFF << 7)}
+"""Of each dtype that is trained: how numpy reads its bits, and those that are all set in infinities and NaN."""
+_FAULTS_SHOWN = 3
+_HEAD_BIAS = "score.bias"
+
+
+def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -> None:
+    """Compare the checkpoint in a folder with the model that its config.json describes.
+
+    Args:
+        directory: whose headers can be read. shape: from its config.json. critic: it may have a value head in place of
+            the output layer, or neither.
+
+    Raises:
+        ModelError: names the first tensors that do not fit.
+    """
+    try:
+        tensors = _tensors(directory)
+        needed = hf_tensor_shapes(shape)
+        optional: dict[str, tuple[int, ...]] = {}
+        if critic:
+            outputs = output_rule(shape).hf_names if not shape.tie else ()
+            optional = {name: needed.pop(name) for name in outputs}
+            optional |= {VALUE_HEAD: (1, shape.hidden), _HEAD_BIAS: (1,)}
+        faults = list(_faults(tensors, needed, optional, shape))
+    except OSError as error:
+        raise ModelError(f"{directory}: {error}; copy or download the complete model again") from None
+    if faults:
+        more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+        raise ModelError(
+            f"{directory} does not hold the model of its config.json: {'; '.join(faults[:_FAULTS_SHOWN])}{more}. Copy "
+            "or download config.json and weights of the same model again"
+        )
+
+
+def _tensors(directory: Path) -> dict[str, tuple[Path, Entry]]:
+    index = directory / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    paths = [directory / file for file in sorted(files)]
+    return {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
+
+
+def _faults(
+    tensors: Mapping[str, tuple[Path, Entry]],
+    needed: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    shape: ModelShape,
+) -> Iterator[str]:
+    for name, dims in {**needed, **optional}.items():
+        if name not in tensors:
+            if name in needed:
+                yield f"{name} is missing"
+            continue
+        path, entry = tensors[name]
+        if entry.shape != dims:
+            yield f"{name} has shape {list(entry.shape)}, config.json asks for {list(dims)}"
+        elif entry.dtype not in _EXPONENTS:
+            yield f"{name} is {entry.dtype}, allowed are {', '.join(_EXPONENTS)} ({QUANTIZED})"
+        elif len(dims) == 1 and not _is_finite(path, entry):
+            yield f"{name} holds NaN or infinities"
+    for name in unknown_tensors(shape, tensors):
+        if name not in optional:
+            yield f"{name} of shape {list(tensors[name][1].shape)} is not a tensor of a {shape.family} model"
+
+
+def _is_finite(path: Path, entry: Entry) -> bool:
+    """Whether a tensor holds neither NaN nor infinities; reads all of it."""
+    import numpy as np
+
+    kind, exponent = _EXPONENTS[entry.dtype]
+    with path.open("rb") as file:
+        file.seek(entry.start)
+        bits = np.frombuffer(file.read(entry.num_bytes), kind)
+    return not bool(((bits & np.array(exponent, kind)) == exponent).any())
