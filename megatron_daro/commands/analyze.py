@@ -22,7 +22,7 @@ def analyze(
     columns: Annotated[
         str,
         typer.Option(
-            "--columns", metavar="group=A,length=B,right=C", help="Columns of another dump; len(B) of a text."
+            "--columns", metavar="group=A,length=B,right=C", help="Columns of another dump; len(B) of a text or chat."
         ),
     ] = "",
     reward_key: Annotated[
@@ -50,12 +50,12 @@ def analyze(
 
     from megatron_daro.errors import ConfigError
     from megatron_daro.plugins.options import read_options
-    from megatron_daro.workshop.analyze.rows import files_of, open_dump
+    from megatron_daro.workshop.analyze.rows import files_of, named_columns, open_dump
     from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, view_of
 
     daro = read_options(" ".join(f"daro.{word}" for word in options.split()), source="--daro").daro
+    given = named_columns(columns)
     files = files_of(dump)
-    given = dict(part.split("=", 1) for part in columns.split(",") if "=" in part)
     opened = open_dump(files, given, correct_above, reward_key, reflection)
     columns_of_first, rows = next(opened)
     unit = columns_of_first.unit
@@ -70,6 +70,8 @@ def analyze(
     recorded = read_dump(chain([rows], (rest for _, rest in opened)), k)
     view = view_of(recorded, daro)
     console = Console(width=max(Console().width, 150), highlight=False)
+    if rollouts_per_prompt is None:
+        console.print(f"K = {k}: what most prompts of the first file have (another: --rollouts-per-prompt)")
     _print(console, recorded, view, unit, tokens_per_gpu_hour)
     if reflection:
         _print_reflection(console, recorded, [path.name for path in files])
@@ -89,7 +91,7 @@ def _print(console: Console, dump: Dump, view: View, unit: str, tokens_per_gpu_h
     console.print(
         f"{dump.rollouts} rollouts in {len(dump.steps)} files, {whole:.0f} whole groups of {k}; left out: "
         f"{dump.incomplete} incomplete groups, {dump.unverified} rollouts without a verdict, {dump.unreadable} records "
-        "without a length"
+        "without a group or a length"
     )
     table = Table("pass rate", "groups", unit, "right", "wrong", "loss", "weight learnt", "at rest")
     shares = Table("pass rate", *view.shares)

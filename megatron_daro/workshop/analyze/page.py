@@ -37,7 +37,7 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
         for count, words in (
             (dump.incomplete, "incomplete groups"),
             (dump.unverified, "rollouts without a verdict"),
-            (dump.unreadable, "records without a length"),
+            (dump.unreadable, "records without a group or a length"),
         )
         if count
     ]

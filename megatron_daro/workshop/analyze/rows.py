@@ -10,7 +10,7 @@ Rejects a dump whose columns it cannot name, and says which are there.
 | slime, .pt of --save-debug-rollout-data | group_index | response_length, in tokens | reward, or reward[--reward-key] |
 | NeMo-RL, `train_data_stepN.jsonl` | tokens of the prompt | trained tokens | filtered_rewards, else rewards |
 | ROLL, `rollout_dump_data.step_N.jsonl` | messages, else prompt or id | characters of responses | scores |
-| other JSONL or Parquet | --columns | --columns; len(NAME) for a text | --columns |
+| other JSONL or Parquet | --columns | --columns; len(NAME) for a text or a chat | --columns |
 
 In NeMo-RL's lines (in its log directory) each value is a list of one, and the prompt stands only among the token ids,
 in front of the first token that is trained. ROLL's (in rollout_dump_dir) hold a step each, with a list for each
@@ -22,6 +22,7 @@ records.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
@@ -30,13 +31,13 @@ import re
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import cast
 
-from megatron_daro.errors import DataError
+from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.workshop.analyze.behaviour import reflects
 
 _TORCH = {("torch._utils", "_rebuild_tensor_v2"), ("torch", "Size")}
@@ -143,8 +144,10 @@ def _nemo_rl(record: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(tokens, list) or not isinstance(mask, list):
         return {}
     trained = [bool(value) for value in mask]
-    end = trained.index(True) if True in trained else int(cast(float, _only(record.get("input_lengths", len(tokens)))))
-    prompt = hashlib.blake2b(repr(tokens[:end]).encode(), digest_size=16).hexdigest()
+    end = trained.index(True) if True in trained else _tokens(_only(record.get("input_lengths", len(tokens))))
+    if end is None:
+        return {}
+    prompt = hashlib.blake2b(repr(tokens[: int(end)]).encode(), digest_size=16).hexdigest()
     return {"prompt_tokens": prompt, "trained_tokens": sum(trained), "reward": reward}
 
 
@@ -190,9 +193,10 @@ _ANSWERS = ("text", "output", "response", "responses")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text.
-    turns: of a conversation, observed and generated tokens of each turn. reports: what its environment said of each
-    answer. reflects: whether its text has a word of self-reflection; None where texts are not read."""
+    """One rollout. right: None where the dump has no verdict for it. length: generated tokens, or characters of a text
+    or of a chat's assistant messages. turns: of a conversation, observed and generated tokens of each turn. reports:
+    what its environment said of each answer. reflects: whether its text has a word of self-reflection; None where texts
+    are not read."""
 
     group: Hashable
     length: float
@@ -240,6 +244,24 @@ def files_of(path: Path) -> list[Path]:
     return sorted(files, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
 
 
+def named_columns(option: str) -> dict[str, str]:
+    """Return the columns that --columns names, by what they hold.
+
+    Raises:
+        ConfigError: a part of it is none of group=A, length=B and right=C, or names the same thing again.
+    """
+    given: dict[str, str] = {}
+    for part in option.split(",") if option.strip() else ():
+        holds, _, name = (word.strip() for word in part.partition("="))
+        if holds not in ("group", "length", "right") or not name or holds in given:
+            raise ConfigError(
+                f"--columns: got {part.strip()!r}, allowed are group=A, length=B (or length=len(B)) and right=C, each "
+                "once, with the name of a column; separate them by commas"
+            )
+        given[holds] = name
+    return given
+
+
 def choose_columns(
     path: Path,
     given: Mapping[str, str],
@@ -250,7 +272,7 @@ def choose_columns(
     """Return the columns of a file, from its first record and what the user says of them.
 
     Args:
-        given: by what they hold (group, length, right); a length `len(NAME)` counts the characters of a text.
+        given: as `named_columns` returns them; a length `len(NAME)` counts the characters of a text or a chat.
         texts: whether answers are read, too.
 
     Raises:
@@ -338,7 +360,7 @@ def _first_names(path: Path) -> list[str]:
 
 
 def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
-    """Yield the rollouts of one file; None for a record that has no length.
+    """Yield the rollouts of one file; None for a record that has no group or no length.
 
     Raises:
         DataError: the file is torn, a length is none, or a verdict is neither 0/1 nor -1/1 and no threshold was given.
@@ -347,20 +369,35 @@ def rows_of(path: Path, columns: Columns) -> Iterator[Row | None]:
 
 
 def _rows(path: Path, records: Iterable[Mapping[str, object]], columns: Columns) -> Iterator[Row | None]:
-    for record in records:
+    for number, record in enumerate(records, 1):
         if record.get("used") == "dropped":
             continue
-        length = record.get(columns.length)
-        if length is None:
-            yield None
-            continue
-        right, size = _right(record.get(columns.right), columns, path), _size(length, columns, path)
-        turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
-        reports = cast("list[Mapping[str, float]]", record.get(_REPORTS) or []) if turns else []
-        observed = sum(turn["observed"] for turn in turns)
-        text = record.get(columns.text) if columns.text else None
-        reflecting = reflects(text) if isinstance(text, str) else None
-        yield Row(_key(record.get(columns.group)), size - observed, right, turns, reports, reflecting)
+        try:
+            row = _row(path, record, columns)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # such as a list nested without end
+            raise DataError(
+                f"dump: {path}, record {number}: {', '.join(columns.names)} cannot be read ({type(error).__name__}: "
+                f"{error!s:.80}); allowed are a group, a length and a verdict: repair the record or leave it out"
+            ) from None
+        yield row
+
+
+def _row(path: Path, record: Mapping[str, object], columns: Columns) -> Row | None:
+    length, group = _plain(record.get(columns.length)), _plain(record.get(columns.group))
+    if length is None or group is None:
+        return None
+    right, size = _right(_plain(record.get(columns.right)), columns, path), _size(length, columns, path)
+    turns = _turns(record.get(_TURNS)) if columns.length == "length" else ()
+    reports = cast("list[Mapping[str, float]]", record.get(_REPORTS) or []) if turns else []
+    observed = sum(turn["observed"] for turn in turns)
+    text = record.get(columns.text) if columns.text else None
+    reflecting = reflects(text) if isinstance(text, str) else None
+    return Row(_key(group), size - observed, right, turns, reports, reflecting)
+
+
+def _plain(value: object) -> object:
+    """Return the numbers of a tensor, an array or one of their scalars; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _turns(value: object) -> Sequence[Mapping[str, int]]:
@@ -378,19 +415,58 @@ def _key(value: object) -> Hashable:
 
 
 def _size(length: object, columns: Columns, path: Path) -> float:
-    if isinstance(length, str) and columns.is_text:
-        return float(len(length))
-    try:
-        counted = hasattr(length, "__len__") and not isinstance(length, str)
-        size = float(len(cast(Sized, length)) if counted else cast(float, length))
-    except (TypeError, ValueError):
-        size = math.nan
-    if isinstance(length, bool) or not 0 <= size < math.inf:
-        raise DataError(
-            f"dump: {path}, {columns.length}: got {length!r:.80}, allowed are numbers of tokens and lists of tokens; "
-            f"the characters of a text are counted with --columns length=len({columns.length})"
-        )
+    size = _characters(length) if columns.is_text else _tokens(length)
+    if size is None:
+        raise DataError(f"dump: {path}, {columns.length}: got {_shown(length)}, {_allowed_lengths(columns)}")
     return size
+
+
+def _allowed_lengths(columns: Columns) -> str:
+    name = columns.length
+    if columns.is_text:
+        return (
+            "allowed are texts, and chats whose assistant messages have a text as content: their characters are "
+            f"counted; numbers of tokens and lists of tokens are named with --columns length={name}"
+        )
+    return (
+        "allowed are numbers of tokens and lists of tokens; the characters of a text or of a chat's assistant messages "
+        f"are counted with --columns length=len({name})"
+    )
+
+
+def _tokens(length: object) -> float | None:
+    """Return a number of tokens, or how many a list has; None for anything else, such as a list of messages."""
+    if isinstance(length, list | tuple):
+        return float(len(length)) if all(isinstance(token, int | float) for token in length) else None
+    size = None if isinstance(length, bool) else _number(length)
+    return size if size is not None and 0 <= size < math.inf else None
+
+
+def _characters(answer: object) -> float | None:
+    """Return the characters of a text, or of the assistant's messages of a chat; None for anything else."""
+    if isinstance(answer, str):
+        return float(len(answer))
+    if not isinstance(answer, list | tuple) or not all(isinstance(message, Mapping) for message in answer):
+        return None
+    texts = [message.get("content") for message in answer if message.get("role") == "assistant"]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return None
+    return float(sum(map(len, cast("list[str]", texts))))
+
+
+def _number(value: object) -> float | None:
+    """Return a float, infinite where a written number is larger than one can be; None for what is no number."""
+    try:
+        return float(cast(float, value))
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown(value: object) -> str:
+    kind = "a list of messages" if isinstance(value, list) and value and isinstance(value[0], Mapping) else None
+    return kind or f"{value!r:.80}"
 
 
 def _right(verdict: object, columns: Columns, path: Path) -> bool | None:
@@ -400,15 +476,14 @@ def _right(verdict: object, columns: Columns, path: Path) -> bool | None:
                 f"dump: {path}, {columns.right}: got a mapping with {', '.join(map(str, verdict))}; allowed is one of "
                 f"these with --reward-key{f', not {columns.reward_key}' if columns.reward_key else ''}"
             )
-        verdict = verdict[columns.reward_key]
+        verdict = _plain(verdict[columns.reward_key])
     if verdict is None or isinstance(verdict, bool):
         return verdict
-    try:
-        value = float(cast(float, verdict))
-    except (TypeError, ValueError):
+    value = _number(verdict)
+    if value is None or not math.isfinite(value):
         raise DataError(
-            f"dump: {path}, {columns.right}: got {verdict!r:.80}, allowed are numbers and true or false"
-        ) from None
+            f"dump: {path}, {columns.right}: got {verdict!r:.80}, allowed are finite numbers and true or false"
+        )
     if columns.correct_above is not None:
         return value > columns.correct_above
     if value not in (-1.0, 0.0, 1.0):
@@ -431,13 +506,22 @@ def _records(path: Path, names: list[str] | None = None) -> Iterator[Mapping[str
 def _json_lines(path: Path) -> Iterator[Mapping[str, object]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
             try:
                 record = json.loads(line.decode("utf-8"))
+                rollouts = list(rollouts_of(record if isinstance(record, dict) else {}, where))
             except UnicodeDecodeError as error:
-                raise DataError(f"dump: {path}:{number} is no UTF-8 ({error}); the file is damaged") from None
+                raise DataError(f"dump: {where} is no UTF-8 ({error}); the file is damaged") from None
             except ValueError as error:
-                raise DataError(f"dump: {path}:{number} is no JSON ({error}); the file is torn or no JSONL") from None
-            yield from rollouts_of(record if isinstance(record, dict) else {}, f"{path}:{number}")
+                raise DataError(f"dump: {where} is no JSON ({error}); the file is torn or no JSONL") from None
+            except RecursionError:
+                raise DataError(
+                    f"dump: {where} has values nested too deep to be read; repair the line or leave it out"
+                ) from None
+            yield from rollouts
 
 
 def _parquet(path: Path, names: list[str] | None) -> Iterator[Mapping[str, object]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from megatron_daro.workshop.analyze.rows import Row
 from megatron_daro.workshop.report.conversations import TurnSums, add_turns
 
 _PROBE = 20_000
+_MOST_RUNS = 0.9
+"""The part of all runs of one prompt's rollouts that have one length, where the file was written prompt by prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +68,9 @@ class BinSums:
 @dataclass(slots=True, eq=False)
 class Dump:
     """Everything that the views read. steps: sums of each file. unverified: rollouts without a verdict; unreadable:
-    records without a length. turns: sums by turn of conversations. reflection: of each file, where texts are read.
-    incomplete: groups that never had K rollouts; most_open: the largest number of groups that memory held at once."""
+    records without a group or a length. turns: sums by turn of conversations. reflection: of each file, where texts are
+    read. incomplete: groups that never had K rollouts; most_open: the largest number of groups that memory held at
+    once."""
 
     total: BinSums
     steps: list[BinSums] = field(default_factory=list)
@@ -84,16 +87,26 @@ def infer_rollouts_per_prompt(rows: Iterable[Row | None]) -> int:
     """Return the usual size of a group among the first rollouts.
 
     Raises:
-        DataError: groups have one rollout, or none repeats.
+        DataError: groups have one rollout, or none repeats; or prompts come up again, so that there are two sizes.
     """
-    sizes = Counter(Counter(row.group for row in islice(rows, _PROBE) if row).values())
+    groups = [row.group for row in islice(rows, _PROBE) if row]
+    sizes = Counter(Counter(groups).values())
     if not sizes or max(sizes) < 2:
         raise DataError(
             "dump: no prompt has more than one rollout, allowed are groups of 2 or more; is the group column the right "
             "one? name it with --columns group=..."
         )
     sizes.pop(1, None)
-    return max(sizes, key=lambda size: (sizes[size], size))
+    size = max(sizes, key=lambda size: (sizes[size], size))
+    runs = Counter(len(list(run)) for _, run in groupby(groups))
+    run, number = runs.most_common(1)[0]
+    if 1 < run < size and size % run == 0 and number >= _MOST_RUNS * runs.total():
+        raise DataError(
+            f"dump: got prompts with {size} rollouts each, which stand {run} and {run} together: the file has {size} "
+            f"per prompt in parts, or the same prompts {size // run} times with {run} each; say which with "
+            f"--rollouts-per-prompt {size} or {run}"
+        )
+    return size
 
 
 def read_dump(files: Iterable[Iterator[Row | None]], rollouts_per_prompt: int) -> Dump:

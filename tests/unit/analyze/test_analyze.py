@@ -277,12 +277,32 @@ def test_what_is_not_whole_is_counted_and_left_out(tmp_path, printed):
     incomplete = len({rows[0]["input"], rows[1]["input"]})
     text = printed(tmp_path)
     assert f"{12 - incomplete} whole groups" in text and f"{incomplete} incomplete groups" in text
-    assert "1 rollouts without a verdict" in text and "1 records without a length" in text
+    assert "1 rollouts without a verdict" in text and "1 records without a group or a length" in text
 
 
 def test_a_prompt_may_come_up_again_once_its_group_is_whole(tmp_path, printed):
     write_jsonl(tmp_path / "1.jsonl", [*rollouts(1), *rollouts(1)])
     assert "24 whole groups of 4" in printed(tmp_path, "--rollouts-per-prompt", "4")
+
+
+def test_prompts_that_come_twice_do_not_double_k_in_silence(tmp_path, printed, capsys):
+    """Prompt by prompt the file shows it; in another order only the user can say."""
+    one = sorted(rollouts(1), key=lambda row: row[0])
+    write_jsonl(tmp_path / "1.jsonl", [*one, *one])
+    code, words = refused(capsys, tmp_path)
+    assert code == 1 and "--rollouts-per-prompt 8 or 4" in words
+    assert "24 whole groups of 4" in printed(tmp_path, "--rollouts-per-prompt", "4")
+    write_jsonl(tmp_path / "1.jsonl", sorted([*one, *one], key=lambda row: row[1]))
+    assert re.search(r"K = 8.*--rollouts-per-prompt.*12 whole groups of 8", printed(tmp_path))
+    assert "K =" not in printed(tmp_path, "--rollouts-per-prompt", "8")
+
+
+def test_a_blank_line_and_a_byte_order_mark_are_no_damage(tmp_path, table):
+    write_jsonl(tmp_path / "1.jsonl", rollouts(1))
+    expected = table(tmp_path)
+    text = (tmp_path / "1.jsonl").read_text()
+    (tmp_path / "1.jsonl").write_text("\ufeff\n" + text.replace("\n", "\n\n") + " \r\n")
+    assert table(tmp_path) == expected
 
 
 class Runs:
@@ -375,6 +395,79 @@ def test_columns_can_be_named_and_verdicts_have_a_threshold(tmp_path, table):
         write_lines(tmp_path / f"{number}.jsonl", lines)
         options = ["--columns", "group=q,length=n,right=r", "--correct-above", "0.5"]
         assert table(tmp_path / f"{number}.jsonl", *options) == expected
+
+
+def test_of_a_chat_the_assistants_characters_are_counted_and_not_its_messages(tmp_path, table, capsys):
+    """As TRL writes completions of chats."""
+    rows = rollouts(1)
+    write_jsonl(tmp_path / "same.jsonl", rows)
+    chats = [
+        [{"role": "assistant", "content": "x" * (n // 2)}, {"role": "tool", "content": "said"}]
+        + [{"role": "assistant", "content": "x" * (n - n // 2)}]
+        for _, n, _ in rows
+    ]
+    path = tmp_path / "completions.parquet"
+    named = {"prompt": [g for g, _, _ in rows], "completion": chats, "reward": [float(c) for *_, c in rows]}
+    parquet.write_table(pyarrow.table(named | {"ids": [[1] * n for _, n, _ in rows]}), path)
+    options = "group=prompt,right=reward,length="
+    assert table(path, "--columns", options + "len(completion)") == table(tmp_path / "same.jsonl")
+    code, words = refused(capsys, path, "--columns", options + "completion")
+    assert code == 1 and "length=len(completion)" in words
+    code, words = refused(capsys, path, "--columns", options + "len(ids)")
+    assert code == 1 and "length=ids" in words
+    lines = [{"prompt": "a", "completion": [{"role": "assistant", "content": None}], "reward": i} for i in range(2)]
+    write_lines(tmp_path / "calls.jsonl", lines)
+    code, words = refused(capsys, tmp_path / "calls.jsonl", "--columns", options + "len(completion)")
+    assert code == 1 and "text as content" in words
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("group", "length", "right", "named"),
+    [
+        ('"a"', "9" * 400, "1", "n: got 999"),
+        ('"a"', "3", "9" * 400, "r: got 999"),
+        ('"a"', "3", "NaN", "r: got nan"),
+        ('"a"', DEEP, "1", "a.jsonl:2"),
+        (DEEP, "3", "1", "a.jsonl:2"),
+    ],
+)
+def test_a_value_beyond_what_can_be_read_is_named(tmp_path, capsys, group, length, right, named):
+    lines = ('{"q": "a", "n": 3, "r": 0}', f'{{"q": {group}, "n": {length}, "r": {right}}}')
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for options in ((), ("--correct-above", "0.5")):
+        code, words = refused(capsys, tmp_path, "--columns", "group=q,length=n,right=r", *options)
+        assert code == 1 and named in words and "Traceback" not in words
+
+
+def test_a_group_nested_without_end_in_a_torch_file_is_named(tmp_path, capsys):
+    """{"samples": [{"q": [[...]], "n": 3, "r": 1}]} in opcodes: pickle's own writer would need as deep a stack."""
+    depth = 100_000
+    group = b"X\1\0\0\0q" + b"]" * depth + b"a" * (depth - 1) + b"s"
+    rest = b"X\1\0\0\0nK\3sX\1\0\0\0rK\1s"
+    data = b"\x80\2}X\7\0\0\0samples]}" + group + rest + b"as."
+    torn_zip(tmp_path / "0.pt", **{"data.pkl": data, "version": b"3", "byteorder": b"little"})
+    code, words = refused(capsys, tmp_path, "--columns", "group=q,length=n,right=r")
+    assert code == 1 and "0.pt, record 1" in words
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["groups=q,length=n,right=r", "input", "group=", "group=q,group=p", "group=q,,right=r"],
+)
+def test_columns_that_name_nothing_known_are_refused(tmp_path, capsys, option):
+    write_lines(tmp_path / "a.jsonl", [{"q": g, "n": n, "r": c} for g, n, c in rollouts(1)])
+    code, words = refused(capsys, tmp_path, "--columns", option)
+    assert code == 2 and "group=A" in words
+
+
+def test_a_rollout_without_a_group_belongs_to_none(tmp_path, printed):
+    lines = [{"input": g, "output": "x" * n, "score": float(c)} for g, n, c in rollouts(1)]
+    write_lines(tmp_path / "1.jsonl", [*lines, *({"output": "x", "score": 1.0} for _ in range(K))])
+    text = printed(tmp_path)
+    assert "12 whole groups of 4" in text and f"{K} records without a group or a length" in text
 
 
 @pytest.mark.parametrize("length", ["57 tok", True, -1, float("nan")])
