@@ -75,6 +75,10 @@ _MORE = [
     ("moving_baseline", ON, "state", "by hand", "rewards"),
     ("longest_of_the_micro_batch", ON, "mean of means"),
     ("detached", ON, "no gradient"),
+    ("largest_advantage_of_a_micro_batch", ON, "statistic.*of the micro-batch"),
+    ("veto_of_a_part", ON, "^not certain.*part of a sample"),
+    ("clamped_loss_of_a_micro_batch", OFF, "limit"),
+    ("running_sum_over_samples", ON, "across the border of samples"),
 ]
 WRONG = [Wrong(*row, module="buggy_losses") for row in _FIRST] + [Wrong(*row) for row in _MORE]
 

@@ -266,3 +266,30 @@ def detached(batch, step):
     """The log-probs are detached before the ratio."""
     ratio = torch.exp((batch.logprobs_T - torch.where(batch.mask_T, batch.old_logprobs_T, 0.0)).detach())
     return _token_mean(-ratio * batch.advantages_T + 0.0 * batch.logprobs_T, batch, step)
+
+
+def largest_advantage_of_a_micro_batch(batch, step):
+    """Advantages are scaled to the largest one of the micro-batch."""
+    largest = torch.where(batch.mask_T, batch.advantages_T.abs(), 0.0).amax().clamp(min=1e-6)
+    return _token_mean(_losses(batch, batch.advantages_T / largest), batch, step)
+
+
+def veto_of_a_part(batch, step):
+    """A sample with a token far off policy is left out, as far as this context-parallel rank's part of it shows."""
+    gap = torch.where(batch.mask_T, (batch.logprobs_T - batch.old_logprobs_T).detach(), 0.0)
+    zeros = torch.zeros(len(batch), dtype=torch.float64)
+    worst = zeros.index_reduce(0, batch.sequence_T, gap, "amin")
+    return _token_mean(torch.where((worst < -2.0)[batch.sequence_T], 0.0, _losses(batch)), batch, step)
+
+
+def clamped_loss_of_a_micro_batch(batch, step):
+    """What a micro-batch returns is limited, so that its gradient ends beyond."""
+    loss, *rest = _token_mean(_losses(batch), batch, step)
+    return loss.clamp(-0.1, 0.1), *rest
+
+
+def running_sum_over_samples(batch, step):
+    """Log ratios are summed up over the packed samples, across their borders."""
+    gap = torch.where(batch.mask_T, (batch.logprobs_T - batch.old_logprobs_T).detach(), 0.0)
+    weight = torch.exp(gap.cumsum(0) * 0.1).clamp(max=2.0)
+    return _token_mean(weight * _losses(batch), batch, step)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from loss_cases import RIGHT, WRONG
 
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.timeout(600)
 
 QUICK = {"nemo_rl_3791", "nemo_rl_3792", "megatron_lm_906", "gspo_local_sequence", "openrlhf_973", "open_instruct_535"}
 QUICK |= {"torchforge_571", "random_tokens", "prime_rl_568", "dropped_micro_batch", "detached"}
+QUICK |= {"largest_advantage_of_a_micro_batch", "veto_of_a_part", "clamped_loss_of_a_micro_batch"}
+QUICK |= {"running_sum_over_samples"}
 """One of each cause, and those that are found before any layout is tried."""
 OTHER_CAUSE = {"prime_rl_674"}
 """Found, and explained otherwise than by the words beside it."""
@@ -97,6 +100,20 @@ def test_where_ranks_see_whole_samples_every_case_has_them_whole():
 
     for whole in (True, False):
         assert [case.whole for _, case in axes(per_token=True, whole=whole)] == [whole] * len(AXES)
+
+
+def test_threads_of_layouts_that_are_over_do_not_gather_in_the_ranks():
+    from megatron_daro.workshop.check_loss import pool, search
+
+    before = set(psutil.Process().children(recursive=True))
+    layouts = [search.AXES[name] for name in ("data parallel", "context parallel", "tensor parallel")]
+    with pool.CasePool() as cases:
+        counts = []
+        for case in layouts * 3:
+            assert not cases.run(case, "megatron_daro.workshop.check_loss.shipped:daro").error
+            started = set(psutil.Process().children(recursive=True)) - before
+            counts.append(max(process.num_threads() for process in started))
+    assert max(counts) < 1.1 * counts[0], "each layout has dozens of groups, and each of these its threads"
 
 
 @pytest.mark.heavy

@@ -105,7 +105,13 @@ def _has(share: Share, largest: float) -> bool:
 
 
 def likely_cause(
-    case: Case, outcome: Outcome, wanted: Outcome, *, plain: Sequence[Trace] = (), part: float | None = None
+    case: Case,
+    outcome: Outcome,
+    wanted: Outcome,
+    *,
+    plain: Sequence[Trace] = (),
+    part: float | None = None,
+    ordered: bool = False,
 ) -> str:
     """Return what most likely makes this case differ.
 
@@ -115,19 +121,25 @@ def likely_cause(
         wanted: that of the same samples on one process.
         plain: traces of all samples on one process.
         part: the constant factor of a smaller case, where this one has none.
+        ordered: whether another order of the samples in one micro-batch changes the gradient as well.
     """
     finite = all(bool(g.isfinite().all()) for g in outcome.gradients.values())
     if case.poison or not finite:
         return _MASK + ": 0 * NaN is NaN; choose with torch.where before anything is multiplied"
     own, reference = shares(case, outcome), shares(case.reference(), wanted)
     largest = max((abs(s.coefficient) for s in reference.values()), default=0.0)
+    if not largest:
+        return f"the whole step on one process is not trained, though it is in this layout: {_LIMIT}"
     if any(not s.trained and _has(s, largest) for s in own.values()):
         return f"{_MASK}: padded positions are trained" if case.padding else _MASK
     if case.padding and case.context == 1 and case.world_size == 1:
         return "padded positions are counted in a denominator: count the mask, not the positions"
-    return _by_position(own, reference, largest) or _by_layout(
-        case, constant_ratio(outcome.gradients, wanted.gradients), plain, part
-    )
+    if cause := _by_position(own, reference, largest):
+        return cause
+    ratio = constant_ratio(outcome.gradients, wanted.gradients)
+    if ratio is None and ordered:
+        return _ACROSS_SAMPLES
+    return _by_layout(case, ratio, plain, part, _scales(own, reference, largest))
 
 
 def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float) -> str:
@@ -136,22 +148,47 @@ def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Sha
     differ = {k for k in trained if abs(own[k].coefficient - reference[k].coefficient) > _SAME * largest}
     if not differ:
         return ""
-    inner = [key for key in trained if not own[key].border]
-    if inner and all(own[key].border for key in differ) and len(differ) < len(trained):
+    if _only_borders_differ(own, trained, differ):
         return _SHIFTED.format(where="only positions at the border of a part differ, all others are right")
     if any(_reads_old_of(gap, own, reference, differ, largest) for gap in (-1, 1)):
         return _SHIFTED.format(where="ratios are to the old log-prob of the position beside")
     units = {own[key].unit for key in trained}
     silent = {unit for unit in units if _is_silent(unit, own, reference, largest)}
-    if silent and silent != units and differ == {key for key in trained if own[key].unit in silent} & differ:
+    if all(own[key].unit in silent for key in differ):
+        if silent == units:
+            return f"no micro-batch is trained, though the whole step is on one process: {_LIMIT}"
         data, micro_batch, _ = min(silent)
-        return f"micro-batch {micro_batch + 1} of data-parallel rank {data} is not trained: its loss is dropped"
-    if _has_others_advantages(own, reference, differ, largest):
+        return f"micro-batch {micro_batch + 1} of data-parallel rank {data} is not trained: {_LIMIT}"
+    if not _scales(own, reference, largest) and _has_others_advantages(own, reference, differ, largest):
         return (
             "advantages are taken by position and not by sample: tokens have those of other samples; take columns of "
             "the same samples, in the order of the micro-batch"
         )
     return ""
+
+
+def _only_borders_differ(own: Mapping[Position, Share], trained: Sequence[Position], differ: set[Position]) -> bool:
+    """Whether only positions at borders differ, in most parts beside others that are right: a part that is wrong as a
+    whole, however short, shows no shift."""
+    parts: dict[tuple[tuple[int, int, int], int], list[Position]] = {}
+    for key in trained:
+        parts.setdefault((own[key].unit, key[0]), []).append(key)
+    wrong = [keys for keys in parts.values() if differ.intersection(keys)]
+    partly = [keys for keys in wrong if not differ.issuperset(keys)]
+    return all(own[key].border for key in differ) and 2 * len(partly) > len(wrong)
+
+
+def _scales(own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float) -> Sequence[float]:
+    """Return the factor of each micro-batch on each rank, sorted; none where one of them has more than one factor, or
+    all hold one position, of which this says nothing."""
+    factors: dict[tuple[int, int, int], list[float]] = {}
+    for key, share in own.items():
+        if share.trained and key in reference and _has(reference[key], largest):
+            factors.setdefault(share.unit, []).append(share.coefficient / reference[key].coefficient)
+    uneven = any(max(unit) - min(unit) > _SAME * max(map(abs, unit)) for unit in factors.values())
+    if uneven or all(len(unit) == 1 for unit in factors.values()):
+        return ()
+    return sorted(unit[0] for unit in factors.values())
 
 
 def _reads_old_of(
@@ -196,8 +233,10 @@ def _has_others_advantages(
     return tried >= 4 and fits > 0.6 * tried
 
 
-def _by_layout(case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None) -> str:
-    """Return a cause from the axes that the case still has, and the factor of its gradient."""
+def _by_layout(
+    case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None, scales: Sequence[float]
+) -> str:
+    """Return a cause from the axes that the case still has, and the factor of its gradient, or those of its parts."""
     sizes = {
         "micro-batches": case.num_micro_batches,
         "data": case.data,
@@ -217,12 +256,18 @@ def _by_layout(case: Case, ratio: float | None, plain: Sequence[Trace], part: fl
     name, size = next(iter(active.items()))
     if len(active) > 1:
         together = " and ".join(f"{n} {s}" for n, s in active.items())
-        hint = "" if ratio is None else f", by the constant factor {ratio:.4g}"
-        return f"only {together} together fail{hint}: a factor or a denominator of one stands in the place of the other"
+        confused = "a factor or a denominator of one stands in the place of the other"
+        if ratio is None:
+            return f"not certain: it fails with {together} together, by no constant factor; perhaps {confused}"
+        return f"only {together} together fail, by the constant factor {ratio:.4g}: {confused}"
     if ratio is None and name == "micro-batches" and part is not None:
         return _PART.format(ratio=part)
+    if ratio is None and scales and name in _SCALED:
+        return _SCALED[name].format(least=scales[0], most=scales[-1])
     if ratio is None:
-        return _UNEVEN[name]
+        return (
+            f"not certain: it fails with {name} {size} alone, by no constant factor; most often it is {_UNEVEN[name]}"
+        )
     if abs(ratio - size) < _SAME * size:
         return _TIMES[name].format(size=size)
     if abs(ratio * size - 1) < _SAME:
@@ -261,21 +306,42 @@ NOT_REPEATABLE = (
     "depends on something that is not in its inputs, such as state kept from call to call or random numbers"
 )
 
+_LIMIT = (
+    "its loss is dropped, or a limit (clamp, max) on what is summed over a micro-batch or a rank ends its gradient; "
+    "limit only what is of one token or one sample"
+)
+_ACROSS_SAMPLES = (
+    "the gradient of a sample depends on those that are packed before it, since another order of the same samples in "
+    "one micro-batch changes it as well: something runs across the border of samples (a cumulative sum, a shift) or is "
+    "taken by position; start anew at each sample, see batch.sequence_T"
+)
+_SCALED = {
+    "micro-batches": (
+        "each micro-batch is off by a factor of its own ({least:.4g} to {most:.4g}): most likely a mean of means, or a "
+        "statistic (a largest value, a deviation) of the micro-batch that scales its loss; take it from the whole step"
+    ),
+    "data": (
+        "each data-parallel rank is off by a factor of its own ({least:.4g} to {most:.4g}): most likely a missing "
+        "all-reduce, where a denominator or a statistic is of this rank alone; reduce it over the data-parallel group "
+        "before the first micro-batch. A limit on the loss of a rank would look the same"
+    ),
+}
 _UNEVEN = {
     "micro-batches": (
-        "a mean of means: a denominator (tokens, samples, a subset of them) is taken from the micro-batch; take that "
-        "of the whole step"
+        "a mean of means (a denominator of tokens, samples or a subset of them that is the micro-batch's own) in a "
+        "part of the loss, or a statistic of the micro-batch; take that of the whole step"
     ),
     "data": (
         "a missing all-reduce: a denominator or a statistic is of this data-parallel rank alone; sum it over the "
         "data-parallel group before the first micro-batch"
     ),
     "context": (
-        "a context-parallel rank's part of a sample is taken for the whole: sum what is per sample (lengths, "
-        "denominators, sequence ratios, statistics) over the context-parallel group"
+        "a context-parallel rank's part of a sample that is taken for the whole: reduce what is per sample (lengths, "
+        "denominators, sequence ratios, statistics, whether it is left out) over the context-parallel group"
     ),
-    "tensor": "tensor-parallel ranks do not compute the same loss: something differs or is summed between them",
-    "pipeline": "the loss depends on the pipeline stage: state is shared between stages, or a stage is skipped",
+    "tensor": "a loss that is not the same on tensor-parallel ranks: something differs or is summed between them",
+    "pipeline": "a loss that depends on the pipeline stage: state is shared between stages, or a stage is skipped",
+    "expert": "a loss that is reduced over the wrong ranks: experts have groups of their own",
 }
 _TIMES = {
     "micro-batches": (

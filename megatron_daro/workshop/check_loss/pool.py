@@ -7,6 +7,7 @@ that does not answer in time is ended with its neighbours, and the case counts a
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import sys
@@ -152,6 +153,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
     from megatron_daro.workshop.check_loss.rank import join, run_case
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is not looked through again
     alone = False
     while True:
         try:
@@ -162,6 +164,7 @@ def serve(pipe: Connection, path: list[str]) -> None:
             function = find_function(name)
             if meeting or (case.world_size == 1 and not alone):
                 shutdown()
+                gc.collect()  # the model of the last case holds its groups in a cycle, with gloo's threads
                 join(case, rank, meeting)
                 alone = case.world_size == 1
             traces: list[Trace] = []

@@ -43,6 +43,7 @@ _BASE = Case(
 _SPLIT = (((0, 1, 2, 3), (4,), (5, 6, 7)),)
 _RANKS = (((0, 1, 2, 3, 4),), ((5, 6, 7),))
 _BOTH = (((0, 1, 2), (3, 4)), ((5,), (6, 7)))
+_ORDER = replace(_BASE, schedule=(((3, 6, 0, 7, 1, 5, 2, 4),),))
 _HOLES = ((0, 1), (2, 0), (2, 4), (5, 3), (5, 6), (7, 0))
 
 AXES: dict[str, Case] = {
@@ -57,7 +58,7 @@ AXES: dict[str, Case] = {
     "NaN under the mask": replace(_BASE, holes=_HOLES, poison=True),
     "a micro-batch without trained tokens": replace(_BASE, schedule=_SPLIT, masked=(4,)),
     "a rank without trained tokens": replace(_BASE, schedule=_RANKS, masked=(5, 6, 7)),
-    "order of samples": replace(_BASE, schedule=(((3, 6, 0, 7, 1, 5, 2, 4),),)),
+    "order of samples": _ORDER,
     "data parallel, micro-batches": replace(_BASE, schedule=_BOTH, holes=_HOLES),
     "data and context parallel": replace(_BASE, schedule=_RANKS, context=2, holes=_HOLES),
     "context parallel, micro-batches": replace(_BASE, schedule=_SPLIT, context=2),
@@ -362,7 +363,8 @@ def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
         case, outcome, wanted = smallest, oracle.run(smallest), oracle.reference(smallest)
     plain = oracle.run(base(per_token=case.per_token))
     part = constant_ratio(oracle.run(smallest).gradients, oracle.reference(smallest).gradients)
-    return likely_cause(case, outcome, wanted, plain=plain.traces, part=part)
+    ordered = oracle.difference(replace(_ORDER, per_token=case.per_token)) > TOLERANCE
+    return likely_cause(case, outcome, wanted, plain=plain.traces, part=part, ordered=ordered)
 
 
 def _axes_of(case: Case) -> tuple[bool, ...]:
