@@ -36,13 +36,13 @@ def algo_distribution() -> dict[str, object]:
     return {
         "name": "megatron-daro-algo",
         "description": "Difficulty-aware RL losses (DARO) inside verl, slime, miles, NeMo-RL, ROLL and Megatron-LM",
-        "long_description": (HERE / "docs" / "plugins.md").read_text(),
+        "long_description": (HERE / "megatron_daro" / "plugins" / "README.md").read_text(),
         "python_requires": ">=3.10",
         "packages": find_packages(include=["megatron_daro", *packages]),
         "package_data": {"megatron_daro": ["py.typed"]},
         "install_requires": ["torch>=2.4", "numpy>=1.26", "pydantic>=2.7", "pyyaml>=6", "typing-extensions>=4.10"],
         "extras_require": {},
-        "entry_points": {"verl.plugins": ["megatron_daro=megatron_daro.plugins.verl"]},
+        "entry_points": {"verl.plugins": ["megatron_daro=megatron_daro.plugins.verl_plugin"]},
         "cmdclass": {"build_py": AlgoModules},
     }
 
@@ -81,7 +81,7 @@ whole = {
     },
     "entry_points": {
         "console_scripts": ["megatron-daro=megatron_daro.__main__:main"],
-        "verl.plugins": ["megatron_daro=megatron_daro.plugins.verl"],
+        "verl.plugins": ["megatron_daro=megatron_daro.plugins.verl_plugin"],
     },
 }
 setup(**(whole | algo_distribution() if os.environ.get("MEGATRON_DARO_DISTRIBUTION") == "algo" else whole))

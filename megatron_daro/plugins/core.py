@@ -12,6 +12,7 @@ K rollouts per prompt, [K+1] one entry per bin 0..K.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -271,11 +272,26 @@ class DifficultyStep:
         if learns:
             self.algorithm.update(loss_sums, totals.tokens_per_bin, abs_sums)
         self.steps += 1
+        if self.first_here and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._say_in_force(totals, learns)
         self.first_here = False
         return metrics | {
             "difficulty/clamped": float(self.algorithm.clamped),
             "difficulty/skipped": float(not learns),
         }
+
+    def _say_in_force(self, totals: BatchTotals, learns: bool) -> None:
+        """Log, after the first step of this process, that the loss which was trained is DARO's."""
+        assert self.algorithm.weights is not None  # checked when this was made
+        inner = slice(1, self.rollouts_per_prompt)
+        logger.warning(
+            "DARO is in force: optimizer step %d was its loss, over %d tokens of %d groups with signal; weights of "
+            "pass rates 1/%d to %d/%d %s %s",
+            *(self.steps, int(totals.tokens_per_bin[inner].sum()), round(float(self._groups[inner].sum()))),
+            *(self.rollouts_per_prompt, self.rollouts_per_prompt - 1, self.rollouts_per_prompt),
+            "are now" if learns else "stay, as the step was skipped:",
+            [round(weight, 4) for weight in self.algorithm.weights[inner].tolist()],
+        )
 
     def _metrics(self, totals: BatchTotals, loss_sums: Tensor, policy_loss: float) -> dict[str, float]:
         """Return what the step used, before the weights move."""
@@ -322,28 +338,11 @@ def save_state(step: DifficultyStep, path: Path) -> None:
     durable.sync(path.parent)
 
 
-def load_state(step: DifficultyStep, path: Path) -> None:
-    """Take over the state of a host's checkpoint.
-
-    Raises:
-        CheckpointError: the file is missing or torn, or the state does not fit (see `DifficultyStep.load_state_dict`).
-    """
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"DARO's state: {path} is not there, allowed is a checkpoint that was saved with DARO; start from the "
-            "weights alone, or set start_fresh=true in MEGATRON_DARO_OPTIONS to go on with weights of 1"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"DARO's state: {path} is no JSON ({error}); the checkpoint is torn") from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"DARO's state: {path} holds no mapping; the checkpoint is torn or edited")
-    step.load_state_dict(state)
-
-
 def resume(step: DifficultyStep, path: Path, *, start_fresh: bool) -> None:
     """Take over the state beside a host's checkpoint, whatever the host itself saves of its optimizer.
+
+    Collective where torch.distributed is initialized: one rank writes the file, so with a folder on each node only
+    that rank's node has it, and all ranks take over what any of them finds.
 
     Args:
         step: whose weights are replaced.
@@ -351,10 +350,51 @@ def resume(step: DifficultyStep, path: Path, *, start_fresh: bool) -> None:
         start_fresh: whether a checkpoint without the file is resumed with weights of 1, with a warning.
 
     Raises:
-        CheckpointError: the file is missing (without start_fresh) or torn, or the state does not fit.
+        CheckpointError: on every rank alike: no rank has the file (without start_fresh), ranks have different ones, it
+            is torn, or the state does not fit.
     """
-    if start_fresh and not path.exists():
-        logger.warning("DARO: %s is not there; weights start at 1, as start_fresh says", path)
+    texts = _of_every_rank(_text(path))
+    ranks_with = {text: rank for rank, text in reversed(list(enumerate(texts))) if text is not None}
+    if not ranks_with:
+        if not start_fresh:
+            raise CheckpointError(
+                f"DARO's state: {path} is on no rank's node, allowed is a checkpoint that was saved with DARO; start "
+                "from the weights alone, or set start_fresh=true in MEGATRON_DARO_OPTIONS to go on with weights of 1"
+            )
+        logger.warning("DARO: %s is on no rank's node; weights start at 1, as start_fresh says", path)
         return
-    load_state(step, path)
+    if len(ranks_with) > 1:
+        digests = [f"{hashlib.sha256(text.encode()).hexdigest()[:8]} on rank {r}" for text, r in ranks_with.items()]
+        raise CheckpointError(
+            f"DARO's state: {path} has different contents on different nodes ({', '.join(sorted(digests))}), allowed "
+            "is one state for all ranks: remove the file of the older run from the nodes that have it"
+        )
+    (text,) = ranks_with
+    _take_over(step, text, path)
     logger.warning("DARO: weights after %d optimizer steps, from %s", step.steps, path)
+
+
+def _take_over(step: DifficultyStep, text: str, path: Path) -> None:
+    try:
+        state = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"DARO's state: {path} is no JSON ({error}); the checkpoint is torn") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"DARO's state: {path} holds no mapping; the checkpoint is torn or edited")
+    step.load_state_dict(state)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+
+
+def _of_every_rank(text: str | None) -> list[str | None]:
+    """Return what each rank has read, in rank order."""
+    if not dist.is_initialized():
+        return [text]
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import logging
 import operator
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,16 @@ class Host:
 
     @property
     def version(self) -> str:
-        """What the imported package says of itself, else what is installed, else "of unknown version"."""
-        stated = getattr(sys.modules.get(self.package), "__version__", None)
+        """What the imported package says of itself, else what is installed, else the commit of its checkout."""
+        module = sys.modules.get(self.package)
+        stated = getattr(module, "__version__", None)
         if stated:
             return str(stated)
         try:
             return importlib.metadata.version(self.package.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:
-            return "of unknown version"
+            folders = list(getattr(module, "__path__", ()))
+            return _commit(folders[0]) if folders else "of unknown version"
 
     def look_up(self, names: Iterable[str]) -> dict[str, Any]:
         """Import every name that the adapter needs, so that a missing one is met here and not in the first step.
@@ -139,13 +142,23 @@ class Host:
 
     def announce(self, step: DifficultyStep, options: PluginSection) -> None:
         """Log the one line that says that DARO is in force: versions, K, and every option."""
-        tested = {words.split()[0] for words in self.tested}
-        note = "" if self.version.split("+")[0] in tested else f" (tested: {', '.join(self.tested)})"
+        version = self.version.split("+")[0]
+        known = any(version == words.split()[0] or version.startswith(words.split()[-1]) for words in self.tested)
+        note = "" if known else f" (tested: {', '.join(self.tested)})"
         words = [f"{name}={value}" for name, value in _flat(options.model_dump())]
         logger.warning(
             "DARO is on: %s %s%s, megatron_daro %s, %d rollouts per prompt, %s",
             *(self.name, self.version, note, megatron_daro.__version__, step.rollouts_per_prompt, " ".join(words)),
         )
+
+
+def _commit(folder: str) -> str:
+    """Return the commit of the checkout that a folder lies in, or where the folder is."""
+    command = ["git", "-C", folder, "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return f"of unknown version in {folder}"
 
 
 def _problem(field: str, name: str, value: object, values: object, defaults: Mapping[str, object]) -> Problem:

@@ -26,7 +26,7 @@ from megatron_daro.plugins.slime import Arguments, RolloutData, before_train_ste
 __all__ = ["before_train_step", "loss", "megatron_init", "reward_post_process", "rollout_data_postprocess"]
 
 MODULE = "megatron_daro.plugins.miles"
-HOST = Host("miles", "miles", ("main at 31f1ca961",))
+HOST = Host("miles", "miles", ("0.1.0", "main at 31f1ca961"))
 _BACKENDS = "miles.backends"
 _FREE = """
     offload_rollout_level offload_train_target offload_train_disk_dir offload_train_disk_chunk_mb

@@ -50,6 +50,7 @@ class Arguments(Protocol):
     n_samples_per_prompt: int
     calculate_per_token_loss: bool
     custom_pg_loss_reducer_function_path: str | None
+    custom_megatron_init_path: str | None
     qkv_format: str
     """Of miles."""
 
@@ -121,8 +122,15 @@ def reward_post_process(args: Arguments, samples: Sequence[Sample]) -> tuple[lis
     """slime's hook: (raw rewards, advantages) of a whole rollout batch.
 
     Raises:
+        ConfigError: the hook that checks all others is not set, so that this one would be DARO's only part.
         AlgorithmError: groups are not whole and in order, or rewards are no verdicts.
     """
+    checking = args.custom_megatron_init_path
+    if checking is None or not checking.endswith(".megatron_init"):
+        raise ConfigError(
+            f"--custom-megatron-init-path: got {checking}, allowed beside this hook is that of the same adapter: add "
+            f"every flag of `python -m {MODULE} --flags` (or of miles); without it the loss would be the host's own"
+        )
     rewards_N = torch.tensor([float(sample.get_reward_value(args)) for sample in samples], dtype=torch.float64)
     groups = [sample.group_index for sample in samples]
     expected = [i // args.n_samples_per_prompt for i in range(len(samples))]

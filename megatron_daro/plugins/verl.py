@@ -19,6 +19,7 @@ import functools
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
 from megatron_daro.config.problems import Problem, show
-from megatron_daro.errors import AlgorithmError
+from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.plugins.core import (
     STATE_FILE,
     DifficultyStep,
@@ -67,6 +68,7 @@ HOST = Host("verl", "verl", ("0.9.1", "0.10.0.dev at 1dda039b9"))
     ppo_loss,
     no_padding_2_padding,
     ray_trainer,
+    RayWorkerGroup,
     *_,
 ) = HOST.look_up(
     (
@@ -84,8 +86,11 @@ HOST = Host("verl", "verl", ("0.9.1", "0.10.0.dev at 1dda039b9"))
         "verl.workers.utils.losses:ppo_loss",
         "verl.workers.utils.padding:no_padding_2_padding",
         "verl.trainer.ppo.ray_trainer",
+        "verl.single_controller.ray:RayWorkerGroup",
         "verl.trainer.ppo.ray_trainer:compute_advantage",
         "verl.workers.engine_workers:ActorRolloutRefWorker.actor_worker_cls",
+        "verl.single_controller.ray:RayWorkerGroup.execute_all_async",
+        "verl.workers.engine_workers:ActorRolloutRefWorker.update_actor",
         "verl.workers.engine_workers:TrainingWorker.set_loss_fn",
         "verl.workers.engine_workers:TrainingWorker.train_batch",
         "verl.workers.engine_workers:TrainingWorker.save_checkpoint",
@@ -112,6 +117,14 @@ _FREE_ALGORITHM = """
 """
 """Options of verl's actor and algorithm that go with DARO as they are; others must have verl's default."""
 
+
+class _Driver:
+    """What the driver's process knows: whether it scored a batch with DARO."""
+
+    scored = False
+
+
+_driver = _Driver()
 _rollouts_per_prompt: contextvars.ContextVar[int] = contextvars.ContextVar("rollouts_per_prompt")
 
 
@@ -182,6 +195,7 @@ def daro_advantage(
     """
     options = read_options()
     _check_algorithm(config, options)
+    _driver.scored = True
     rewards_B = token_level_rewards.sum(-1)
     group_B, whole_B, rollouts_per_prompt = _groups(index, response_mask)
     algorithm = options.algorithm(rollouts_per_prompt)
@@ -466,5 +480,56 @@ def _supported_config(loss_fn: partial[object], engine_config: object, options: 
     return config
 
 
+def in_force(process: object) -> tuple[bool, str]:
+    """Return whether the actor in a worker process of verl is DARO's, and the options there; runs in that process."""
+    roles: Mapping[str, object] = getattr(process, "worker_dict", None) or getattr(process, "fused_worker_dict", {})
+    actors = [role.actor for role in (process, *roles.values()) if hasattr(role, "actor")]
+    ours = bool(actors) and all(isinstance(actor, DaroTrainingWorker) for actor in actors)
+    return ours, read_options().model_dump_json()
+
+
+def _check_workers(group: object) -> None:
+    """Refuse to train a batch of DARO on workers that would train it as PPO, or with other options.
+
+    Raises:
+        ConfigError: a worker process has not loaded this module, or its options are not the driver's.
+    """
+    import ray
+
+    wanted = read_options().model_dump_json()
+    fix = (
+        f"install megatron_daro on every node, leave VERL_USE_EXTERNAL_PLUGINS at auto (or name {MODULE} in "
+        f"VERL_USE_EXTERNAL_MODULES), and hand {VARIABLE} to Ray's workers as docs/plugins.md says"
+    )
+    # By Ray's own method: a method of this package on verl's class would be sent to nodes that do not have it.
+    answers = [worker.__ray_call__.remote(in_force) for worker in group.workers]  # type: ignore[attr-defined]
+    for rank, answer in enumerate(answers):
+        try:
+            ours, options = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            cause = str(error).strip().splitlines()[-1]
+            raise ConfigError(f"DARO: worker {rank} of verl's actor has none of it ({cause}); {fix}") from error
+        if not ours or options != wanted:
+            got = f"the options {options}, the driver {wanted}" if ours else "verl's own loss"
+            raise ConfigError(f"DARO: worker {rank} of verl's actor has {got}, allowed are DARO's, alike; {fix}")
+    logger.warning("DARO is in force on all %d workers of verl's actor", len(answers))
+
+
+def _checks_workers(execute_all: Callable[..., object]) -> Callable[..., object]:
+    """Check the workers once, before the driver lets them train the first batch that DARO scored."""
+    checked = weakref.WeakSet[object]()
+
+    @functools.wraps(execute_all)
+    def execute(group: object, method_name: str, *arguments: object, **options: object) -> object:
+        # Colocated roles have their prefix: actor_rollout_update_actor.
+        if _driver.scored and method_name.endswith("update_actor") and group not in checked:
+            _check_workers(group)
+            checked.add(group)
+        return execute_all(group, method_name, *arguments, **options)
+
+    return execute
+
+
 ray_trainer.compute_advantage = _with_rollouts_per_prompt(ray_trainer.compute_advantage)
 ActorRolloutRefWorker.actor_worker_cls = DaroTrainingWorker
+RayWorkerGroup.execute_all_async = _checks_workers(RayWorkerGroup.execute_all_async)

@@ -111,6 +111,22 @@ def assert_the_report_reads_what_verl_logged(folder, metrics):
     assert len(run.values("loss/grad_norm")) == len(metrics)
 
 
+@pytest.mark.parametrize("ranks", ["0,1", "0"])
+def test_the_driver_hears_from_every_worker_on_a_real_ray(tmp_path, ranks):
+    """A worker without the plug-in is met before it trains a batch of DARO as plain PPO."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", str(here / "verl_ray_run.py"), ranks]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    text = done.stdout + done.stderr
+    if ranks == "0":
+        assert "before: ['DaroTrainingWorker', 'TrainingWorker']" in text, text[-2000:]
+        assert done.returncode and "worker 1 of verl's actor has verl's own loss" in text and "after:" not in text
+    else:
+        assert done.returncode == 0 and "DARO is in force on all 2 workers" in text, text[-2000:]
+
+
 def estimate(whole, rewards=None, config=None):
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 

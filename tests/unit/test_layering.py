@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
+import re
 import runpy
 import subprocess
 import sys
@@ -233,6 +235,22 @@ def test_the_wheel_of_the_plugins_holds_what_its_modules_import(monkeypatch):
                 unit_named(name.removeprefix(f"{NAME}.")) for name in names if under(name, NAME) and name != NAME
             }
     assert needed == held | {"__init__"}, "setup.py lists the units of megatron-daro-algo in ALGO and ALGO_MODULES"
+
+
+def test_the_wheel_of_the_plugins_describes_what_is_in_it(monkeypatch):
+    import setuptools
+
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.setenv("MEGATRON_DARO_DISTRIBUTION", "algo")
+    monkeypatch.chdir(PACKAGE.parent)
+    runpy.run_path(str(PACKAGE.parent / "setup.py"))
+    text = given["long_description"]
+    assert not re.findall(r"\]\((?!https)|\bmegatron-daro (?!\d)|examples/|tests/", text), (
+        "links and files of the checkout"
+    )
+    named = set(re.findall(r"megatron_daro\.plugins\.[a-z_]+", text))
+    assert len(named) >= 5 and all(importlib.util.find_spec(name) for name in named)
 
 
 def test_no_files_import_each_other_in_a_circle():

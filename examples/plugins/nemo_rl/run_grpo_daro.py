@@ -1,5 +1,7 @@
 """NeMo-RL's GRPO example with DARO: runs its script with `setup` and `grpo_train` wrapped, and nothing of it copied.
 
+Refuses a script that trains by something else, such as NeMo-RL's single controller, before it is run.
+
 python examples/plugins/nemo_rl/run_grpo_daro.py NEMO_RL/examples/run_grpo.py --config ... key=value ...
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_daro.errors import ConfigError
 from megatron_daro.plugins import nemo_rl as daro_plugin
 from megatron_daro.plugins.options import read_options
 
@@ -46,6 +49,7 @@ def _checked(own: Callable[..., Any]) -> Callable[..., Any]:
 def _trained(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def grpo_train(*arguments: Any, **options: Any) -> Any:
+        grpo_train.ran = True  # type: ignore[attr-defined]
         given = inspect.signature(own).bind(*arguments, **options)
         values = given.arguments
         daro = daro_plugin.install(values["master_config"])
@@ -64,7 +68,16 @@ def main() -> None:
 
     with_daro(grpo)
     sys.argv = sys.argv[1:]
+    names = runpy.run_path(sys.argv[0], run_name="looked_at")  # what it imports, without its main
+    if grpo.grpo_train not in names.values():
+        raise ConfigError(
+            f"script: {sys.argv[0]} does not import grpo_train of nemo_rl.algorithms.grpo, so DARO would not be in its "
+            "training; allowed are run_grpo.py and others that train by it. In the single controller the tokens of a "
+            "pass rate are not known when a step's first part is trained: use run_grpo.py, or drop this launcher"
+        )
     runpy.run_path(sys.argv[0], run_name="__main__")
+    if not getattr(grpo.grpo_train, "ran", False):
+        raise ConfigError(f"script: {sys.argv[0]} ended without a call of grpo_train: nothing was trained with DARO")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import math
 import algo_reference as reference
 import pytest
 import torch
-from plugin_ranks import Ranks
+from plugin_ranks import Ranks, run_processes
 
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
@@ -20,7 +20,7 @@ from megatron_daro.plugins.core import (
     SampleSums,
     bins_of_pass_rates,
     consecutive_groups,
-    load_state,
+    resume,
     save_state,
 )
 from megatron_daro.plugins.options import read_options
@@ -224,7 +224,7 @@ def taught(**options):
 def test_a_resumed_run_goes_on_exactly(tmp_path):
     step, resumed = taught(), new_step()
     save_state(step, tmp_path / "deep" / "daro.json")
-    load_state(resumed, tmp_path / "deep" / "daro.json")
+    resume(resumed, tmp_path / "deep" / "daro.json", start_fresh=False)
     assert resumed.state_dict() == step.state_dict()
     assert resumed.steps == 3
     samples = reference.random_step(9, num_groups=7, k=K)
@@ -239,7 +239,7 @@ def test_a_state_of_another_k_is_refused_and_changes_nothing(tmp_path):
     other = new_step(k=8)
     before = other.state_dict()
     with pytest.raises(CheckpointError, match="rollouts_per_prompt"):
-        load_state(other, tmp_path / "daro.json")
+        resume(other, tmp_path / "daro.json", start_fresh=False)
     assert other.state_dict() == before
 
 
@@ -252,8 +252,47 @@ def test_a_missing_or_torn_state_is_refused_and_changes_nothing(tmp_path, conten
         (tmp_path / "daro.json").write_text(content)
     step = new_step()
     with pytest.raises(CheckpointError, match="daro.json" if content is None else None):
-        load_state(step, tmp_path / "daro.json")
+        resume(step, tmp_path / "daro.json", start_fresh=False)
     assert step.state_dict() == new_step().state_dict()
+
+
+def resumed_on(folder, start_fresh):
+    """What a rank takes over from its own node's folder: (steps, weights), or the error."""
+    step = new_step()
+    try:
+        resume(step, folder / "daro.json", start_fresh=start_fresh)
+    except CheckpointError as error:
+        return str(error)
+    return step.steps, step.algorithm.weights.tolist()
+
+
+@pytest.mark.parametrize(("start_fresh", "of_other"), [(False, 0), (True, 0), (False, 3), (False, 4), (True, None)])
+def test_ranks_with_a_folder_on_each_node_take_over_one_state(tmp_path, start_fresh, of_other):
+    """The file is written by one rank: the second node has none (0), the same, or that of another step."""
+    folders, steps = [tmp_path / "node_a", tmp_path / "node_b"], taught()
+    if of_other is not None:
+        save_state(steps, folders[1] / "daro.json")
+    if of_other:
+        steps.steps = of_other
+        save_state(steps, folders[0] / "daro.json")
+    found = run_processes(resumed_on, tmp_path / "store", *((folder, start_fresh) for folder in folders))
+    if of_other == 4:
+        assert all("different contents on different nodes" in error and "on rank 1" in error for error in found)
+    else:
+        assert (
+            found[0]
+            == found[1]
+            == ((0, [1.0] * (K + 1)) if of_other is None else (3, steps.algorithm.weights.tolist()))
+        )
+
+
+def test_the_first_step_of_a_process_says_that_daro_is_in_force(caplog):
+    step = new_step()
+    for seed in range(2):
+        samples = reference.random_step(seed, num_groups=7, k=K)
+        rank_step(step, samples, [list(range(len(samples)))], alone)
+    (line,) = (record.getMessage() for record in caplog.records if "in force" in record.getMessage())
+    assert "optimizer step 1" in line and "1/4 to 3/4" in line
 
 
 def test_only_an_algorithm_with_difficulty_weights():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -108,3 +110,21 @@ def test_a_local_build_of_a_tested_version_is_a_tested_one(host, caplog, monkeyp
     monkeypatch.setattr(sys.modules["somehost"], "__version__", "1.2+cu128")
     host.announce(new_step(), read_options(""))
     assert "SomeHost 1.2+cu128" in caplog.text and "tested" not in caplog.text
+
+
+def test_a_checkout_is_announced_by_its_commit(tmp_path, caplog, monkeypatch):
+    """slime, miles and ROLL are mostly run from a checkout in PYTHONPATH: no version there, nothing installed."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "checked_out").mkdir()
+    (tmp_path / "checked_out" / "__init__.py").touch()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("checked_out")
+    monkeypatch.delitem(sys.modules, "checked_out")
+    monkeypatch.setitem(sys.modules, "checked_out", module)
+    for tested in (("1.2", f"main at {commit[:9]}"), ("1.2", "main at 012345678")):
+        Host("Checked", "checked_out", tested).announce(new_step(), read_options(""))
+    known, other = (record.getMessage() for record in caplog.records)
+    assert f"Checked {commit[:12]}, " in known and f"Checked {commit[:12]} (tested" in other

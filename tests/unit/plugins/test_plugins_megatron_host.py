@@ -11,7 +11,7 @@ import torch
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import CheckpointError
 from megatron_daro.plugins import megatron_host as host
-from megatron_daro.plugins.core import DifficultyStep, load_state
+from megatron_daro.plugins.core import DifficultyStep, resume
 
 K = 4
 
@@ -45,7 +45,7 @@ def test_a_saved_checkpoint_has_the_state_in_its_folder(tmp_path, monkeypatch):
     module, step = kept(new_step(3), save=str(tmp_path)), new_step()
     assert module.save_checkpoint(12, "model", key=1) == "saved"
     assert module.calls == [("save", (12, "model"), {"key": 1})]
-    load_state(step, tmp_path / "iter_0000012" / "daro.json")
+    resume(step, tmp_path / "iter_0000012" / "daro.json", start_fresh=False)
     assert step.steps == 3
     monkeypatch.setattr(host.dist, "is_initialized", lambda: True)
     for rank in (1, 0):
@@ -82,7 +82,7 @@ def test_a_module_is_wrapped_once_and_keeps_the_newest_session(tmp_path):
     host.keep_state(module, lambda: (step, False))
     assert (module.save_checkpoint, module.load_checkpoint) == before
     module.save_checkpoint(1)
-    load_state(found := new_step(), tmp_path / "iter_0000001" / "daro.json")
+    resume(found := new_step(), tmp_path / "iter_0000001" / "daro.json", start_fresh=False)
     assert found.steps == 5
 
 

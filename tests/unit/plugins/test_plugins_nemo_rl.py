@@ -122,6 +122,31 @@ def test_trainers_without_daro_are_refused_before_and_after_the_set_up(nemo):
         nemo.async_grpo_train(Nothing(), late)
 
 
+# As examples/run_grpo.py and examples/run_grpo_single_controller.py import what they train by.
+BY_GRPO_TRAIN = "from nemo_rl.algorithms.grpo import grpo_train\n"
+BY_SINGLE_CONTROLLER = "from nemo_rl.algorithms.single_controller import SingleControllerActor\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (BY_SINGLE_CONTROLLER + "if __name__ == '__main__': SingleControllerActor()", "does not import grpo_train"),
+        (BY_GRPO_TRAIN + "if __name__ == '__main__': print('nothing to do')", "without a call of grpo_train"),
+    ],
+)
+def test_a_script_that_trains_without_daro_ends_with_an_error(nemo, tmp_path, monkeypatch, script, named):
+    started = []
+    controller = ModuleType("nemo_rl.algorithms.single_controller")
+    controller.SingleControllerActor = lambda: started.append("NeMo-RL's own estimator")
+    monkeypatch.setitem(sys.modules, controller.__name__, controller)
+    sys.modules["nemo_rl.algorithms"].grpo = nemo
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(sys, "argv", [str(LAUNCHER), str(tmp_path / "script.py")])
+    with pytest.raises(ConfigError, match=named):
+        runpy.run_path(str(LAUNCHER), run_name="__main__")
+    assert not started
+
+
 @pytest.mark.parametrize(("of_config", "of_call"), [(8, None), (4, 8)])
 def test_a_batch_of_several_optimizer_steps_is_refused(of_config, of_call):
     daro, loss = adapter.Daro(K, read_options("")), object.__new__(adapter.DaroLoss)

@@ -16,7 +16,7 @@ from megatron_daro.plugins.options import read_options
 from megatron_daro.plugins.slime import bins_and_advantages
 
 K = 4
-ARGUMENTS = Namespace(n_samples_per_prompt=K)
+ARGUMENTS = Namespace(n_samples_per_prompt=K, custom_megatron_init_path="megatron_daro.plugins.slime.megatron_init")
 
 
 class Sample:
@@ -72,6 +72,13 @@ def good_arguments(**changes):
 
 def check(arguments, text=""):
     slime.check_flags(arguments, slime.HOST, slime.MODULE, DEFAULTS, read_options(text))
+
+
+@pytest.mark.parametrize("checking", [None, "mine.init"])
+def test_the_reward_hook_alone_is_refused(checking):
+    args = Namespace(n_samples_per_prompt=K, custom_megatron_init_path=checking)
+    with pytest.raises(ConfigError, match=r"--custom-megatron-init-path.*--flags"):
+        slime.reward_post_process(args, [Sample(r, None) for r in REWARDS])
 
 
 @pytest.mark.parametrize("host", [slime, miles], ids=["slime", "miles"])

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
-from megatron_daro.plugins.options import VARIABLE
+from megatron_daro.plugins.options import VARIABLE, read_options
 
 K, NAME = 4, "megatron_daro.plugins.verl"
 
@@ -94,6 +97,24 @@ def ppo_loss(config, model_output, data, dp_group=None):
     return model_output["log_probs"].sum() * 7, {"actor/ppo_kl": 0.125, "actor/pg_loss": "verl's"}
 
 
+class RayWorkerGroup:
+    """verl/single_controller/ray/base.py: `func_generator` ends in execute_all, which is execute_all_async; `workers`
+    are Ray's handles. Colocated workers are in the process's `worker_dict`."""
+
+    def __init__(self, *processes):
+        self.workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=partial(call, p))) for p in processes]
+
+    def execute_all_async(self, method_name, *arguments):
+        return f"{method_name} by verl"
+
+
+def call(process, function):
+    """Ray's `__ray_call__`: `return fn(self, *args)`; its result is an object for `ray.get`."""
+    if isinstance(process, Exception):
+        return process
+    return function(SimpleNamespace(worker_dict={"actor_rollout": SimpleNamespace(actor=process)}))
+
+
 ESTIMATORS = {}
 
 
@@ -116,11 +137,14 @@ def adapter():
         "verl.utils.metric": {"AggregationType": SimpleNamespace(SUM="sum"), "Metric": SimpleNamespace},
         "verl.workers.engine_workers": {
             "TrainingWorker": TrainingWorker,
-            "ActorRolloutRefWorker": type("ActorRolloutRefWorker", (), {"actor_worker_cls": TrainingWorker}),
+            "ActorRolloutRefWorker": type(
+                "ActorRolloutRefWorker", (), {"actor_worker_cls": TrainingWorker, "update_actor": None}
+            ),
         },
         "verl.workers.utils.losses": {"ppo_loss": ppo_loss},
         "verl.workers.utils.padding": {"no_padding_2_padding": lambda values, data: values},
         "verl.trainer.ppo.ray_trainer": {"compute_advantage": compute_advantage},
+        "verl.single_controller.ray": {"RayWorkerGroup": type("RayWorkerGroup", (RayWorkerGroup,), {})},
     }
     names = {name.rsplit(".", depth)[0] for name in contents for depth in range(name.count(".") + 1)}
     with pytest.MonkeyPatch.context() as patch:
@@ -425,6 +449,38 @@ def start(adapter, monkeypatch, loss_fn, **engine):
     adapter.DaroTrainingWorker(**engine).set_loss_fn(loss_fn)
 
 
+class RayError(Exception):
+    """What ray.get raises where the worker could not run the function."""
+
+
+def got(answer):
+    if isinstance(answer, RayError):
+        raise answer
+    return answer
+
+
+def test_the_driver_lets_no_worker_without_daro_train_its_batch(adapter, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=got, exceptions=SimpleNamespace(RayError=RayError)))
+    monkeypatch.setattr(adapter._driver, "scored", False)
+    ours, plain = object.__new__(adapter.DaroTrainingWorker), TrainingWorker()
+    gone = RayError("ray::WorkerDict\nModuleNotFoundError: No module named 'megatron_daro'")
+
+    def update(*processes):
+        return adapter.RayWorkerGroup(*processes).execute_all_async("actor_rollout_update_actor", "batch")
+
+    assert update(plain, gone) == "actor_rollout_update_actor by verl", "no batch was scored with DARO"
+    estimate(adapter, RIGHT, UIDS)
+    assert "by verl" in adapter.RayWorkerGroup(plain).execute_all_async("critic_update_critic", "batch")
+    assert "by verl" in update(ours, ours) and "on all 2 workers" in caplog.text
+    for processes, named in (((ours, plain), "worker 1 of .* has verl's own loss"), ((gone,), "No module named")):
+        with pytest.raises(ConfigError, match=named):
+            update(*processes)
+    answers = iter(["daro.learning_rate=0.5", ""])
+    monkeypatch.setattr(adapter, "read_options", lambda: read_options(next(answers)))
+    with pytest.raises(ConfigError, match=r"learning_rate.*the driver"):
+        update(ours)
+
+
 def test_options_of_the_actor_that_daro_does_not_go_with_are_refused_together(adapter, monkeypatch):
     config = Actor(
         policy_loss={"loss_mode": "gspo"},
@@ -459,3 +515,15 @@ def test_only_megatrons_pipeline_stages_are_summed_over(adapter, monkeypatch, st
     monkeypatch.setattr(adapter, "over_group", lambda group, device: lambda v: groups.append(group) or v)
     worker(adapter, monkeypatch, strategy=strategy).train_batch(micro_batch())
     assert ("stages" in groups) is summed and None in groups, "data-parallel ranks, then stages"
+
+
+def test_what_verls_loader_of_plugins_keeps_to_itself_is_logged(adapter, monkeypatch, caplog):
+    """verl/__init__.py: `except Exception as _e: logging.getLogger(__name__).debug("Failed to load plugin ...")`."""
+    (value,) = set(re.findall(r'"megatron_daro=([\w.]+)"', (Path(__file__).parents[3] / "setup.py").read_text()))
+    monkeypatch.setitem(sys.modules, NAME, adapter)
+    monkeypatch.delitem(sys.modules, value, raising=False)
+    monkeypatch.delitem(sys.modules, NAME)
+    monkeypatch.delattr(sys.modules["verl.trainer.ppo.ray_trainer"], "compute_advantage")
+    with pytest.raises(ConfigError), caplog.at_level(logging.WARNING):
+        EntryPoint("megatron_daro", value, "verl.plugins").load()
+    assert "DARO is off" in caplog.text and "compute_advantage" in caplog.text

@@ -1,0 +1,14 @@
+"""The entry point of the group `verl.plugins`: imports plugins/verl.py, and logs why where that fails.
+
+verl's own loader keeps the reason to its DEBUG log, and goes on without DARO.
+"""
+
+from __future__ import annotations
+
+import logging
+
+try:
+    import megatron_daro.plugins.verl  # noqa: F401
+except Exception as error:
+    logging.getLogger(__name__).error("DARO is off in this process, its adapter of verl was not loaded: %s", error)
+    raise
