@@ -18,6 +18,14 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from megatron_daro.engine.sglang.replies import (
+    BadAnswerError,
+    OpenAPI,
+    ServerInfo,
+    printable,
+    printable_values,
+    read,
+)
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.plan import Post
 
@@ -44,13 +52,16 @@ MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
 _KEEPALIVE_S = 2.0
-_LONGEST_BODY = 300
 _ABORTS_AT_ONCE = 4
 _DATA, _DONE, _EVENT_END = b"data: ", b"[DONE]", b"\n\n"
 
 
 class UnreachableError(EngineError):
-    """No whole answer came: connection refused or reset, a deadline, a 5xx. Another try, or server, may succeed."""
+    """No whole answer came: connection refused or reset, a deadline, a 5xx. Another try, or server, may succeed.
+
+    status: of a 5xx; else 0."""
+
+    status = 0
 
 
 class DisconnectedError(UnreachableError):
@@ -153,7 +164,8 @@ class SGLangClient:
                     return
                 event = _parsed(line)
                 if isinstance(event, dict) and isinstance(event.get("error"), dict):
-                    self._check(path, int(event["error"].get("code") or 500), line)
+                    code = event["error"].get("code")
+                    self._check(path, code if isinstance(code, int) and 400 <= code < 600 else 500, line)
                 yield event
         raise UnreachableError(f"{self.url}{path}: the stream of answers ended before its end was told")
 
@@ -164,17 +176,18 @@ class SGLangClient:
         except RefusedError:
             info = await self.get("/get_server_info", timeout_s=timeout_s)  # its name before 0.5.19
         described = await self.get("/openapi.json", timeout_s=timeout_s)
-        if not isinstance(info, dict) or "version" not in info or not isinstance(described, dict):
-            raise RefusedError(f"{self.url}: /server_info names no version; this is no SGLang server")
-        return _facts(info, described)
+        try:
+            return _facts(read(ServerInfo, info), read(OpenAPI, described))
+        except BadAnswerError as error:
+            raise RefusedError(f"{self.url}: /server_info: {error}; this is no SGLang server") from None
 
-    async def model_info(self, *, timeout_s: float) -> Mapping[str, Any]:
-        """Return what it says of its model; empty where that has another form. Raises as `post` does."""
+    async def model_info(self, *, timeout_s: float) -> Mapping[str, str]:
+        """Return the texts that say what its model is; empty where they have another form. Raises as `post` does."""
         try:
             info = await self.get("/model_info", timeout_s=timeout_s)
         except RefusedError:
             info = await self.get("/get_model_info", timeout_s=timeout_s)  # its name before 0.5.19
-        return info if isinstance(info, dict) else {}
+        return printable_values(info)
 
     async def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
         """Ask to end these requests, each within `timeout_s`; those the server does not know are ignored by it.
@@ -232,12 +245,14 @@ class SGLangClient:
         except TimeoutError as error:
             raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise DisconnectedError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise DisconnectedError(f"{self.url}{path}: {type(error).__name__}: {printable(error)}") from error
 
     def _check(self, path: str, status: int, content: bytes) -> None:
         """Raise what a status of 400 or more means."""
         if status >= 500:
-            raise UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
+            failed = UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
+            failed.status = status
+            raise failed
         if status >= 400:
             raise RefusedError(f"{self.url}{path}: status {status}: {_said(content)}")
 
@@ -262,22 +277,21 @@ def version_number(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
-def _facts(info: Mapping[str, Any], described: Mapping[str, Any]) -> ServerFacts:
-    states = info.get("internal_states") or [{}]
-    context = int(info.get("context_length") or 0) or int(info.get("max_req_input_len") or 0)
+def _facts(info: ServerInfo, described: OpenAPI) -> ServerFacts:
+    states = info.internal_states
     return ServerFacts(
-        version=str(info["version"]),
-        calls=frozenset(described.get("paths", {})),
-        device=str(info.get("device", "")),
-        dtype=str(info.get("dtype", "")),
-        max_tokens=int(info.get("max_total_num_tokens") or states[0].get("max_total_num_tokens") or 0),
-        max_input_tokens=int(info.get("max_req_input_len") or 0),
-        context_tokens=context,
-        tensor_parallel=int(info.get("tp_size") or 1),
-        model_path=str(info.get("model_path", "")),
-        has_tokenizer=not info.get("skip_tokenizer_init", False),
-        quantization=str(info.get("quantization") or ""),
-        streams_deltas=bool(info.get("incremental_streaming_output", False)),
+        version=info.version,
+        calls=frozenset(described.paths),
+        device=info.device or "",
+        dtype=info.dtype or "",
+        max_tokens=info.max_total_num_tokens or (states[0].max_total_num_tokens if states else None) or 0,
+        max_input_tokens=info.max_req_input_len or 0,
+        context_tokens=info.context_length or info.max_req_input_len or 0,
+        tensor_parallel=info.tp_size or 1,
+        model_path=info.model_path or "",
+        has_tokenizer=not info.skip_tokenizer_init,
+        quantization=info.quantization or "",
+        streams_deltas=bool(info.incremental_streaming_output),
     )
 
 
@@ -296,8 +310,7 @@ def _said(content: bytes) -> str:
         message = inner.get("message", inner) if isinstance(inner, dict) else inner
     else:
         message = content.decode(errors="replace")
-    text = " ".join(str(message).split())
-    return text if len(text) <= _LONGEST_BODY else text[:_LONGEST_BODY] + "..."
+    return printable(message)
 
 
 @asynccontextmanager

@@ -26,12 +26,12 @@ from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import (
     Answers,
-    BadAnswerError,
     CutStreamError,
     EndedAnswer,
     LostWorkerError,
     Question,
 )
+from megatron_daro.engine.sglang.replies import BadAnswerError
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
@@ -405,7 +405,7 @@ class SGLangEngine:
         loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
         limit = self._options.request_timeout_s
         keeps_cache = self._options.pause == "in_place"
-        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache)
+        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._expected.vocabulary)
         work = asyncio.create_task(self._answers.ask(question))
         given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self.fleet.ended())
         try:
@@ -466,7 +466,7 @@ class SGLangEngine:
         name = f"{self._prefix}-{next(self._numbers)}-probe"
         request, body = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
-        fixed, sampled = generation.probe_rollouts(request, self._probe_tokens, answers)
+        fixed, sampled = generation.probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
 

@@ -3,7 +3,7 @@
 One HTTP request carries all samples of a group, so that they share the prompt's cache. Its answer is streamed: an event
 for each sample that has ended, whose room on the server is given to others then, and which is kept if the server dies
 before the others have ended. Sampled tokens are taken as ids, never through text. Replies that do not fit the request
-are rejected.
+are rejected (replies.py).
 
 `DirectAnswers` posts requests and parses replies in its own process: in each of the run's answer workers
 (runtime/node_workers.py), or in the engine's process where there are none. It knows nothing of fleets, retries or
@@ -17,7 +17,7 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -26,9 +26,18 @@ import numpy as np
 
 from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.replies import (
+    BadAnswerError,
+    FinishReason,
+    GivenText,
+    Sample,
+    StreamEvent,
+    read,
+    read_sample,
+)
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.routed_experts import ExpertsFolder, StoredExperts
-from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams
+from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 # Tokens that a server samples for a probe; few enough to cost nothing.
 PROBE_TOKENS = 16
@@ -38,12 +47,6 @@ _GIVEN_TOKENS = 64
 _PROMPT_TOKENS = 8
 # What a server calls its weights before the first update, unless it was started with another --weight-version.
 _LOADED = "default"
-# Rounding of a token that is all but certain.
-_ABOVE_ZERO = 1e-3
-
-
-class BadAnswerError(EngineError):
-    """A server's answer is not one to what was asked."""
 
 
 class CutStreamError(UnreachableError):
@@ -111,6 +114,7 @@ def rollouts(
     version: int,
     loaded: int | None,
     decode: Callable[[Sequence[int]], str],
+    vocabulary: int | None = None,
     keeps_cache: bool = False,
     experts: ExpertsFolder | None = None,
 ) -> tuple[Rollout, ...]:
@@ -121,6 +125,7 @@ def rollouts(
         version: weight version for servers that do not tell spans (the oldest that the request can have seen).
         loaded: version of the weights that servers are started with; None where none may answer with these any more.
         decode: token ids -> text.
+        vocabulary: number of the model's token ids; None: not known.
         keeps_cache: an update does not make the server read running and waiting prompts anew. All of an answer then
             counts as of `version` or older: what its prompt was read with, the spans of the answer do not say.
         experts: where those that the server chose are written to; needed where the request asks for them.
@@ -132,13 +137,13 @@ def rollouts(
     if not isinstance(answers, list) or len(answers) != len(request.indices):
         got = f"{len(answers)} answers" if isinstance(answers, list) else type(answers).__name__
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
-    try:
-        parts = [
-            _rollout(request, index, answer, _Versions(version, loaded, keeps_cache), experts)
-            for index, answer in zip(request.indices, answers, strict=True)
-        ]
-    except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
-        raise BadAnswerError(f"group {request.group_id}: the answer has another form: {error!r}") from error
+    versions, parts = _Versions(version, loaded, keeps_cache), []
+    for index, answer in zip(request.indices, answers, strict=True):
+        try:
+            sample = read_sample(answer, room=request.room(index), vocabulary=vocabulary)
+            parts.append(_rollout(request, index, sample, versions, experts))
+        except BadAnswerError as error:
+            raise BadAnswerError(f"group {request.group_id} sample {index}: {error}") from None
     # Not above: what `decode` raises is no fault of the server, and asking again does not mend it.
     return tuple(_whole(request, part, decode) for part in parts)
 
@@ -189,19 +194,20 @@ def _sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
 def _rollout(
     request: GroupRequest,
     index: int,
-    answer: Mapping[str, Any],
+    sample: Sample,
     versions: _Versions,
     experts: ExpertsFolder | None,
 ) -> Rollout:
-    meta = answer["meta_info"]
-    ids, logprobs = _tokens(request, index, answer)
-    spans = _spans(meta, len(ids), versions)
+    meta = sample.meta_info
+    ids = np.array(sample.ids, dtype=np.int32)
+    spans = _spans(sample, versions)
     oldest = min((v for v, _ in spans), default=versions.oldest)
     if versions.keeps_cache:
         oldest = min(oldest, versions.oldest)
     earlier = request.partial.get(index)
     so_far = np.asarray(request.prompt.tokens, dtype=np.int32) if earlier is None else earlier.tokens
-    finish_reason = _finish_reason(request, index, meta)
+    length = len(so_far) + len(ids)
+    finish_reason = "abort" if meta.finish_reason is None else meta.finish_reason.type
     return Rollout(
         prompt_id=request.prompt.id,
         group_id=request.group_id,
@@ -210,20 +216,20 @@ def _rollout(
         tokens=np.concatenate([so_far, ids]),
         prompt_length=len(so_far),
         loss_mask=np.ones(len(ids), dtype=np.uint8),
-        logprobs=logprobs,
+        logprobs=np.array([logprob for logprob, _, _ in meta.output_token_logprobs or ()], dtype=np.float32),
         finish_reason=finish_reason,
         weight_version=oldest,
         version_spans=() if spans in ((), ((oldest, len(ids)),)) else spans,
-        routed_experts=_routed_experts(request, index, meta, len(so_far) + len(ids), finish_reason, experts),
+        routed_experts=_routed_experts(request, index, meta.routed_experts, length, finish_reason, experts),
     )
 
 
 def _routed_experts(
     request: GroupRequest,
     index: int,
-    meta: Mapping[str, Any],
+    encoded: str | None,
     tokens: int,
-    finish_reason: FinishReason,
+    finish_reason: str,
     folder: ExpertsFolder | None,
 ) -> StoredExperts | None:
     """Write the experts to their folder; the server tells all but those of the last token, in base64.
@@ -231,7 +237,7 @@ def _routed_experts(
     Source: sglang/srt/state_capturer/routed_experts.py, 0.5.23. An aborted request may have none, or those of fewer
     tokens.
     """
-    shape, encoded = request.sampling.routed_experts, meta.get("routed_experts")
+    shape = request.sampling.routed_experts
     if shape is None or (encoded is None and finish_reason == "abort"):
         return None
     if encoded is None:
@@ -239,7 +245,10 @@ def _routed_experts(
             "it does not say which experts it chose (actor.routing_replay); a server that is started by hand needs "
             "--enable-return-routed-experts"
         )
-    experts = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    try:
+        experts = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except ValueError as error:
+        raise BadAnswerError(f"its routed_experts are no int32 numbers in base64: {error}") from None
     if experts.size != (tokens - 1) * math.prod(shape) and finish_reason == "abort":
         return None
     if experts.size != (tokens - 1) * math.prod(shape):
@@ -267,29 +276,6 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
     return until_repeated(until_stop(whole, request.sampling.stop, decode), request.sampling.repetition, decode)
 
 
-def _tokens(request: GroupRequest, index: int, answer: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return sampled ids, int32 [R], and their log-probs, float32 [R]; both come from one list and must fit
-    output_ids."""
-    pairs = answer["meta_info"].get("output_token_logprobs") or []
-    ids = np.array([int(pair[1]) for pair in pairs], dtype=np.int32)
-    listed = answer.get("output_ids")
-    if listed is not None and list(listed) != ids.tolist():
-        raise BadAnswerError(
-            f"group {request.group_id} sample {index}: {len(listed)} output_ids, but log-probs of {len(ids)} tokens "
-            "that are not the same; allowed: one log-prob per sampled token"
-        )
-    allowed = request.room(index)
-    if len(ids) > allowed:
-        raise BadAnswerError(f"group {request.group_id} sample {index}: {len(ids)} tokens; asked for at most {allowed}")
-    logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float64)
-    wrong = logprobs[~(np.isfinite(logprobs) & (logprobs <= _ABOVE_ZERO))]
-    if len(wrong):
-        raise BadAnswerError(
-            f"group {request.group_id} sample {index}: log-prob {wrong[0]}; allowed: finite and not above 0"
-        )
-    return ids, logprobs.astype(np.float32)
-
-
 @dataclass(frozen=True, slots=True)
 class _Versions:
     """oldest: what the request can have seen. loaded: what servers call their weights before any update. keeps_cache:
@@ -308,38 +294,25 @@ class _Versions:
         return self.loaded
 
 
-def _spans(meta: Mapping[str, Any], num_tokens: int, versions: _Versions) -> tuple[tuple[int, int], ...]:
+def _spans(sample: Sample, versions: _Versions) -> tuple[tuple[int, int], ...]:
     """(weight version, tokens) in order. Servers older than 0.5.22 tell the last version only: not to be trusted."""
-    reported_spans = meta.get("weight_versions")
+    reported_spans, num_tokens = sample.meta_info.weight_versions, len(sample.ids)
     if not reported_spans:
         return ((versions.oldest, num_tokens),) if num_tokens else ()
-    spans = [(versions.number(span["version"]), int(span["end"]) - int(span["start"])) for span in reported_spans]
-    if sum(n for _, n in spans) != num_tokens:
-        raise BadAnswerError(
-            f"its weight versions {spans} are of another number of tokens than the {num_tokens} it gave"
-        )
+    spans = [(versions.number(span.version), span.end - span.start) for span in reported_spans]
     return tuple((v, n) for v, n in spans if n > 0)
 
 
-def _check_status(url: str, reason: Mapping[str, Any]) -> None:
+def _check_status(url: str, reason: FinishReason) -> None:
     """Raise what a status means that the server would answer with, did it not stream.
 
     Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
     """
-    status = reason.get("status_code")
-    if status is None or reason["type"] != "abort" or not 400 <= status < 600:
+    status = reason.status_code
+    if status is None or reason.type != "abort" or not 400 <= status < 600:
         return
     kind = RefusedError if status < 500 else UnreachableError
-    raise kind(f"{url}/generate: status {status}: {reason.get('message', '')}")
-
-
-def _finish_reason(request: GroupRequest, index: int, meta: Mapping[str, Any]) -> FinishReason:
-    reason = (meta.get("finish_reason") or {}).get("type", "abort")
-    if reason not in ("stop", "length", "abort"):
-        raise BadAnswerError(
-            f"group {request.group_id} sample {index}: finish reason {reason!r}; allowed: stop, length, abort"
-        )
-    return reason
+    raise kind(f"{url}/generate: status {status}: {reason.message or ''}")
 
 
 def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
@@ -366,7 +339,9 @@ def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple
     return request, {**body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0}
 
 
-def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: object) -> tuple[Rollout, Rollout]:
+def probe_rollouts(
+    request: GroupRequest, given: Sequence[int], answers: object, vocabulary: int | None
+) -> tuple[Rollout, Rollout]:
     """Return (the given text as the response to its first token, the tokens sampled after its beginning), with
     log-probs.
 
@@ -374,7 +349,7 @@ def probe_rollouts(request: GroupRequest, given: Sequence[int], answers: object)
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
     both: list[Any] = answers if isinstance(answers, list) else [answers]
-    (sampled,) = rollouts(request, both[:1], version=0, loaded=None, decode=lambda ids: "")
+    (sampled,) = rollouts(request, both[:1], version=0, loaded=None, decode=lambda ids: "", vocabulary=vocabulary)
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
     logprobs = given_logprobs(both[-1], given[1:])
@@ -401,16 +376,15 @@ def given_logprobs(answer: object, tokens: Sequence[int]) -> np.ndarray:
     Raises:
         BadAnswerError: the answer has no such log-probs, or those of other tokens.
     """
-    try:
-        pairs = answer["meta_info"]["input_token_logprobs"][1:]  # type: ignore[index]
-        ids = [int(pair[1]) for pair in pairs]
-        logprobs = np.array([float(pair[0]) for pair in pairs], dtype=np.float32)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise BadAnswerError(f"the answer has no log-probs of the given tokens: {error!r}") from error
+    pairs = read(GivenText, answer).meta_info.input_token_logprobs[1:]
+    ids = [token for _, token, _ in pairs]
+    logprobs = [logprob for logprob, _, _ in pairs if logprob is not None]
     mismatched = {(written, token) for written, token in zip(ids, tokens, strict=False) if written != token}
+    if len(ids) != len(logprobs):
+        raise BadAnswerError(f"the answer has log-probs of {len(logprobs)} of {len(ids)} given tokens; allowed: of all")
     if len(ids) != len(tokens) or len(mismatched) > 1 or any(written != 0 for written, _ in mismatched):
         raise BadAnswerError(f"the answer has log-probs of {len(ids)} tokens that are not the {len(tokens)} given ones")
-    return logprobs
+    return np.array(logprobs, dtype=np.float32)
 
 
 class LostWorkerError(EngineError):
@@ -423,7 +397,7 @@ class Question:
 
     calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
     version of the weights that servers are started with; None where none may answer with these any more. keeps_cache:
-    an update does not make the server read its prompts anew (py, `rollouts`).
+    an update does not make the server read its prompts anew. vocabulary: of the model (`rollouts`).
     """
 
     url: str
@@ -432,6 +406,7 @@ class Question:
     loaded: int | None
     timeout_s: float
     keeps_cache: bool = False
+    vocabulary: int | None = None
 
 
 class EndedAnswer(NamedTuple):
@@ -510,6 +485,7 @@ class DirectAnswers:
             version=question.version,
             loaded=question.loaded,
             decode=self._decode,
+            vocabulary=question.vocabulary,
             keeps_cache=question.keeps_cache,
             experts=self._experts,
         )
@@ -518,7 +494,7 @@ class DirectAnswers:
         """Return the answers of one request, in the order of its samples. Raises as `Answers.ask` says."""
         if not call.streams:
             return await client.post("/generate", call.body, timeout_s=question.timeout_s)
-        ended: dict[int, Any] = {}
+        ended: dict[int, Sample] = {}
         try:
             return await self._streamed(client, call, question.timeout_s, ended)
         except UnreachableError as error:
@@ -529,23 +505,23 @@ class DirectAnswers:
             cut.rollouts = self._rollouts(question, request, [ended[i] for i in sorted(ended)])
             raise cut from error
 
-    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Any]) -> object:
+    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Sample]) -> object:
         """Return the answers of one request; ended: takes each, by its place among the samples, when it has ended."""
         async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
             async for event in events:
                 if isinstance(event, list):  # it does not stream
                     return event
-                try:
-                    if (reason := event["meta_info"]["finish_reason"]) is None:
-                        continue  # its first token
-                    index, tokens, kind = event["index"], len(event["output_ids"]), reason["type"]
-                    sample, name = call.request.indices[index], call.ids[index]
-                    _check_status(client.url, reason)
-                except (KeyError, TypeError, IndexError) as error:
-                    raise BadAnswerError(f"an event of a stream has another form: {error!r}") from error
-                ended[index] = event
-                if kind != "abort":
-                    self._ended([EndedAnswer(name, _length_so_far(call.request, sample) + tokens)])
+                about = read(StreamEvent, event)
+                index, reason = about.index, about.meta_info.finish_reason
+                if reason is None:
+                    continue  # its first token
+                if index >= len(call.ids):
+                    raise BadAnswerError(f"an event of sample {index}; allowed: 0 to {len(call.ids) - 1}")
+                _check_status(client.url, reason)
+                ended[index] = read(Sample, event)
+                if reason.type != "abort":
+                    so_far = _length_so_far(call.request, call.request.indices[index])
+                    self._ended([EndedAnswer(call.ids[index], so_far + len(ended[index].ids))])
         return [ended[index] for index in sorted(ended)]
 
     async def close(self) -> None:

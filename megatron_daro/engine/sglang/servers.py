@@ -23,6 +23,7 @@ from megatron_daro.config.hardware import gpus_with_own_first
 from megatron_daro.engine.sglang import watchdog
 from megatron_daro.engine.sglang.command import CPU_SERVER, ServerPart, server_command, server_environment
 from megatron_daro.errors import EngineError
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.ports import Reservation, reserve_port
 from megatron_daro.sync import in_server
 
@@ -339,7 +340,8 @@ class ServerProcess:
             return ""
         how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         tail = " | ".join(line.strip() for line in process.log_tail(_TAIL_LINES).splitlines() if line.strip())
-        return f"its process ended with {how}; log {self._options.log_path}: {tail[-600:]}"
+        said = safe_text(tail[-600:], one_line=True)
+        return f"its process ended with {how}; log {self._options.log_path}: {said}"
 
     def stop(self) -> None:
         """End the process at once: it holds nothing that must be saved."""

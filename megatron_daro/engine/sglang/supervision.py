@@ -24,9 +24,9 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.sections import SGLangSection
@@ -36,12 +36,14 @@ from megatron_daro.engine.sglang.client import (
     MEMORY_CALLS,
     NEEDED_CALLS,
     SYNC_CALLS,
+    DisconnectedError,
     ServerFacts,
     SGLangClient,
     UnreachableError,
     version_number,
 )
 from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.replies import Tokens, read
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.families import families
@@ -111,6 +113,7 @@ def _server_name(name: str) -> str:
 
 
 _POLL_S = 0.5
+_SAY_S = 30.0
 _WATCH_S = 2.0
 _CALL_S = 10.0
 _FIRST_TOKEN_S = 60.0
@@ -125,9 +128,9 @@ _SETTLE_POLL_S = 0.05
 _VOCABULARY_VERSION = (0, 5, 20)
 
 
-def still_starts(error: EngineError) -> bool:
+def still_starts(error: UnreachableError) -> bool:
     """Whether a server that did not answer is there, and only not ready yet."""
-    return "status 503" in str(error)
+    return error.status == 503
 
 
 class UnusableServerError(EngineError):
@@ -162,6 +165,28 @@ class Expected:
     vocabulary: int | None = None
     shares_gpus: bool = False
     reads_text: bool = False
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A wait for a server that does not generate yet; a person is told now and then what keeps it from that."""
+
+    server: str
+    tell: Callable[[str], None]
+    began: float = field(default_factory=time.monotonic)
+    next_s: float = field(default_factory=lambda: _SAY_S)
+    reason: str = "no answer yet"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def go_on(self, error: EngineError) -> None:
+        """Note why it is not there yet."""
+        self.reason = str(error)
+        if self.seconds >= self.next_s:
+            self.next_s = 2 * self.next_s
+            self.tell(f"waiting for {self.server} for {self.seconds:.0f} s: {error}")
 
 
 class Supervision:
@@ -311,27 +336,27 @@ class Supervision:
         """Process, first answer, first token, and whether it is what it must be. Leaves it "joining"."""
         handle = self._handles[server.name]
         server.unserved_starts += 1
-        started = time.monotonic()
         url = await handle.launch()
         await server.client.close()
         server.client = SGLangClient(url)
         server.versions, server.version, server.released = set(), None, frozenset()
+        wait = _Wait(f"{server.name} at {url}", self._warn)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
-                server.facts = await self._first_answer(server, handle)
+                server.facts = await self._first_answer(server, handle, wait)
                 if not handle.restartable:
                     await self._wake(server)
-                await self._first_token(server, handle)
+                await self._first_token(server, handle, wait)
         except TimeoutError:
             raise EngineError(
-                f"{server.name} at {url} did not generate within {time.monotonic() - started:.0f} s; raise "
+                f"{wait.server} did not generate within {wait.seconds:.0f} s ({wait.reason}); raise "
                 "engine.sglang.start_timeout_s if it is only slow"
             ) from None
         await self._check(server)
         server.reason = ""
         self._fleet.set_state(server, "joining")
 
-    async def _first_answer(self, server: Server, handle: ServerHandle) -> ServerFacts:
+    async def _first_answer(self, server: Server, handle: ServerHandle, wait: _Wait) -> ServerFacts:
         while True:
             try:
                 return await server.client.facts(timeout_s=_CALL_S)
@@ -341,6 +366,7 @@ class Supervision:
                     raise EngineError(f"{server.name} did not start: {reason}") from None
                 if not handle.restartable and not still_starts(error):
                     raise unusable(server.url, error) from None
+                wait.go_on(error)
             except RefusedError as error:
                 raise unusable(server.url, error) from None
             await asyncio.sleep(_POLL_S)
@@ -351,16 +377,23 @@ class Supervision:
         with contextlib.suppress(EngineError):  # what it lacks is said below, what hangs shows at the first token
             await server.client.post("/continue_generation", timeout_s=_CALL_S)
 
-    async def _first_token(self, server: Server, handle: ServerHandle) -> None:
+    async def _first_token(self, server: Server, handle: ServerHandle, wait: _Wait) -> None:
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         while True:
             try:
                 await server.client.post("/generate", body, timeout_s=_FIRST_TOKEN_S)
                 return
-            except UnreachableError:
+            except UnreachableError as error:
                 reason = await handle.death()
                 if reason:
                     raise EngineError(f"{server.name} did not start: {reason}") from None
+                is_gone = isinstance(error, DisconnectedError) and not handle.restartable
+                if is_gone or (error.status and not still_starts(error)):
+                    raise EngineError(
+                        f"{wait.server} cannot generate a token ({error}); allowed: a server that answers /generate; "
+                        "look at its log"
+                    ) from None
+                wait.go_on(error)
             await asyncio.sleep(_POLL_S)
 
     async def _check(self, server: Server) -> None:
@@ -399,8 +432,8 @@ class Supervision:
         text = "If 3x + 4 = 10, then x = 2."
         try:
             answer = await server.client.post("/tokenize", {"prompt": text}, timeout_s=_CALL_S)
-            ids = list(cast(Mapping[str, list[int]], answer)["tokens"])
-        except (EngineError, KeyError, TypeError):
+            ids = read(Tokens, answer).tokens
+        except EngineError:
             return []
         expected = encode(text)
         if ids == expected or ids[1:] == expected:

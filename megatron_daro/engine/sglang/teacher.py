@@ -15,7 +15,8 @@ import numpy as np
 
 from megatron_daro.config.algorithm import DistillSection
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-from megatron_daro.engine.sglang.generation import BadAnswerError, given_logprobs
+from megatron_daro.engine.sglang.generation import given_logprobs
+from megatron_daro.engine.sglang.replies import BadAnswerError
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict

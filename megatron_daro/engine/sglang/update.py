@@ -17,12 +17,13 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
 from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.replies import BadAnswerError, Checksums, read
 from megatron_daro.engine.sglang.supervision import MemoryTag, resume
 from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
@@ -389,12 +390,10 @@ async def _is_free(server: Server) -> bool:
 
 def _told_checksums(server: Server, answer: object) -> list[dict[str, str]]:
     """Read the answer of /weights_checker: of each rank, name -> checksum."""
-    ranks = cast(Mapping[str, list[Mapping[str, Mapping[str, str]]]], answer)
     try:
-        first, *others = (dict(rank["checksums"]) for rank in ranks["ranks"])
-        return [first, *others]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise EngineError(f"{server.url}/weights_checker: the answer has another form: {error!r}") from error
+        return [rank.checksums for rank in read(Checksums, answer).ranks]
+    except BadAnswerError as error:
+        raise EngineError(f"{server.url}/weights_checker: {error}") from None
 
 
 def _facts(server: Server) -> ServerFacts:

@@ -10,6 +10,7 @@ PAUSES = {
     supervision: {
         **dict.fromkeys(("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"), 0.02),
         "_IDLE_POLL_S": 0.01,
+        "_SAY_S": 0.1,
     },
     teacher: {"_PAUSE_S": 0.0},
     update: {"_FLUSH_PAUSE_S": 0.01},

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sglang_pool import collect, group
+from sglang_pool import VOCAB, collect, expected, group
 from sglang_stub_fleets import Weights, first, rig, run, serving
 from stub_server import StubServer, answered, answering, one_ends_early, written
 
@@ -168,6 +168,10 @@ def no(part):
     return lambda replies: replies[1]["meta_info"].pop(part)
 
 
+def spans_of(*lengths):
+    return one([1], spans=[(1, length) for length in lengths])["meta_info"]["weight_versions"]
+
+
 def changed(part, value):
     return lambda replies: replies[1]["meta_info"].update({part: value})
 
@@ -183,13 +187,24 @@ BAD = {
     "spans of fewer tokens": changed("weight_versions", [{"version": "1", "start": 0, "end": 3}]),
     "version that is no number": changed("weight_versions", [{"version": "new", "start": 0, "end": 12}]),
     "no meta_info": lambda replies: replies[1].pop("meta_info"),
+    "an id below 0": lambda replies: replies.__setitem__(1, one([3, -5])),
+    "an id beyond the vocabulary": lambda replies: replies.__setitem__(1, one([3, VOCAB])),
+    "an id that is no number": lambda replies: replies.__setitem__(1, one([3, "4"])),
+    "log-prob that float32 cannot hold": changed("output_token_logprobs", [[-1e300, i, None] for i in range(3, 15)]),
+    "log-prob as text": changed("output_token_logprobs", [["-0.5", token, None] for token in range(3, 15)]),
+    "finish reason as text": changed("finish_reason", "stop"),
+    "status as text": changed("finish_reason", {"type": "abort", "status_code": "bad"}),
+    "a span of fewer than no tokens": changed("weight_versions", spans_of(-3, 15)),
+    "spans that overlap": changed("weight_versions", [*spans_of(6), *spans_of(6)]),
+    "spans as text": changed("weight_versions", "1"),
     "more tokens than asked for": lambda replies: replies.__setitem__(1, one([3] * 13, "length")),
 }
 
 
 @pytest.mark.parametrize("change", BAD.values(), ids=list(BAD))
 def test_an_answer_that_does_not_fit_is_asked_for_again(tmp_path, change):
-    rollouts, _, retries = answers_of(tmp_path, group(0, count=2), changed=change)
+    expect = expected(tmp_path, vocabulary=VOCAB)
+    rollouts, _, retries = answers_of(tmp_path, group(0, count=2), changed=change, expect=expect)
     assert [r.tokens[3:].tolist() for r in rollouts] == [list(range(3, 15))] * 2 and retries == 1
 
 
@@ -324,9 +339,15 @@ def test_of_a_stream_that_breaks_what_had_ended_is_kept(tmp_path):
     run(scenario())
 
 
-def test_a_stream_whose_events_have_another_form_is_asked_for_again(tmp_path):
+@pytest.mark.parametrize(
+    "event",
+    [{"index": 0, "meta_info": {"finish_reason": "stop"}}, one([1]) | {"index": -1},
+     {"error": {"message": "no", "code": "invalid_request"}}],
+    ids=["form", "index", "error with a code as text"],
+)  # fmt: skip
+def test_a_stream_whose_events_have_another_form_is_asked_for_again(tmp_path, event):
     async def odd(request, body):
-        return await written(request, [{"index": 0, "meta_info": {"finish_reason": "stop"}}])
+        return await written(request, [event])
 
     async def scenario():
         async with serving(tmp_path, count=1) as fleet:
@@ -354,3 +375,22 @@ def test_a_status_within_a_stream_is_what_it_would_be_without(tmp_path, status, 
             assert sum(stub.calls["/generate"] for stub in fleet.stubs) == asked
 
     run(scenario())
+
+
+def test_what_a_server_says_cannot_act_on_a_terminal(tmp_path):
+    refused = {"error": {"message": "no\x1b[2J\x07"}}
+    reason = {"type": "abort", "status_code": 400, "message": "no\x1b[2J"}
+
+    async def said(reply):
+        async with serving(tmp_path, count=1) as fleet:
+            fleet.stubs[0].answers["/generate"] = reply
+            with pytest.raises(EngineError) as raised:
+                await collect(fleet.engine, [group(0, count=2)])
+            return str(raised.value)
+
+    async def in_a_stream(request, body):
+        return await written(request, [one([]) | {"index": 0, "meta_info": {"finish_reason": reason}}])
+
+    for reply in (answering(400, refused), in_a_stream):
+        words = run(said(reply))
+        assert r"no\x1b[2J" in words and words.isprintable()

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from sglang_pool import collect, engine_of, expected, group, started
+from sglang_pool import collect, engine_of, expected, group, section, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import StubServer, answering, never, reset, times
 
@@ -396,3 +396,29 @@ def test_a_server_that_cannot_be_ended_keeps_no_other_from_its_end(tmp_path):
             assert [handle.stops for handle in fleet.handles] == [1, 1]
 
     run(scenario())
+
+
+async def started_with(tmp_path, reply, **options):
+    """What is told of the start of a server that runs already, and answers the first /generate so."""
+    async with StubServer() as stub:
+        stub.answers["/generate"] = reply
+        warnings = []
+        engine = engine_of([stub.url], tmp_path, options=section(**options), warnings=warnings)
+        try:
+            with pytest.raises(EngineError) as raised:
+                await engine.start()
+        finally:
+            await engine.close()
+        return str(raised.value), warnings, stub.url
+
+
+def test_a_server_whose_first_token_fails_ends_the_start_with_its_cause(tmp_path):
+    """At once: `engine.sglang.start_timeout_s` is for servers that load."""
+    words, _, url = run(started_with(tmp_path, answering(500, {"error": {"message": "CUDA error\x1b[2J"}})))
+    assert url in words and r"status 500: CUDA error\x1b[2J" in words and words.isprintable()
+
+
+def test_what_a_slow_start_waits_for_is_said_meanwhile_and_at_its_end(tmp_path):
+    words, warnings, url = run(started_with(tmp_path, answering(503), start_timeout_s=1))
+    assert "status 503: told to" in words and "start_timeout_s" in words
+    assert 1 < len(warnings) < 6 and all(url in one and "status 503: told to" in one for one in warnings)

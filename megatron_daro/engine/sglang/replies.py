@@ -1,0 +1,237 @@
+"""What a server may say: one schema of each reply, with its types, ranges and sums.
+
+JSON -> `read` or `read_sample` -> records that the client, the engine's parts and generation.py trust. Everything that
+a server says is checked here and nowhere else, and its text is made printable on the way in: what it puts into a
+message may not act on a terminal. Unknown keys are ignored, since each SGLang has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_daro.errors import EngineError
+from megatron_daro.observe.logs import safe_text
+
+_LONGEST_TEXT = 300
+_LARGEST_ID = int(np.iinfo(np.int32).max)
+_LEAST_LOGPROB = float(np.finfo(np.float32).min)
+# Rounding of a token that is all but certain.
+_ABOVE_ZERO = 1e-3
+
+
+class BadAnswerError(EngineError):
+    """A server's answer is not one to what was asked."""
+
+
+def printable(text: object) -> str:
+    """Return what a server says on one line, cut, with nothing in it that a terminal would obey."""
+    return safe_text(" ".join(str(text).split()), _LONGEST_TEXT, one_line=True)
+
+
+Text = Annotated[str, AfterValidator(printable)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=_LARGEST_ID)]
+# Finite as float32 too.
+Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=_LEAST_LOGPROB, le=_ABOVE_ZERO)]
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class FinishReason(_Reply):
+    """Why a sample ended. status_code: that an aborted request would be answered with, did it not stream."""
+
+    type: Literal["stop", "length", "abort"]
+    status_code: int | None = None
+    message: Text | None = None
+
+
+class VersionSpan(_Reply):
+    """Tokens [start, end) of a sample, by weights of this version."""
+
+    version: Annotated[str, Field(pattern=r"^(default|[0-9]{1,18})$")]
+    start: Count
+    end: Count
+
+
+class MetaInfo(_Reply):
+    """What a server says of a sample. output_token_logprobs: (log-prob, id, text) of each token."""
+
+    finish_reason: FinishReason | None = None
+    output_token_logprobs: Annotated[list[tuple[Logprob, TokenId, Any]], Field(fail_fast=True)] | None = None
+    weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
+
+
+class Sample(_Reply):
+    """The answer of one sample: sampled tokens with one log-prob each, and the versions that sampled them."""
+
+    meta_info: MetaInfo
+    output_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Sampled ids."""
+        return [token for _, token, _ in self.meta_info.output_token_logprobs or ()]
+
+    @model_validator(mode="after")
+    def _sums(self) -> Sample:
+        ids, begin = self.ids, 0
+        if self.output_ids is not None and self.output_ids != ids:
+            raise ValueError(
+                f"{len(self.output_ids)} output_ids, but log-probs of {len(ids)} tokens that are not the same; "
+                "allowed: one log-prob per sampled token"
+            )
+        # `compute_weight_version_spans` in sglang/srt/utils/weight_versions.py, 0.5.23: each begins where the last one
+        # ends.
+        spans = self.meta_info.weight_versions or ()
+        for span in spans:
+            if span.start != begin or span.end < begin:
+                raise ValueError(f"its weight versions {_shown(spans)} do not follow each other")
+            begin = span.end
+        if spans and begin != len(ids):
+            raise ValueError(
+                f"its weight versions {_shown(spans)} are of another number of tokens than the {len(ids)} it gave"
+            )
+        return self
+
+
+class GivenMeta(_Reply):
+    """What a server says of an input. input_token_logprobs: (log-prob, id, text) of each token from
+    `logprob_start_len` on; of the first it knows nothing."""
+
+    input_token_logprobs: Annotated[list[tuple[Logprob | None, TokenId, Any]], Field(fail_fast=True)]
+
+
+class GivenText(_Reply):
+    """The answer of one input whose own log-probs were asked for."""
+
+    meta_info: GivenMeta
+
+
+class EventMeta(_Reply):
+    """Why the sample of an event ended; None: it goes on."""
+
+    finish_reason: FinishReason | None
+
+
+class StreamEvent(_Reply):
+    """What an event of a stream is about; that of a sample which has ended is a `Sample` too. index: of the sample in
+    the request."""
+
+    index: Count
+    meta_info: EventMeta
+
+
+class InternalState(_Reply):
+    """Of one scheduler."""
+
+    max_total_num_tokens: Count | None = None
+
+
+class ServerInfo(_Reply):
+    """The answer of /server_info."""
+
+    version: Text
+    device: Text | None = None
+    dtype: Text | None = None
+    max_total_num_tokens: Count | None = None
+    max_req_input_len: Count | None = None
+    context_length: Count | None = None
+    tp_size: Annotated[int, Field(strict=True, ge=1)] | None = None
+    model_path: Text | None = None
+    skip_tokenizer_init: bool | None = None
+    quantization: Text | None = None
+    incremental_streaming_output: bool | None = None
+    internal_states: list[InternalState] | None = None
+
+
+class OpenAPI(_Reply):
+    """The answer of /openapi.json: the calls that a server has."""
+
+    paths: dict[str, Any] = Field(default_factory=dict)
+
+
+class Tokens(_Reply):
+    """The answer of /tokenize."""
+
+    tokens: list[TokenId]
+
+
+class RankChecksums(_Reply):
+    """Of the tensors of one rank, by their names."""
+
+    checksums: dict[Text, str]
+
+
+class Checksums(_Reply):
+    """The answer of /weights_checker."""
+
+    ranks: Annotated[list[RankChecksums], Field(min_length=1)]
+
+
+_Kind = TypeVar("_Kind", bound=_Reply)
+
+
+def read(kind: type[_Kind], content: object) -> _Kind:
+    """Return a reply as a record.
+
+    Args:
+        kind: its schema. content: the JSON.
+
+    Raises:
+        BadAnswerError: with the first field that is wrong, what it was, and what it must be.
+    """
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        raise BadAnswerError(printable(first["msg"].removeprefix("Value error, ")))
+    got = "nothing" if first["type"] == "missing" else printable(_cut(first["input"]))
+    raise BadAnswerError(f"the answer has another form: {field or 'all of it'}: got {got}; {first['msg']}")
+
+
+def read_sample(content: object, *, room: int, vocabulary: int | None) -> Sample:
+    """Return the answer of one sample.
+
+    Args:
+        content: the JSON. room: tokens that were asked for at most. vocabulary: number of token ids; None: not known.
+
+    Raises:
+        BadAnswerError: it is none to what was asked.
+    """
+    sample = read(Sample, content)
+    ids = sample.ids
+    if len(ids) > room:
+        raise BadAnswerError(f"{len(ids)} tokens; asked for at most {room}")
+    largest = max(ids, default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise BadAnswerError(f"token id {largest}; allowed: 0 to {vocabulary - 1}, the vocabulary of model.path")
+    return sample
+
+
+def printable_values(content: object) -> Mapping[str, str]:
+    """Return the texts of a JSON object, printable; nothing of anything else."""
+    if not isinstance(content, dict):
+        return {}
+    return {printable(key): printable(value) for key, value in content.items() if isinstance(value, str)}
+
+
+def _shown(spans: Sequence[VersionSpan]) -> str:
+    return ", ".join(f"{span.version}: {span.start} to {span.end}" for span in spans[:8])
+
+
+def _cut(value: object) -> str:
+    """Return the beginning of a value, which may be megabytes."""
+    if isinstance(value, str | bytes):
+        return repr(value[:80])
+    if isinstance(value, list | dict | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)[:80]
