@@ -26,10 +26,11 @@ from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Update, last_step, passed, plan_updates
-from megatron_daro.rollout.summary import SignalWatch, update_metrics
+from megatron_daro.rollout.summary import update_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch

@@ -23,7 +23,6 @@ from typing import Any
 
 import yaml
 
-from megatron_daro.config import yaml_text
 from megatron_daro.config.problems import Problem, show
 
 _MOST_VALUES = 10_000
@@ -194,7 +193,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> tuple[
         if not equals or not all(parts):
             problems.append(Problem("command line", show(text), _FORM, "write the path, an equals sign, the value"))
             continue
-        document = yaml_text.parse(value_text, f"command line {path.strip()}")
+        document = parse(value_text, f"command line {path.strip()}")
         if document.problems:
             problems += document.problems
             continue

@@ -1,25 +1,10 @@
 """From groups to a full batch: `Rounds`, which repeats exactly, and `EarlyFill`, which waits for nobody.
 
 The composition root makes a RolloutContext and chooses one BatchFiller over it; the sampler asks that one to fill its
-batches.
-
-A batch in the making: which groups are kept, filtered, dropped, and how many of them the filter keeps.
-
-Groups whose generation ended -> PartialBatch -> SampledBatch. It writes the outcome of what is
-not kept into the books at once. It generates nothing and decides nothing about order.
-
-Fills a batch in rounds: every round waits for all of its groups, so a run repeats exactly.
-
-Prompts -> one pass of the engine for the whole round -> collector -> batch. What is in the
-batch depends on the state alone and never on the order of arrival. `EarlyFill` is the other way, for a fleet of
-servers.
-
-Fills a batch from a fleet of servers: every group is its own call, and enough groups end the batch.
-
-Prompts -> one task per group (engine, collector, retries) -> batch, in the order in which
-groups end. Groups that the filter takes out are replaced while the others are still generated, so that the servers stay
-busy; when the batch is full, what is unfinished is aborted and kept in part, or dropped. What is in a batch depends on
-who is fast: a run does not repeat exactly (`Rounds` does). It refuses to wait for the slowest group of a full batch.
+batches. In rounds every round is one pass of the engine and waits for all of its groups, so what is in a batch depends
+on the state alone. From a fleet of servers every group is its own call; groups that the filter takes out are replaced
+while the others are still generated, and enough groups end the batch: what is unfinished is aborted and kept in part,
+or dropped, and a run does not repeat exactly.
 """
 
 from __future__ import annotations
@@ -27,77 +12,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_daro.config.sections import RolloutSection
 from megatron_daro.errors import DaroError
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines, first_cause
+from megatron_daro.rollout.groups_under_way import PartialGroup, Pending, admit
 from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
-from megatron_daro.rollout.rollouter import PartialGroup, Pending, RolloutCollector, admit
-from megatron_daro.types import Group, GroupRequest, Rollout
-
-LOWEST_KEEP_RATE = 0.25
-"""However few groups the filter keeps, no more than four prompts are requested for each that is missing."""
-
-
-class PartialBatch:
-    """Groups of one batch so far, by what became of them."""
-
-    def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
-        """Empty.
-
-        Args:
-            ledger: the books. rollouts_per_prompt: K. kept_bins: the bins 0..K whose groups are trained.
-        """
-        self._ledger = ledger
-        self._size = rollouts_per_prompt
-        self._kept_bins = kept_bins
-        self.kept: list[Group] = []
-        self.filtered: list[Group] = []
-        self.dropped: list[Group] = []
-        self.rounds = 0
-        self.fresh_kept = 0
-        self.fresh_total = 0
-
-    def classify(self, group: Group, complete: bool) -> None:
-        """Put a group whose generation ended where it belongs."""
-        self.fresh_total += 1
-        if not complete:
-            self.drop([group])
-        elif group.bin not in self._kept_bins:
-            self._ledger.finish([group.group_id], "filtered")
-            self.filtered.append(group)
-        else:
-            self.kept.append(group)
-            self.fresh_kept += 1
-
-    def drop(self, groups: Iterable[Group]) -> None:
-        """Give outstanding groups up."""
-        groups = list(groups)
-        self._ledger.finish([group.group_id for group in groups], "dropped")
-        self.dropped.extend(groups)
-
-    def keep_rate(self, prior: float = 1.0, prior_groups: float = 0.0) -> float:
-        """Share of this batch's own groups that were kept, not below LOWEST_KEEP_RATE.
-
-        Args:
-            prior: the share to begin from. prior_groups: how many groups it counts for; 0: only while there are none.
-        """
-        if not self.fresh_total + prior_groups:
-            return max(LOWEST_KEEP_RATE, prior)
-        kept = self.fresh_kept + prior * prior_groups
-        return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
-
-    def why_empty(self) -> str:
-        """Return what became of the others, for a message."""
-        bins = [group.bin for group in self.filtered]
-        right, wrong = bins.count(self._size), bins.count(0)
-        others = len(bins) - right - wrong
-        partly = f" and {others} partly right" if others else ""
-        return f"filtered {right} all right and {wrong} all wrong{partly}, {len(self.dropped)} dropped"
+from megatron_daro.types import GroupRequest, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

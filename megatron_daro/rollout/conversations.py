@@ -17,10 +17,11 @@ import numpy as np
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.errors import DaroError, EngineError, RolloutError
+from megatron_daro.rollout.collector import check_shape
 from megatron_daro.rollout.environment import Conversation, Environment, OutOfRoomError, Surroundings, nothing_said
 from megatron_daro.rollout.loop_calls import LoopCalls
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
-from megatron_daro.rollout.rollouter import check_shape, judge
+from megatron_daro.rollout.rollouter import judge
 from megatron_daro.rollout.stepping import StepFailedError, SteppedConversations, StepTimeoutError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 

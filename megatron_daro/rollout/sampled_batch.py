@@ -23,9 +23,9 @@ import numpy as np
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.groups_under_way import PartialGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import RecordedUpdate
-from megatron_daro.rollout.rollouter import PartialGroup
 from megatron_daro.types import Group
 
 REPLAYED_STEP = "last_step"

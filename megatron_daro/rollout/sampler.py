@@ -15,13 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.batch_filler import BatchFiller, PartialBatch, RolloutContext
+from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
 from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.groups_under_way import PartialGroup
 from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.no_signal import describe
+from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import PartialGroup
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay
-from megatron_daro.rollout.summary import describe
 from megatron_daro.types import Group
 
 _EMPTY = "rollout/batches_empty"

@@ -1,28 +1,21 @@
 """What the groups of a step say in numbers: accuracy, length, bins, predicted loss, staleness.
 
-Groups and the built batch -> metrics, merged by the controller with what the policy reports.
-Keys are those of the run directory's contract. It measures samples only and knows no losses but the predicted one.
+Groups and the built batch -> metrics, merged by the controller with what the policy reports. Keys are those of the run
+directory's contract. It measures samples only and knows no losses but the predicted one.
 
 Shape letters: N samples, K rollouts per prompt.
-
-What to tell people when answers carry no signal: verdicts by reason, two answers to look at, and when to warn.
-
-The sampler's and the controller's groups -> text for an error or a warning. Pure: no clock, no
-files. Answers are text of unknown origin: they are cut and made safe here. It decides nothing about training.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
-from megatron_daro.observe.logs import safe_text
 from megatron_daro.rollout.sampled_batch import SampledBatch, Update
 from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
@@ -145,74 +138,6 @@ def mean_staleness(groups: Sequence[Group], version: int, steps_per_batch: int) 
 def _mean(values: Iterable[float]) -> float:
     values_N = np.asarray(list(values), dtype=np.float64)
     return float(values_N.mean()) if len(values_N) else 0.0
-
-
-NO_ANSWER = "no_answer"
-PATIENCE = 3
-"""Steps in a row without signal before a warning, as many as the sampler's empty batches."""
-_SHOWN_CHARACTERS = 160
-
-
-def describe(groups: Sequence[Group]) -> str:
-    """How the answers were judged, `no_answer` first, and two of them; one line, for the end of a message."""
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
-    if not verdicts:
-        return "No answer was verified."
-    counts = Counter(verdict.reason for verdict in verdicts)
-    reasons = sorted(counts, key=lambda reason: (reason != NO_ANSWER, -counts[reason], reason))
-    reason_counts = ", ".join(f"{safe_text(reason, 40, one_line=True)} {counts[reason]}" for reason in reasons)
-    samples = "; ".join(_samples(groups, reasons))
-    return f"Verdicts of {len(verdicts)} answers: {reason_counts}. For example {samples}."
-
-
-def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
-    """Two answers: of the two most telling reasons, or of two problems."""
-    pairs = [
-        (group, rollout.text, verdict)
-        for group in groups
-        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
-    ]
-    first = next(pair for pair in pairs if pair[2].reason == reasons[0])
-    others = [pair for pair in pairs if pair is not first]
-    others.sort(key=lambda pair: (pair[2].reason == reasons[0], pair[0] is first[0]))
-    return [_sample(*pair) for pair in [first, *others[:1]]]
-
-
-def _sample(group: Group, text: str, verdict: Verdict) -> str:
-    """Return the end of the answer: there a verifier looks."""
-    shown = safe_text(text[-_SHOWN_CHARACTERS:], 2 * _SHOWN_CHARACTERS, one_line=True)
-    cut = "..." if len(text) > _SHOWN_CHARACTERS else ""
-    prompt, gold = (safe_text(value, 80, one_line=True) for value in (group.prompt.id, group.prompt.answer))
-    return f"{safe_text(verdict.reason, 40, one_line=True)}: prompt {prompt} (answer {gold!r}) got '{cut}{shown}'"
-
-
-@dataclass(slots=True)
-class SignalWatch:
-    """Warns when step after step no group has both right and wrong answers, which only a filter would end the run for.
-
-    Not part of a checkpoint: a resumed run counts anew.
-    """
-
-    _silent: int = 0
-
-    def observe(self, step: int, groups: Sequence[Group]) -> str | None:
-        """Take in the groups of one step.
-
-        Returns:
-            A warning at the 3rd step in a row without signal, the 6th, the 12th...; None otherwise.
-        """
-        wrong = sum(group.bin == 0 for group in groups)
-        right = sum(0 < group.bin == len(group.verdicts) for group in groups)
-        self._silent = self._silent + 1 if wrong + right == len(groups) else 0
-        rounds, rest = divmod(self._silent, PATIENCE)
-        if rest or rounds.bit_count() != 1:
-            return None
-        return (
-            f"step {step}: for {self._silent} steps no group had both right and wrong answers (now {right} all right, "
-            f"{wrong} all wrong), so there was nothing to learn from. {describe(groups)} Use prompts the model solves "
-            "sometimes; look at the samples of `megatron-daro report`, and at reward.verifier if right answers are "
-            "judged wrong"
-        )
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

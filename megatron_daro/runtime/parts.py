@@ -31,6 +31,7 @@ from megatron_daro.observe import logs
 from megatron_daro.observe.metrics import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluator
@@ -38,7 +39,7 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Notices, Rollouter
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
+from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.embedded_group import EngineGroup

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 
 _UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _TENS = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90}
-NUMBERS = {word: str(value) for value, word in enumerate([*_UNITS.split(), "seventeen", "eighteen", "nineteen"])}
-NUMBERS |= {word: str(value) for word, value in _TENS.items()} | {"hundred": "100", "thousand": "1000"}
+NUMBERS = {
+    **{word: str(value) for value, word in enumerate([*_UNITS.split(), "seventeen", "eighteen", "nineteen"])},
+    **{word: str(value) for word, value in _TENS.items()},
+    "hundred": "100",
+    "thousand": "1000",
+}
 """Number word -> digits. A `one` that is no number (one of them) is in both texts alike."""
 TENS = {word: str(value) for word, value in _TENS.items()}
 

@@ -28,10 +28,11 @@ from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
+from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import RolloutCollector, SingleTurn
+from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict

@@ -9,8 +9,8 @@ from fleet_fakes import FleetEngine
 from loop_fakes import FakeScorer, make_rollout, make_stack, run_stack
 
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.no_signal import describe
 from megatron_daro.rollout.recorder import Recorder, read_groups, recorded_steps
-from megatron_daro.rollout.summary import describe
 from megatron_daro.types import Group, Prompt, Verdict
 
 

@@ -1,0 +1,191 @@
+"""Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
+
+GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. Both ways to fill a batch
+(`Rounds`, `EarlyFill`) take their answers in here. It refuses answers that were not asked for, that come late or twice,
+and those whose columns do not fit; it decides nothing about groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_daro.data.templates import Template, verified_text
+from megatron_daro.errors import DeadlineError, EngineError
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.groups_under_way import PartialGroup, Pending
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter
+from megatron_daro.types import GroupRequest, Rollout, SamplingParams
+
+
+class RolloutCollector:
+    """Takes answers in, and counts what became of them since the run began.
+
+    fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
+    rollout or its group was not finished. groups_aborted: unfinished when their batch was full. groups_resumed: begun
+    again after that.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        rollouter: Rollouter,
+        sampling: SamplingParams,
+        rollouts_per_prompt: int,
+        deadlines: Deadlines,
+        phases: PhaseTimer,
+        notices: Notices,
+        segment_tokens: int | None = None,
+        template: Template | None = None,
+        opens_thinking: bool = False,
+    ) -> None:
+        """Start nothing. Arguments as the sampler's; segment_tokens: most tokens of an answer in a batch; template: the
+        named one of the training data; opens_thinking: whether its prompts end with a <think>."""
+        self.rollouts_per_prompt = rollouts_per_prompt
+        self.fresh_tokens = 0
+        self.aborted_tokens = 0
+        self.groups_aborted = 0
+        self.groups_resumed = 0
+        self._ledger = ledger
+        self._rollouter = rollouter
+        self._sampling = sampling
+        self._deadlines = deadlines
+        self._phases = phases
+        self._notices = notices
+        self._segment = segment_tokens
+        self._template, self._opens_thinking = template, opens_thinking
+
+    @property
+    def failed_verifier_starts(self) -> int:
+        """Starts of verifier processes that failed and were tried again."""
+        return self._rollouter.failed_verifier_starts
+
+    def request(self, group_id: int, entry: Pending) -> GroupRequest:
+        """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
+        wanted = entry.wanted(self.rollouts_per_prompt)
+        return GroupRequest(
+            group_id,
+            self._ledger.attempt(group_id),
+            entry.prompt,
+            wanted,
+            self._sampling,
+            partial={i: entry.partial[i] for i in wanted if i in entry.partial},
+            limits=self._limits(entry, wanted),
+        )
+
+    def _limits(self, entry: Pending, indices: Sequence[int]) -> dict[int, int]:
+        """Return how long each rollout may be when this batch ends, where that is shorter than any may be."""
+        if self._segment is None:
+            return {}
+        ends = {i: entry.begun.get(i, 0) + self._segment for i in indices}
+        return {i: end for i, end in ends.items() if end < self._sampling.max_new_tokens}
+
+    def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
+        """Put into the groups what counts: of the current attempt and asked for, each index once.
+
+        Returns:
+            The finished ones, which need a verdict. What an abort cut short is kept as partial.
+
+        Raises:
+            EngineError: a group or attempt that was never requested, or columns that do not fit.
+        """
+        finished: list[Rollout] = []
+        prompts: dict[int, np.ndarray] = {}
+        for rollout in rollouts:
+            if not self._ledger.accepts(rollout.group_id, rollout.attempt):
+                continue
+            entry, aborted = pending.get(rollout.group_id), rollout.finish_reason == "abort"
+            if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
+                if not aborted:
+                    self._ledger.refuse()
+                continue
+            if rollout.group_id not in prompts:
+                prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
+            check_shape(rollout, prompts[rollout.group_id])
+            if not aborted and self._is_segment(rollout):
+                entry.set_aside.add(rollout.index)
+                self._hold(replace(rollout, finish_reason="abort"), entry)
+            elif aborted:
+                self._hold(rollout, entry)
+            else:
+                self._count(rollout, entry.partial.pop(rollout.index, None))
+                entry.rollouts[rollout.index] = rollout
+                finished.append(rollout)
+        return finished
+
+    def _is_segment(self, rollout: Rollout) -> bool:
+        """Whether an answer was ended by what a batch gives it, and not by its own limit."""
+        short = rollout.response_length < self._sampling.max_new_tokens
+        return self._segment is not None and rollout.finish_reason == "length" and short
+
+    async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
+        """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        answers = [(self._verified(rollout), pending[rollout.group_id].prompt) for rollout in rollouts]
+        with self._phases.measure("reward"):
+            verdicts = await self._deadlines.within(
+                "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
+            )
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            pending[rollout.group_id].verdicts[rollout.index] = verdict
+
+    def _verified(self, rollout: Rollout) -> Rollout:
+        """Return a rollout with the text that the verifier reads."""
+        text = verified_text(rollout.text, self._template, opens_thinking=self._opens_thinking)
+        return replace(rollout, text=text)
+
+    async def close(self, iterator: AsyncIterator[tuple[Rollout, ...]]) -> None:
+        """End a pass. An iterator that is stuck is reported and left; the engine's own close comes later."""
+        aclose = getattr(iterator, "aclose", None)
+        if aclose is None:
+            return
+        try:
+            await self._deadlines.within("abort", aclose())
+        except (RuntimeError, DeadlineError) as error:
+            self._notices.warn(f"generation could not be ended: {error}")
+
+    def discard(self, group: PartialGroup) -> None:
+        """Count the tokens of a group that will not be finished."""
+        self.aborted_tokens += group.response_tokens
+
+    def _hold(self, rollout: Rollout, entry: Pending) -> None:
+        """Keep what an abort left, if one can go on from there."""
+        earlier = entry.partial.pop(rollout.index, None)
+        self._count(rollout, earlier)
+        room = self._sampling.max_new_tokens - rollout.response_length
+        if self._rollouter.continues_partial and rollout.response_length and room > 0:
+            entry.partial[rollout.index] = rollout
+        else:
+            self.aborted_tokens += rollout.generated_length
+
+    def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
+        """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
+        self.fresh_tokens += rollout.generated_length
+        if earlier is None:
+            return
+        if rollout.continues(earlier):
+            self.fresh_tokens -= earlier.response_length
+        else:
+            self.aborted_tokens += earlier.response_length
+
+
+def check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
+    """Reject columns that are not aligned: an engine that cuts or shifts its answers would train the wrong tokens.
+
+    Raises:
+        EngineError: the first tokens are not the prompt, or a column has another length than the response.
+    """
+    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
+    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
+    if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
+        wrong.append(f"routed_experts are of {len(rollout.routed_experts)} tokens in all")
+    if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):
+        wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
+    if wrong:
+        raise EngineError(
+            f"group {rollout.group_id} rollout {rollout.index}: {rollout.response_length} response tokens, but "
+            f"{' and '.join(wrong)}; allowed: the prompt, then one log-prob and one mask entry per response token"
+        )

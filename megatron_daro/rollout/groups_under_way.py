@@ -1,0 +1,131 @@
+"""Groups that are not complete: while they are generated (Pending), and between two batches (PartialGroup).
+
+The sampler admits prompts as Pending; answers and verdicts are put into them; a group that is still unfinished when its
+batch is complete is kept as a PartialGroup, in checkpoints too, and goes on in the next batch. Holds no engine and no
+books. It refuses recorded groups that contradict themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_daro.errors import DataError
+from megatron_daro.rollout.group_columns import RecordedGroup
+from megatron_daro.rollout.ledger import Ledger
+from megatron_daro.rollout.protocol import PromptSource
+from megatron_daro.types import Group, Prompt, Rollout, Verdict
+
+
+@dataclass(slots=True)
+class Pending:
+    """A group that is being completed.
+
+    rollouts: finished ones by index. verdicts: of those that were verified. partial: by index, what an abort left of an
+    unfinished one. begun: by index, tokens that were there when the batch began. set_aside: those that have got all
+    that this batch gives them.
+    """
+
+    prompt: Prompt
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
+    set_aside: set[int] = field(default_factory=set)
+
+    def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+        """Return indices without a finished rollout."""
+        return tuple(i for i in range(rollouts_per_prompt) if i not in self.rollouts)
+
+    def wanted(self, rollouts_per_prompt: int) -> tuple[int, ...]:
+        """Return those of them that this batch goes on with."""
+        return tuple(i for i in self.missing(rollouts_per_prompt) if i not in self.set_aside)
+
+    def waits(self, rollouts_per_prompt: int) -> bool:
+        """Whether all that is missing is set aside."""
+        return bool(self.set_aside) and not self.wanted(rollouts_per_prompt)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether finished rollouts wait for their verdicts."""
+        return len(self.verdicts) < len(self.rollouts)
+
+    def group(self, group_id: int) -> Group:
+        """Return the group of what is finished and verified, in index order."""
+        order = sorted(self.verdicts)
+        return Group(
+            group_id,
+            self.prompt,
+            tuple(self.rollouts[i] for i in order),
+            tuple(self.verdicts[i] for i in order),
+        )
+
+    def kept(self, group_id: int) -> PartialGroup:
+        """Return what to keep of it while nobody works on it."""
+        return PartialGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialGroup:
+    """An unfinished group between two batches.
+
+    finished: the finished rollouts with their verdicts, maybe none. unfinished: the others that have tokens, by index.
+    """
+
+    finished: Group
+    unfinished: tuple[Rollout, ...] = ()
+
+    @property
+    def group_id(self) -> int:
+        """The group's id."""
+        return self.finished.group_id
+
+    @property
+    def weight_version(self) -> int | None:
+        """The oldest policy version that produced a token of it; None: it has no token."""
+        return min((r.weight_version for r in (*self.finished.rollouts, *self.unfinished)), default=None)
+
+    @property
+    def response_tokens(self) -> int:
+        """Generated tokens so far."""
+        return sum(r.generated_length for r in (*self.finished.rollouts, *self.unfinished))
+
+    def pending(self) -> Pending:
+        """Return the same, to be completed."""
+        group = self.finished
+        return Pending(
+            group.prompt,
+            rollouts={r.index: r for r in group.rollouts},
+            verdicts={r.index: v for r, v in zip(group.rollouts, group.verdicts, strict=True)},
+            partial={r.index: r for r in self.unfinished},
+            begun={r.index: r.response_length for r in self.unfinished},
+        )
+
+    def to_record(self) -> RecordedGroup:
+        """As a checkpoint holds it; `from_record` gives exactly the same group back."""
+        return RecordedGroup(self.finished, None, self.unfinished)
+
+    @classmethod
+    def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> PartialGroup:
+        """Return the inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
+        finished, rollouts = record.group, record.unfinished
+        indices = [r.index for r in (*finished.rollouts, *rollouts)]
+        allowed = range(rollouts_per_prompt)
+        if len(finished.rollouts) == len(allowed) or len({*indices}) < len(indices) or not {*indices} <= {*allowed}:
+            raise ValueError(
+                f"group {finished.group_id}: unfinished with the rollouts {indices}, {len(finished.rollouts)} of them "
+                f"finished; allowed: each of 0 to {allowed[-1]} once at most, not all finished"
+            )
+        if any(r.finish_reason == "abort" for r in finished.rollouts) or any(
+            r.finish_reason != "abort" for r in rollouts
+        ):
+            raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
+        return cls(finished, rollouts)
+
+
+def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, Pending]:
+    """Return new groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run
+    out."""
+    prompts = source.next(count)
+    if len(prompts) != count:
+        raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")
+    return {i: Pending(prompt) for i, prompt in zip(ledger.admit(count), prompts, strict=True)}
