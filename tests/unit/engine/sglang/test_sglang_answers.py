@@ -202,9 +202,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("change", BAD.values(), ids=list(BAD))
-def test_an_answer_that_does_not_fit_is_asked_for_again(tmp_path, change):
-    expect = expected(tmp_path, vocabulary=VOCAB)
-    rollouts, _, retries = answers_of(tmp_path, group(0, count=2), changed=change, expect=expect)
+@pytest.mark.parametrize("sends_deltas", [False, True], ids=["streamed", "at once"])
+def test_an_answer_that_does_not_fit_is_asked_for_again(tmp_path, change, sends_deltas):
+    expect, stub = expected(tmp_path, vocabulary=VOCAB), {"info": {"incremental_streaming_output": sends_deltas}}
+    rollouts, _, retries = answers_of(tmp_path, group(0, count=2), changed=change, expect=expect, stub=stub)
     assert [r.tokens[3:].tolist() for r in rollouts] == [list(range(3, 15))] * 2 and retries == 1
 
 

@@ -422,3 +422,14 @@ def test_what_a_slow_start_waits_for_is_said_meanwhile_and_at_its_end(tmp_path):
     words, warnings, url = run(started_with(tmp_path, answering(503), start_timeout_s=1))
     assert "status 503: told to" in words and "start_timeout_s" in words
     assert 1 < len(warnings) < 6 and all(url in one and "status 503: told to" in one for one in warnings)
+
+
+def test_a_server_that_describes_itself_in_another_form_is_refused(tmp_path):
+    async def scenario():
+        async with StubServer(info={"max_total_num_tokens": "many\x1b[2J"}) as stub:
+            engine = engine_of([stub.url], tmp_path)
+            with pytest.raises(EngineError, match="max_total_num_tokens: got 'many") as raised:
+                await engine.start()
+            assert stub.url in str(raised.value) and str(raised.value).isprintable()
+
+    run(scenario())

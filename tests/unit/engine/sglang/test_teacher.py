@@ -114,6 +114,7 @@ def test_a_try_that_failed_is_made_at_the_next_server():
         lambda body: web.json_response(said(body, lambda pairs: pairs[:-1])),
         lambda body: web.json_response({"meta_info": {}}),
         lambda body: web.json_response(said(body, lambda pairs: [*pairs[:2], [None, 5, None], pairs[3]])),
+        lambda body: web.json_response(said(body, lambda pairs: [*pairs[:2], [-1e300, 5, None], pairs[3]])),
         lambda body: web.json_response({"error": {"message": "token 151643 is out of vocabulary"}}, status=400),
     ],
 )
