@@ -218,10 +218,9 @@ def read_sample(content: object, *, room: int, vocabulary: int | None) -> Sample
 
 
 def printable_values(content: object) -> Mapping[str, str]:
-    """Return the texts of a JSON object, printable; nothing of anything else."""
-    if not isinstance(content, dict):
-        return {}
-    return {printable(key): printable(value) for key, value in content.items() if isinstance(value, str)}
+    """Return the texts of a JSON object, printable and uncut: paths are among them; nothing of anything else."""
+    texts = content if isinstance(content, dict) else {}
+    return {key: safe_text(value, one_line=True) for key, value in texts.items() if isinstance(value, str)}
 
 
 def _shown(spans: Sequence[VersionSpan]) -> str:
