@@ -62,7 +62,7 @@ MAY_IMPORT_WORKSHOP = {"commands", "cli", "__main__"}
 ONLY_IMPORTER = {
     "megatron.core": {"actor", "workshop.check_loss", "workshop.convert", "plugins"},  # plugins: inside functions
     "transformer_engine": {"actor"},
-    "ray": {"runtime"},
+    "ray": {"runtime", "plugins"},  # plugins: inside functions
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}

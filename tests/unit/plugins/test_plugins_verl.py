@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron_daro.errors import AlgorithmError, CheckpointError, ConfigError
-from megatron_daro.plugins.options import VARIABLE, read_options
+from megatron_daro.plugins.options import VARIABLE
 
 K, NAME = 4, "megatron_daro.plugins.verl"
 
@@ -461,24 +461,28 @@ def got(answer):
 
 def test_the_driver_lets_no_worker_without_daro_train_its_batch(adapter, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=got, exceptions=SimpleNamespace(RayError=RayError)))
-    monkeypatch.setattr(adapter._driver, "scored", False)
     ours, plain = object.__new__(adapter.DaroTrainingWorker), TrainingWorker()
     gone = RayError("ray::WorkerDict\nModuleNotFoundError: No module named 'megatron_daro'")
 
     def update(*processes):
         return adapter.RayWorkerGroup(*processes).execute_all_async("actor_rollout_update_actor", "batch")
 
-    assert update(plain, gone) == "actor_rollout_update_actor by verl", "no batch was scored with DARO"
     estimate(adapter, RIGHT, UIDS)
     assert "by verl" in adapter.RayWorkerGroup(plain).execute_all_async("critic_update_critic", "batch")
     assert "by verl" in update(ours, ours) and "on all 2 workers" in caplog.text
     for processes, named in (((ours, plain), "worker 1 of .* has verl's own loss"), ((gone,), "No module named")):
         with pytest.raises(ConfigError, match=named):
             update(*processes)
-    answers = iter(["daro.learning_rate=0.5", ""])
-    monkeypatch.setattr(adapter, "read_options", lambda: read_options(next(answers)))
+    group = adapter.RayWorkerGroup(ours)
+
+    def elsewhere(function):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, "daro.learning_rate=0.5")
+            return call(ours, function)
+
+    group.workers[0].__ray_call__.remote = elsewhere
     with pytest.raises(ConfigError, match=r"learning_rate.*the driver"):
-        update(ours)
+        group.execute_all_async("update_actor", "batch")
 
 
 def test_options_of_the_actor_that_daro_does_not_go_with_are_refused_together(adapter, monkeypatch):
