@@ -113,6 +113,8 @@ def train(
     from megatron_daro.runtime.interrupts import interruptible
 
     with interruptible():
+        if config.observe.progress:
+            typer.echo("loading torch, Megatron-core and Ray")
         with garbage.paused():
             import megatron_daro.runtime.launch as launch
 

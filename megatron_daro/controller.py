@@ -206,13 +206,18 @@ class Controller:
             await asyncio.wait({start, stop})
 
     async def _start(self) -> None:
+        stage = self._parts.progress.stage
+        if self._parts.engine:
+            stage("start", "the engine takes its first weights")
         await self._publish("first sync")
         await self._evaluate_first()
+        stage("start", f"step {self.step + 1}: rollout and training")
         self._parts.phases.collect()
 
     async def _evaluate_first(self) -> None:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
+            self._parts.progress.stage("start", "evaluation before the first step")
             metrics = await self._parts.evaluations.run(0, {})
             self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))
 

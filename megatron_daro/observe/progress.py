@@ -13,10 +13,11 @@ import logging
 import math
 import os
 import sys
+import termios
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,28 +45,29 @@ _NO_VALUE = "-"
 
 @dataclass(slots=True)
 class ProgressState:
-    """What the panel needs to know. `active` names the phases that run now."""
+    """What the panel needs to know. `active` names the phases that run now, `stages` what the run waits for before its
+    first step."""
 
     total_steps: int
     rollouts_per_prompt: int
-    first_step: int
     title: str
     clock: Callable[[], float]
     active: Callable[[], Sequence[str]]
-    step: int = field(init=False)
+    step: int = 0
+    stages: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     accuracy: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
     started_at: float = field(init=False)
     step_ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
     def __post_init__(self) -> None:
-        self.step = self.first_step
         self.started_at = self.clock()
         self.step_ends.append(self.started_at)
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Take in one finished step; values that are no finite number count as missing."""
         self.step = step
+        self.stages.clear()
         self.metrics = {k: float(v) for k, v in metrics.items() if v is not None and math.isfinite(v)}
         now = self.clock()
         if len(self.step_ends) == 1 and "timing/step_s" in self.metrics:
@@ -142,8 +144,10 @@ def _panel(state: ProgressState, width: int, ascii_only: bool) -> Panel:
 
 def _clock_row(state: ProgressState) -> Text:
     row = Text.assemble((f"{state.step}/{state.total_steps}", "bold"))
-    row.append(f"   elapsed {_duration(state.elapsed_s)}   ETA {_duration(state.eta_s)}")
-    active = ", ".join(state.active())
+    row.append(f"   elapsed {_duration(state.elapsed_s)}")
+    if state.eta_s is not None:
+        row.append(f"   ETA {_duration(state.eta_s)}")
+    active = ", ".join(state.stages.values() or state.active())
     if active:
         row.append("   now: ", style="dim").append(active, style="cyan")
     return row
@@ -333,6 +337,26 @@ class _Terminal(Console):
             )
 
 
+@contextmanager
+def _without_echo_of_ctrl_c() -> Iterator[None]:
+    """Keep a terminal from writing `^C` into the panel, which rich would then redraw a line too low."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (AttributeError, OSError, ValueError, termios.error):  # closed, or no terminal
+        yield
+        return
+    flags = 3
+    changed = [*before[:flags], before[flags] & ~termios.ECHOCTL, *before[flags + 1 :]]
+    with suppress(termios.error):
+        termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
 class Progress:
     """Live progress of one run; a context manager."""
 
@@ -341,7 +365,6 @@ class Progress:
         *,
         total_steps: int,
         rollouts_per_prompt: int,
-        start_step: int = 0,
         mode: Mode = "auto",
         title: str = "",
         phases: Phases | None = None,
@@ -353,7 +376,6 @@ class Progress:
         Args:
             total_steps: optimizer steps of the whole run.
             rollouts_per_prompt: K, the number of rollouts per prompt.
-            start_step: steps done before this process started (a resumed run).
             mode: "auto" is "live" on a terminal that can draw (TERM not dumb), else "plain"; "off" prints nothing.
             title: the panel's title, such as the run directory.
             phases: asked for the phase that runs now.
@@ -367,17 +389,18 @@ class Progress:
         self._state = ProgressState(
             total_steps=total_steps,
             rollouts_per_prompt=rollouts_per_prompt,
-            first_step=start_step,
             title=title,
             clock=clock,
             active=phases.active if phases else tuple,
         )
         self._live: Live | None = None
+        self._terminal = ExitStack()
 
     def start(self) -> Progress:
         """Start drawing; a second call does nothing."""
         if self.mode == "live" and self._live is None:
             view = ProgressView(self._state)
+            self._terminal.enter_context(_without_echo_of_ctrl_c())
             self._live = Live(view, console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
         return self
@@ -387,6 +410,28 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            self._terminal.close()
+
+    def resume(self, step: int) -> None:
+        """Count from a step that an earlier process of the run has done."""
+        self._state.step = step
+
+    def stage(self, name: str, text: str = "") -> None:
+        """Show what the start waits for; the first step ends every stage.
+
+        Args:
+            name: of the stage; several may run at once.
+            text: what happens; empty ends the stage.
+        """
+        if not text:
+            self._state.stages.pop(name, None)
+        elif text != self._state.stages.get(name):
+            self._state.stages[name] = text
+            line = f"[{self._state.elapsed_s:3.0f} s] {text}"
+            if _logger.handlers:
+                _logger.info("%s", line)
+            if self.mode == "plain":
+                self._print(Text(line))
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show a finished step.

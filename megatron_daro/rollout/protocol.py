@@ -179,6 +179,10 @@ class MetricsSink(Protocol):
 class Progress(Notices, Protocol):
     """What a person sees; `observe.progress.Progress` is one."""
 
+    def stage(self, name: str, text: str = "") -> None:
+        """Show what the start waits for, under a name; an empty text ends it."""
+        ...
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         ...

@@ -24,7 +24,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,11 @@ def not_started(error: Exception) -> WorkerError | ConfigError:
             f"Ray cannot write {error.filename} ({error.strerror}); fix: set HOME and TMPDIR to directories that exist "
             "and can be written"
         )
-    return WorkerError(
-        f"Ray did not start: {plain(str(error))}; look at free memory, free disk space and `ulimit -a`, and start again"
-    )
+    look = "look at free memory, free disk space and `ulimit -a`"
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if _TOO_SLOW in str(error) and load > cpus:
+        look = f"the machine is busy (load {load:.0f} on {cpus} CPUs): end what else runs there"
+    return WorkerError(f"Ray did not start: {plain(str(error)).rstrip('.')}; {look}, and start again")
 
 
 def plain(text: str) -> str:
@@ -161,17 +164,19 @@ sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
 """
 
 
-_STARTS, _TOO_SLOW = 3, "timed out during startup"
-"""Ray gives its own processes 30 s, which a busy machine may exceed: it is started again. Source:
-`raylet_start_wait_time_s` in ray/_private/node.py, 2.60."""
+_TRIES, _TOO_SLOW = ("", ", second try", ", third try"), "timed out during startup"
+_TRY_S = 150.0
+"""A busy machine exceeds the 30 s that Ray gives its own processes, a constant in the code of `Node.__init__`
+(`raylet_start_wait_time_s` in ray/_private/node.py, 2.60)."""
 
 
 @contextmanager
-def cluster(processes: int) -> Iterator[None]:
+def cluster(processes: int, *, tell: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
 
     Args:
         processes: of the run that get a place; a private cluster has as many logical CPUs, and this machine's GPUs.
+        tell: told what is being started, and which try it is.
 
     Raises:
         ConfigError: nobody answers at RAY_ADDRESS, or this process may not start one.
@@ -186,8 +191,9 @@ def cluster(processes: int) -> Iterator[None]:
         directory = None if address else own_directory(stack)
         with _said_in_a_sentence(), signals_after(), _without_handler_of_ray():
             if directory:
-                stack.callback(_start_private(processes, directory).kill)
+                stack.callback(_start_private(processes, directory, tell).kill)
             else:
+                tell("joining the Ray cluster")
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
         yield
@@ -197,6 +203,7 @@ def _prepare_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", f"{_TRY_S:.0f}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -209,19 +216,20 @@ def _said_in_a_sentence() -> Iterator[None]:
         raise not_started(error) from error
 
 
-def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
+def _start_private(processes: int, directory: Path, tell: Callable[[str], None]) -> subprocess.Popen[bytes]:
     """Return a cluster of this machine; as many logical CPUs as the run has processes, so that each gets a place.
 
     Args:
-        processes: of the run. directory: for Ray's session.
+        processes: of the run. directory: for Ray's session. tell: told of each try.
 
     Returns:
         What ends the helpers if this process is killed; to be killed when the cluster was shut down in order.
     """
     hardware = detect()  # where torch has no CUDA, Ray must not hand out a GPU either
-    for attempt in range(_STARTS):
+    for attempt in _TRIES:
+        tell(f"starting Ray{attempt}")
         try:
-            with _of_one_machine(), _without_helpers():
+            with _of_one_machine(), _without_helpers(), _patient():
                 ray.init(
                     address="local",
                     num_cpus=processes,
@@ -236,7 +244,7 @@ def _start_private(processes: int, directory: Path) -> subprocess.Popen[bytes]:
             break
         except BaseException as error:
             _kill_raylets()
-            if _TOO_SLOW not in str(error) or attempt == _STARTS - 1:
+            if _TOO_SLOW not in str(error) or attempt == _TRIES[-1]:
                 raise
     return _end_helpers_after_this_process(directory)
 
@@ -285,6 +293,29 @@ def _without_helpers() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(Node, name, original)
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Let Ray wait longer for its own raylet, as long as that lives: each time that Ray asks for it counts as one ask
+    that takes until there is an answer."""
+    original = services.get_node
+
+    def get_node(*arguments: str) -> Any:
+        end = time.monotonic() + _TRY_S
+        while True:
+            try:
+                return original(*arguments)
+            except RuntimeError:
+                if time.monotonic() > end or not _raylets():
+                    raise
+                time.sleep(_LOOK_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = original
 
 
 def _raylets() -> list[psutil.Process]:

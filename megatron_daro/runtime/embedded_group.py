@@ -62,11 +62,12 @@ class EngineGroup:
         dtype: str,
         placement: Placement,
         warn: Callable[[str], None],
+        loads: Callable[[str], None] = lambda text: None,
         logs: Path | None = None,
     ) -> None:
         """Start nothing; `start` does. Args: placement: where each goes, started before. warn: told of each that is
-        started again. logs: folder for the logs of the engines."""
-        self._placement, self._logs, self._warn = placement, logs, warn
+        started again. loads: told what loads. logs: folder for the logs of the engines."""
+        self._placement, self._logs, self._warn, self._loads = placement, logs, warn, loads
         self._path, self._trust = model_path, trust_remote_code
         self._max_restarts, self._hung_s = section.embedded.max_restarts, section.embedded.hung_s
         self._options = {
@@ -86,6 +87,7 @@ class EngineGroup:
         """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
         if self._tasks:
             return
+        self._loads(f"{len(self._replicas)} engines load the model")
         await gather({replica.name: self._begin(replica).start.remote() for replica in self._replicas})
         for replica in self._replicas:
             replica.state = "joining"

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
         inputs: Inputs | ReplaySource
+        progress.stage("start", "reading the data")
         if replay:
             inputs = ReplaySource(
                 replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt
@@ -85,6 +87,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         else:
             inputs = read_inputs(config, progress)
         start = begin(run_dir, config, resume=resume, progress=progress)
+        progress.resume(start.step)
         run = _Run(config, progress, interrupts)
         if start.step >= config.trainer.steps:
             return _finished_before(run, start)
@@ -111,7 +114,7 @@ class _Run:
 
     def in_cluster(self, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool) -> T:
         """Return what the work gives. Its processes are gone then."""
-        with cluster(demand_of(self.config, engines=engines).processes):
+        with cluster(demand_of(self.config, engines=engines).processes, tell=partial(self.progress.stage, "start")):
             try:
                 return asyncio.run(work())
             except WorkerError as error:
@@ -178,6 +181,7 @@ async def _train(
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
             if start.checkpoint:
+                observers.progress.stage("start", f"reading {start.checkpoint.name}")
                 await controller.resume(start.checkpoint, start.state)
                 observers.progress.notice(f"resumed from {start.checkpoint}")
             elif start.begins_again:
@@ -222,7 +226,9 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
     policy = parts.policy_group(config, placement)
     try:
         await parts.start_all(placement, policy, None, progress)
+        progress.stage("start", f"reading {start.checkpoint.name}")
         await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
+        progress.stage("start", "writing the model")
         export = run_directory.export_writer(config.trainer, policy, progress)
         assert export, "it is due"
         await limits.within("export", export(start.step), what="the trained model")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ def generation(
     config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
 ) -> Generation:
     """Engine, scorer, sampler and evaluator."""
-    engine = rollout_engine(config, inputs.tokenizer, placement, progress)
+    engine = rollout_engine(config, inputs.tokenizer, placement, progress, loads=partial(progress.stage, "engine"))
     scorer = Verdicts(
         config.reward,
         beside_driver=config.engine.kind == "embedded",
@@ -330,9 +331,15 @@ def _of_ranks(section: AlgorithmSection) -> AlgorithmSection:
 
 
 def rollout_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, placement: Placement, notices: Notices
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    placement: Placement,
+    notices: Notices,
+    *,
+    loads: Callable[[str], None],
 ) -> ReceivingEngine:
-    """Return the engine of `engine.kind`. Raises ConfigError for servers whose environment cannot work."""
+    """Return the engine of `engine.kind`. Args: loads: told what it loads when it starts. Raises ConfigError: servers
+    have an environment that cannot work."""
     if config.engine.kind == "sglang":
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
@@ -345,6 +352,7 @@ def rollout_engine(
             run_dir=run_directory(config),
             placement=placement,
             warn=notices.warn,
+            loads=loads,
             deadlines=placement.deadlines,
         )
     if config.engine.is_own:
@@ -356,6 +364,7 @@ def rollout_engine(
         dtype=config.actor.dtype,
         placement=placement,
         warn=notices.warn,
+        loads=loads,
         logs=log_folder(config),
     )
 
@@ -384,38 +393,57 @@ def log_folder(config: Config) -> Path:
     return run_directory(config).absolute() / logs.FOLDER
 
 
-async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, notices: Notices) -> None:
+async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, progress: Progress) -> None:
     """All processes at once, when each has a place: each spends its first seconds importing. The first failure ends
     the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
+    progress.stage("start", "looking for room in the Ray cluster")
     await placement.start()
+    progress.stage("start")
     if placement.shares_gpus and made:
-        await _start_in_turns(placement, policy, made)
+        await _start_in_turns(placement, policy, made, progress)
     else:
-        await _start_at_once(placement, policy, made)
+        await _start_at_once(placement, policy, made, progress)
     for remark in policy.remarks:
-        notices.warn(remark)
+        progress.warn(remark)
 
 
-async def _start_in_turns(placement: Placement, policy: PolicyGroup, made: Generation) -> None:
+async def _start_in_turns(placement: Placement, policy: PolicyGroup, made: Generation, progress: Progress) -> None:
     """Start the servers first, which look at what is free on the GPUs and take their part; they give it back before
     the policy is built."""
     limits, what = placement.deadlines, "the actor's ranks"
+    progress.stage("ranks", "ranks start")
     await limits.within("policy_start", policy.start_processes(), what=what)
+    progress.stage("ranks")
     await _all(_engine_starts(limits, made.engine, made.scorer))
     assert isinstance(made.engine, SharingEngine), "the checks refuse others"
+    progress.stage("engine", "the engine gives its memory back")
     await limits.within("engine_start", made.engine.release_memory(), what="the rollout engine's memory")
+    progress.stage("engine")
+    progress.stage("ranks", _RANKS_LOAD)
     await limits.within("policy_start", policy.build(), what=what)
+    progress.stage("ranks")
 
 
-async def _start_at_once(placement: Placement, policy: PolicyGroup, made: Generation | None) -> None:
-    starts = [placement.deadlines.within("policy_start", policy.start(), what="the actor's ranks")]
+_RANKS_LOAD = "ranks load the model"
+
+
+async def _start_at_once(
+    placement: Placement, policy: PolicyGroup, made: Generation | None, progress: Progress
+) -> None:
+    async def start_ranks() -> None:
+        progress.stage("ranks", _RANKS_LOAD)
+        await placement.deadlines.within("policy_start", policy.start(), what="the actor's ranks")
+        progress.stage("ranks")
+
+    starts = [start_ranks()]
     if made:
         starts += _engine_starts(placement.deadlines, made.engine, made.scorer)
     await _all(starts)
+    progress.stage("engine")
 
 
 async def start_engine(placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:

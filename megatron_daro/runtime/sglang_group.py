@@ -190,9 +190,10 @@ class SGLangGroup(SGLangEngine):
         run_dir: Path,
         placement: Placement,
         warn: Callable[[str], None],
+        loads: Callable[[str], None] = lambda text: None,
         deadlines: Deadlines,
     ) -> None:
-        """Start nothing, but look at the interpreters.
+        """Start nothing, but look at the interpreters. Args: loads: told which server loads.
 
         Raises:
             ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
@@ -225,6 +226,7 @@ class SGLangGroup(SGLangEngine):
                 deadlines=deadlines,
             ),
             warn=warn,
+            loads=loads,
             run_dir=run_dir,
             temperature=rollout.temperature,
             probe_tokens=probe_text(

@@ -132,6 +132,7 @@ class SGLangEngine:
         *,
         answers: Answers,
         warn: Callable[[str], None],
+        loads: Callable[[str], None] = lambda text: None,
         run_dir: Path,
         temperature: float,
         probe_tokens: Sequence[int],
@@ -157,7 +158,7 @@ class SGLangEngine:
             max_tokens_in_flight=options.max_tokens_in_flight,
             on_fenced=lambda server: self._supervision.revive(server),
         )
-        self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, join=self._join)
+        self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
         sync_dir = options.sync_dir or run_dir / "sync"
         self._updates = UpdateContext(
             self.fleet,

@@ -200,10 +200,12 @@ class Supervision:
         expected: Expected,
         *,
         warn: Callable[[str], None],
+        loads: Callable[[str], None] = lambda text: None,
         join: Callable[[Server], Awaitable[None]],
     ) -> None:
         """Args: handles: by server name. join: gives a server the policy's weights (or leaves that to the next
-        update). warn: tells a person."""
+        update). warn: tells a person. loads: tells a person which server loads."""
+        self._loads = loads
         self._fleet, self._handles, self._options, self._expected = fleet, handles, options, expected
         self._warn, self._join = warn, join
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,6 +223,9 @@ class Supervision:
                 what the run needs, one that shares its GPUs with the trainer.
         """
         starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
+        for task in starting:
+            task.add_done_callback(lambda _: self._tell(starting))
+        self._tell(starting)
         try:
             failures = await asyncio.gather(*starting)
         except BaseException:
@@ -235,6 +240,12 @@ class Supervision:
                 self._fleet.fence(server, str(failure))
         for server in self._fleet.servers:
             self._run(self._watch(server))
+
+    def _tell(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
+        """Name the first server that is still to come."""
+        ended = sum(task.done() for task in starting)
+        if ended < len(starting):
+            self._loads(f"server {ended + 1} of {len(starting)} loads")
 
     async def _start(self, server: Server) -> EngineError | None:
         """Bring a server up for the first time; returns why it must be started again."""

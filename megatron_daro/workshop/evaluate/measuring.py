@@ -311,7 +311,7 @@ def _ask_until_whole(
     if len(pending) < wanted:
         notices.notice(f"{plan.out} has {wanted - len(pending)} of {wanted} answers; asking for the others")
     try:
-        with cluster(max(engines_of(plan.config).processes, 1)):
+        with cluster(max(engines_of(plan.config).processes, 1), tell=notices.notice):
             asyncio.run(_run(plan, tokenizer, questions, notices))
     except KeyboardInterrupt:
         notices.notice(_kept_text(plan.out, questions, wanted))
@@ -329,7 +329,7 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
     """Start engine and verifiers, ask, and end both whatever happened."""
     config, limits = plan.config, parts.deadlines(plan.config)
     placement = Placement.of_engines(engines_of(config), limits)
-    engine = parts.rollout_engine(config, tokenizer, placement, notices)
+    engine = parts.rollout_engine(config, tokenizer, placement, notices, loads=notices.notice)
     scorer = Verdicts(
         config.reward,
         beside_driver=config.engine.kind == "embedded",

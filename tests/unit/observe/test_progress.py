@@ -85,7 +85,8 @@ def test_plain_mode_prints_one_line_per_step_without_escapes(rows):
 
 def test_time_to_go_counts_only_the_steps_of_this_process_and_not_its_start():
     clock = Clock()
-    progress, output = _progress(terminal=False, start_step=100, clock=clock)
+    progress, output = _progress(terminal=False, clock=clock)
+    progress.resume(100)
     clock.now += 60
     with progress:
         for step in range(101, 111):

@@ -329,6 +329,9 @@ class FakeProgress:
     def warn(self, text: str) -> None:
         self.messages.append(f"warning: {text}")
 
+    def stage(self, name: str, text: str = "") -> None:
+        pass
+
     def step(self, step: int, metrics) -> None:
         self.steps.append(step)
         if self.on_step:

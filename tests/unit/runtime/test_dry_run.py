@@ -285,7 +285,7 @@ def test_a_start_that_fails_later_leaves_no_directory_either(configured, monkeyp
     from megatron_daro.runtime import launch
 
     @contextlib.contextmanager
-    def no_cluster(resources):
+    def no_cluster(resources, **given):
         raise ConfigError("the Ray cluster has no room")
         yield
 
@@ -370,6 +370,6 @@ def test_what_passes_a_dry_run_can_be_put_together(configured, overrides):
         return
     assert not base.trainer.run_dir.exists()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StartedError):
-        patch.setattr(launch, "cluster", lambda processes: contextlib.nullcontext())
+        patch.setattr(launch, "cluster", lambda processes, **given: contextlib.nullcontext())
         patch.setattr(Placement, "start", start)
         launch.train(config)
