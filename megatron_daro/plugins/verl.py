@@ -1,10 +1,11 @@
 """DARO inside verl: algorithm.adv_estimator=daro, where this package is installed beside it.
 
-Verl loads this module in every process (entry point `verl.plugins`, or
-VERL_USE_EXTERNAL_MODULES). The advantage estimator (driver) sees whole groups: it writes group-normalised advantages,
-and each sample's pass rate into `returns`, which the actor's loss does not use, with MARK added. The actor's worker
-counts tokens per bin before each optimizer step of a marked batch, and its loss replaces verl's `ppo_loss`; batches of
-other estimators train as in verl.
+Verl loads this module in every process (entry point `verl.plugins` through verl_plugin.py, or
+VERL_USE_EXTERNAL_MODULES). Before the first step the driver asks every worker of the actor whether it did. The
+advantage estimator (driver) sees whole groups: it writes group-normalised advantages, and each sample's pass rate into
+`returns`, which the actor's loss does not use, with MARK added. The actor's worker counts tokens per bin before each
+optimizer step of a marked batch, and its loss replaces verl's `ppo_loss`; batches of other estimators train as in
+verl.
 Refuses: other loss modes than vanilla, other aggregations than token-mean, distillation, dynamic context parallel,
 shaped rewards without a threshold, and a micro-batch whose loss differs from verl's own with A' = A w_k N / N_k.
 
