@@ -101,9 +101,9 @@ def evaluate(
 
 
 def _compare(a: Path, b: Path, out: Path | None) -> None:
+    from megatron_daro.observe.table import table_text
     from megatron_daro.workshop.evaluate import compare as comparing
     from megatron_daro.workshop.evaluate.compare import HEAD, line_cells, write_comparison
-    from megatron_daro.workshop.evaluate.tables import table_text
 
     target = out or b / "compare.html"
     comparison = comparing.compare(a, b)

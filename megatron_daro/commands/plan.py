@@ -93,20 +93,17 @@ def _show(result: Plan, workload: Workload, gpu: Gpu, bill: Bill, sync: Sequence
     """Print the plan as tables, or as JSON."""
     import json
 
-    from rich.console import Console
-
     from megatron_daro.workshop.plan.tables import as_record, view
 
     if as_json:
         record = as_record(result, workload, gpu, bill)
         typer.echo(json.dumps(record | ({"shard_sync": [row.record() for row in sync]} if sync else {}), indent=2))
         return
-    console = Console(width=max(Console().width, 210), highlight=False)
-    console.print(view(result, workload, gpu, bill))
+    typer.echo(view(result, workload, gpu, bill))
     if sync:
         from megatron_daro.workshop.plan.shard_sync import sync_table
 
-        console.print(sync_table(sync))
+        typer.echo(sync_table(sync))
 
 
 def _learned(run: Path, config: Config, shape: ModelShape, gpu: Gpu) -> tuple[Workload, Constants]:

@@ -338,8 +338,8 @@ def rollout_engine(
     *,
     loads: Callable[[str], None],
 ) -> ReceivingEngine:
-    """Return the engine of `engine.kind`. Args: loads: told what it loads when it starts. Raises ConfigError: servers
-    have an environment that cannot work."""
+    """Return the engine of `engine.kind`. Args: loads: told what loads when it starts. Raises ConfigError for servers
+    whose environment cannot work."""
     if config.engine.kind == "sglang":
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from megatron_daro.observe.logs import safe_text
-
-_WIDTH = 160
+from megatron_daro.observe.table import table_text
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
@@ -64,18 +56,6 @@ def _templates_text(templates: Mapping[str, Any]) -> str:
         for name, one in templates.items()
     ]
     return table_text(["template, mean of its sets", *names, "tokens", *shares], rows, left=1)
-
-
-def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return a table as text. Args: left: columns, from the left, that are not numbers."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for number, name in enumerate(head):
-        table.add_column(Text(name), justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*(Text(safe_text(cell, 60, one_line=True)) for cell in row))
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
 def _estimate(one: Mapping[str, float] | None) -> str:

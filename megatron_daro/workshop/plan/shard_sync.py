@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from megatron_daro.config import Config
 from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import ModelError
+from megatron_daro.observe.table import prose, table_text
 from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout
 from megatron_daro.sync.shard_plan import Balance, ShardPlan
 from megatron_daro.workshop.plan.gpus import Gpu
@@ -106,24 +105,20 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
     return SyncRow(name, str(sizes), balance, busiest / (gpu.network_gb_s * _GB))
 
 
-def sync_table(rows: Iterable[SyncRow]) -> Table:
+def sync_table(rows: Iterable[SyncRow]) -> str:
     """Return the rows for people."""
-    title = (
-        "Weights from shards to shards (engine.sglang.sync=shards): bytes of one sync, the least seconds on the network"
-    )
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in ("", "TP PP VPP CP DP EP to servers", "senders", "GB each", "busiest / mean", "least possible"):
-        table.add_column(name, justify="right")
-    for name in ("receivers", "GB each, at most", "links", "s"):
-        table.add_column(name, justify="right")
+    head = ["", "TP PP VPP CP DP EP to servers", "senders", "GB each", "busiest / mean", "least possible"]
+    head += ["receivers", "GB each, at most", "links", "s"]
+    cells, refusals = [], []
     for row in rows:
         if row.balance is None:
-            table.add_row(row.name, row.sizes, row.refused)
+            refusals.append(f"{row.name} {row.sizes}: {row.refused}")
             continue
         own = row.balance
         mean = sum(own.sent) / len(own.sent)
         receivers = round(sum(own.sent) / sum(own.received)) * len(own.received)
-        cells = [row.name, row.sizes, str(len(own.sent)), f"{mean / _GB:.2f}", f"{own.over_mean:.3f}"]
-        cells += [f"{own.floor_over_mean:.3f}", str(receivers), f"{max(own.received) / _GB:.2f}", str(own.links)]
-        table.add_row(*cells, f"{row.seconds:.2f}")
-    return table
+        sent = [str(len(own.sent)), f"{mean / _GB:.2f}", f"{own.over_mean:.3f}", f"{own.floor_over_mean:.3f}"]
+        received = [str(receivers), f"{max(own.received) / _GB:.2f}", str(own.links)]
+        cells.append([row.name, row.sizes, *sent, *received, f"{row.seconds:.2f}"])
+    title = "engine.sglang.sync=shards: bytes of one sync, and the least seconds on the network"
+    return "\n".join([prose(title), *([table_text(head, cells, left=2)] if cells else []), *map(prose, refusals)])

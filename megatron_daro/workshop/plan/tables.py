@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.table import Table
 from ruamel.yaml import YAML
 
 from megatron_daro.errors import ConfigError
+from megatron_daro.observe.table import prose, table_text
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.memory import Memory
 from megatron_daro.workshop.plan.search import Choice, Plan
@@ -92,28 +91,32 @@ def _gpu_hours(choice: Choice, bill: Bill) -> float:
     return bill.batches * choice.step * choice.gpus / 3600
 
 
-def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> RenderableType:
-    """Return the tables: layouts and times, memory by part, and what is out."""
-    title = (
-        f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
-        f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, {gpu.name}"
-    )
-    return Group(
-        _times_table(plan, workload, bill, title),
-        _error_line(plan),
-        _memory_table(plan, gpu),
-        *_refusal_lines(plan.refusals.counts, plan),
+def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> str:
+    """Return the tables: layouts, times by part, memory by part, and what is out."""
+    return "\n".join(
+        [
+            prose(
+                f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
+                f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, "
+                f"{gpu.name}"
+            ),
+            _layouts_table(plan, workload, bill),
+            "seconds of a step",
+            _times_table(plan),
+            *map(prose, _time_lines(plan)),
+            f"GiB of a GPU's {gpu.memory_bytes / GIB:.0f}",
+            *(_memory_table(place, memories) for place, memories in _memories(plan).items()),
+            *map(prose, _refusal_lines(plan.refusals.counts, plan)),
+        ]
     )
 
 
-def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Table:
-    columns = ["", "TP PP VPP CP DP EP", "recompute", "tokens", "train", "servers", "step s", "generate", "log-probs"]
-    columns += ["train s", "of it bubble", "comm.", "sync", "tokens/s/GPU", "GPU-hours"]
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in (*columns, *(["cost"] if bill.price is not None else [])):
-        table.add_column(name, justify="right")
+def _layouts_table(plan: Plan, workload: Workload, bill: Bill) -> str:
+    head = ["", "TP PP VPP CP DP EP", "recompute", "tokens", "train", "servers", "step s"]
+    head += ["tokens/s each GPU", "GPU-hours", *(["cost"] if bill.price is not None else [])]
+    rows = []
     for number, choice in enumerate(plan.choices, 1):
-        layout, times = choice.trainers.layout, choice.trainers.times
+        layout = choice.trainers.layout
         sizes = layout.tensor, layout.pipeline, layout.virtual, layout.context, choice.trainers.data, layout.expert
         hours = _gpu_hours(choice, bill)
         cells = [
@@ -124,35 +127,54 @@ def _times_table(plan: Plan, workload: Workload, bill: Bill, title: str) -> Tabl
             f"{choice.trainers.gpus} GPUs",
             f"{choice.servers.replicas} x {choice.servers.tensor}",
             f"{choice.step:.0f} ({choice.step / choice.error:.0f} to {choice.step * choice.error:.0f})",
-            *(f"{s:.1f}" for s in (choice.servers.generation, times.logprobs, times.train)),
-            *(f"{s:.1f}" for s in (times.bubble, times.communication, choice.sync)),
             f"{workload.tokens / choice.step / choice.gpus:.0f}",
             f"{hours:.0f}",
         ]
-        table.add_row(*cells, *([f"{hours * bill.price:.0f}"] if bill.price is not None else []))
-    return table
+        rows.append([*cells, *([f"{hours * bill.price:.0f}"] if bill.price is not None else [])])
+    return table_text(head, rows, left=3)
 
 
-def _error_line(plan: Plan) -> str:
+def _times_table(plan: Plan) -> str:
+    head = ["", "generate", "log-probs", "train", "sync", "hand-over", "fixed", "step", "bubble", "comm."]
+    rows = []
+    for number, choice in enumerate(plan.choices, 1):
+        times = choice.trainers.times
+        parts = [choice.servers.generation, times.logprobs, times.train, choice.sync, choice.offload, choice.fixed]
+        seconds = [*parts, choice.step, times.bubble, times.communication]
+        rows.append([str(number), *(f"{one:.1f}" for one in seconds)])
+    return table_text(head, rows, left=1)
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
     first = plan.choices[0]
     near = sum(choice.step <= first.step * first.error for choice in plan.choices) - 1
-    return (
+    if first.staleness:
+        yield "step: generate or log-probs + train, whichever is longer, then sync, hand-over and fixed"
+    else:
+        yield "step: generate, log-probs, train, sync, hand-over and fixed, one after the other"
+    yield "fixed: verification, recording and waits that nothing hides; train: with bubble and comm."
+    yield (
         f"step s: nine tenths of the steps that the times were learned from are within a factor of {first.error:g}; "
         f"{near} of the other {len(plan.choices) - 1} choices are within it of the first"
     )
 
 
-def _memory_table(plan: Plan, gpu: Gpu) -> Table:
-    names = list(Memory().parts())
-    table = Table(title=f"GiB of a GPU's {gpu.memory_bytes / GIB:.0f}", title_justify="left", title_style="")
-    for name in ("", "on", *(name.replace("_", " ") for name in names), "sum"):
-        table.add_column(name, justify="left" if name == "on" else "right")
-    for number, choice in enumerate(plan.choices, 1):
-        for place, memory in (("trainer", choice.trainers.memory), ("server", choice.servers.memory)):
-            parts = memory.parts()
-            cells = [f"{parts[name] / GIB:.1f}" if parts[name] else "" for name in names]
-            table.add_row(str(number) if place == "trainer" else "", place, *cells, f"{memory.total / GIB:.1f}")
-    return table
+def _memories(plan: Plan) -> dict[str, list[Memory]]:
+    return {
+        "trainer": [choice.trainers.memory for choice in plan.choices],
+        "server": [choice.servers.memory for choice in plan.choices],
+    }
+
+
+def _memory_table(place: str, memories: Sequence[Memory]) -> str:
+    """Return the parts that any choice has."""
+    parts = [memory.parts() for memory in memories]
+    names = [name for name in Memory().parts() if any(one[name] for one in parts)]
+    rows = [
+        [f"{number} {place}", *(f"{one[name] / GIB:.1f}" for name in names), f"{memory.total / GIB:.1f}"]
+        for number, (one, memory) in enumerate(zip(parts, memories, strict=True), 1)
+    ]
+    return table_text(["", *(name.replace("_", " ") for name in names), "sum"], rows, left=1)
 
 
 def _refusal_lines(counts: Mapping[str, int], plan: Plan) -> Iterator[str]:
