@@ -13,6 +13,7 @@ from typing import Any
 from megatron_daro.workshop.report.page import (
     COLOURS,
     DIVERGING,
+    PERCENT,
     SEQUENTIAL,
     Line,
     Plot,
@@ -133,7 +134,7 @@ def _share_map(run: RunData, family: str, *, title: str, unit: str, caption: str
         unit=unit,
         caption=caption,
         number=":.1%",
-        colorbar={"tickformat": ".0%"},
+        colorbar={"tickformat": PERCENT},
         colorscale=SEQUENTIAL,
         zmin=0,
     )

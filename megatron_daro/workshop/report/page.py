@@ -9,10 +9,11 @@ light or dark are names (`@sequential`, `@diverging`) that the page's script rep
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def write_page(page: Page, target: Path, *, what: str, option: str) -> None:
 
 
 def render(page: Page) -> str:
-    """Return the whole document as text (UTF-8, about 5 MB, nearly all of it plotly.js)."""
+    """Return the whole document as text (UTF-8, about 2 MB, nearly all of it plotly.js, which the page unpacks)."""
     from plotly.offline import get_plotlyjs
 
     library = get_plotlyjs()
@@ -96,7 +97,7 @@ def render(page: Page) -> str:
         policy=policy,
         style=Markup((_ASSETS / "report.css").read_text(encoding="utf-8")),
         figures=Markup(script_json(figures)),
-        library=Markup(library),
+        library=base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
         script=Markup(script),
     )
 
@@ -109,6 +110,8 @@ def _hash(script: str) -> str:
 COLOURS = ("#2f7ed8", "#d9730d", "#2a9d68", "#c9408f", "#8466d6", "#a98200", "#1796a8", "#d64545", "#7c8798")
 SEQUENTIAL = "@sequential"
 DIVERGING = "@diverging"
+PERCENT = ".2~%"
+"""Ticks of a small share differ, and those of a large one have no zeros behind the point."""
 _FEW_POINTS = 20
 
 Trace = dict[str, Any]
@@ -122,6 +125,16 @@ class Plot:
     caption: str
     traces: list[Trace]
     layout: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unchanged(self) -> str:
+        """What a plot over steps would show, in words, where no line of it ever changes; else empty."""
+        if self.layout.get("xaxis") != x_steps() or any(trace["type"] != "scatter" for trace in self.traces):
+            return ""
+        named = [trace for trace in self.traces if trace.get("showlegend", True)]
+        if any(len(set(trace["y"])) > 1 for trace in self.traces) or all(len(trace["y"]) < 2 for trace in named):
+            return ""
+        return f"{self.title}: " + ", ".join(f"{trace['name']} {trace['y'][0]:g}" for trace in named)
 
 
 @dataclass(frozen=True)
@@ -152,14 +165,16 @@ def lines(run: RunData, wanted: Sequence[Line], *, smoothed: bool = True) -> lis
 
     Args:
         run: the run.
-        wanted: what to draw; keys that were not recorded are left out.
+        wanted: what to draw; keys that were not recorded are left out. Where colours come again, lines are dashed.
         smoothed: draw the moving mean when there are at least 20 points.
     """
     traces: list[Trace] = []
     for index, line in enumerate(wanted):
         steps, values = run.series(line.key)
         if steps:
-            traces += _line(steps, values, line, COLOURS[index % len(COLOURS)], smoothed)
+            again = index >= len(COLOURS) and line.dash == "solid"
+            drawn = replace(line, dash="dash") if again else line
+            traces += _line(steps, values, drawn, COLOURS[index % len(COLOURS)], smoothed)
     return traces
 
 
@@ -197,7 +212,7 @@ def layout(y_title: str, **more: object) -> dict[str, Any]:
 
 def percent(y_title: str, **more: object) -> dict[str, Any]:
     """Layout of a plot of fractions, drawn as percent."""
-    return layout(y_title, tickformat=".0%", rangemode="tozero", **more)
+    return layout(y_title, tickformat=PERCENT, rangemode="tozero", **more)
 
 
 def pass_rate_ticks(bins: Sequence[int], rollouts_per_prompt: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_daro.observe import logs
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.report.conversations import Decode, conversation_values, decoder, sums_of, turns_table
 from megatron_daro.workshop.report.host_metrics import load_host_run
@@ -28,6 +29,7 @@ from megatron_daro.workshop.report.page import Page, Table, write_page
 from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
 from megatron_daro.workshop.report.sections import build_sections
 
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
 _FILE = re.compile(r"(step|skipped)_(\d+)\.parquet")
 _COLUMNS = (
     *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
@@ -40,6 +42,7 @@ _MOST_BYTES = 64 << 20
 _ROWS_AT_ONCE = 64
 _PROMPT_CHARACTERS = 2000
 _ANSWER_CHARACTERS = 6000
+_HEADING_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -237,9 +240,26 @@ def write_report(run_dir: Path, output: Path | None = None, *, host: str | None 
     return target
 
 
+def _headings(prompts: Sequence[str]) -> dict[str, str]:
+    """Return prompt -> how it begins, without the first and last lines that all of several prompts share: those are the
+    template's."""
+    lines = {prompt: prompt.splitlines() for prompt in prompts}
+    shortest = min(map(len, lines.values()), default=0)
+    if len(lines) < 2 or shortest < 2:
+        return {prompt: safe_text(prompt, _HEADING_CHARACTERS, one_line=True) for prompt in prompts}
+    first = next((i for i in range(shortest - 1) if len({one[i] for one in lines.values()}) > 1), shortest - 1)
+    room = shortest - first
+    last = next((i for i in range(room) if len({one[-1 - i] for one in lines.values()}) > 1), room - 1)
+    return {
+        prompt: safe_text(" ".join(one[first : len(one) - last]), _HEADING_CHARACTERS, one_line=True)
+        for prompt, one in lines.items()
+    }
+
+
 def build_page(run: RunData) -> Page:
     """Return the page's content from what was recorded."""
-    sections = build_sections(run)
+    made = build_sections(run)
+    sections = [replace(section, plots=[plot for plot in section.plots if not plot.unchanged]) for section in made]
     samples, sample_notes = load_samples(run.run_dir)
     decode, why_not = decoder(run.setting("model", "path")) if any(file.turns for file in samples) else (None, "")
     sample_notes += [why_not] if why_not else []
@@ -249,15 +269,23 @@ def build_page(run: RunData) -> Page:
     title = f"{name} · {safe_text(algorithm, 40, one_line=True)}" if algorithm else name
     return Page(
         title=title,
-        subtitle=_status(run) + (_SKIPPED if any(file.skipped for file in samples) else ""),
+        subtitle=" · ".join(filter(None, [_status(run), *_origin(run)]))
+        + (_SKIPPED if any(file.skipped for file in samples) else ""),
         sections=sections,
         template="report.html.j2",
         values={
             "cards": _cards(run),
             "evaluations": _evaluation_table(run),
             "samples": [_file_values(file, decode) for file in samples],
+            "headings": _headings([group.rollouts[0]["prompt"] for file in samples for group in file.groups]),
             "metrics": _metrics_table(run),
             "config_text": None if run.config_text is None else safe_text(run.config_text, _CONFIG_CHARACTERS),
+            "unchanged": [
+                safe_text(plot.unchanged, 300, one_line=True)
+                for section in made
+                for plot in section.plots
+                if plot.unchanged
+            ],
             "missing": [safe_text(one, 300, one_line=True) for one in missing],
             "prompt_characters": _PROMPT_CHARACTERS,
             "answer_characters": _ANSWER_CHARACTERS,
@@ -276,6 +304,19 @@ def _status(run: RunData) -> str:
     if run.window > 1:
         words += f"; plots show means of {run.window} steps"
     return words
+
+
+def _origin(run: RunData) -> Iterator[str]:
+    """Yield size of a batch, model, and when the run began."""
+    yield _version(run)
+    if model := run.setting("model", "path"):
+        yield f"model {safe_text(model, 120, one_line=True)}"
+    log = run.run_dir / logs.FOLDER / logs.file_name("driver")
+    if log.is_file():
+        with log.open(encoding="utf-8", errors="replace") as file:
+            began = _TIME.match(file.readline(100))
+        if began:
+            yield f"began {began[0]}"
 
 
 def _cards(run: RunData) -> list[tuple[str, str, str]]:
@@ -301,7 +342,6 @@ def _cards(run: RunData) -> list[tuple[str, str, str]]:
     if seconds:
         per_step = seconds / len(run.values("timing/step_s"))
         cards.append(("total time", _duration(seconds), f"{per_step:.2f} s per step"))
-    cards.append(("optimizer steps", str(len(run.train_rows)), _version(run)))
     bad = run.total("observe/nonfinite_values")
     if bad:
         cards.append(("non-finite values", f"{bad:.0f}", "metrics that were NaN or infinite"))

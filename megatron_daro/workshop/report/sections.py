@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 
 from megatron_daro.workshop.report.by_pass_rate import difficulty_section
 from megatron_daro.workshop.report.critic import critic_section
-from megatron_daro.workshop.report.page import COLOURS, Line, Plot, Section, layout, lines, percent, short
+from megatron_daro.workshop.report.page import COLOURS, PERCENT, Line, Plot, Section, layout, lines, percent, short
 from megatron_daro.workshop.report.run_data import RunData
 
 _Maker = Callable[[RunData], Plot | None]
@@ -94,8 +93,7 @@ def _evaluations(run: RunData) -> dict[str, _Maker]:
 def _evaluation(run: RunData, name: str) -> Plot | None:
     keys = run.under(f"eval/{name}/accuracy/")
     several = len(_evaluation_names(run)) > 1
-    dashes = cycle(["solid"] * len(COLOURS) + ["dash"] * len(COLOURS))
-    wanted = [Line(key, key.rpartition("/")[2], dash) for key, dash in zip(keys, dashes, strict=False)]
+    wanted = [Line(key, key.rpartition("/")[2]) for key in keys]
     return _plot(
         run,
         "Evaluation by difficulty" + (f": {name}" if several else ""),
@@ -180,7 +178,7 @@ def _clip(run: RunData) -> Plot | None:
             Line("ratio/dual_clip_fraction", "dual clip", "dash"),
             Line("mismatch/corrected_fraction", "off-policy correction", "dot"),
         ],
-        layout("clipped tokens (%)", tickformat=".2~%", rangemode="tozero"),
+        layout("clipped tokens (%)", tickformat=PERCENT, rangemode="tozero"),
     )
 
 
@@ -266,12 +264,11 @@ def _time(run: RunData) -> Plot | None:
     # The whole step, and a part of the train phase, do not stand beside the phases.
     nested = ("timing/step_s", "timing/forward_backward_s")
     keys = [k for k in run.under("timing/") if k.endswith("_s") and k not in nested]
-    keys.sort(key=lambda k: -run.total(k))
+    keys = sorted((k for k in keys if run.total(k)), key=lambda k: -run.total(k))
     traces = []
-    for index, key in enumerate(keys):
+    for key, colour in zip(keys, COLOURS, strict=False):
         steps, values = run.series(key)
-        name = key.removeprefix("timing/").removesuffix("_s")
-        traces.append(_area(steps, values, name, COLOURS[index % len(COLOURS)]))
+        traces.append(_area(steps, values, key.removeprefix("timing/").removesuffix("_s"), colour))
     steps, values = run.series("timing/step_s")
     if steps:
         look = {"line": {"color": "@text", "width": 1.5, "dash": "dot"}, "mode": "lines"}
@@ -279,8 +276,8 @@ def _time(run: RunData) -> Plot | None:
     if not traces:
         return None
     caption = (
-        "Wall time of each phase, stacked, longest at the bottom; dotted: the whole step. Areas above the dotted line "
-        "mean that phases overlapped (reward runs within rollout); 'other' is time in which no phase ran."
+        "Wall time of the nine longest phases, stacked, longest at the bottom; dotted: the whole step. Areas above the "
+        "dotted line mean that phases overlapped (reward runs within rollout); 'other' is time in which no phase ran."
     )
     return Plot("Time per phase", caption, traces, layout("time (s per step)", rangemode="tozero"))
 

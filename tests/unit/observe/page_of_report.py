@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -33,6 +35,9 @@ class Page(HTMLParser):
             self.scripts.append("")
 
     def handle_endtag(self, tag):
+        if tag == "script" and self.elements[-1][1].get("id") == "library":  # the browser unpacks it
+            self.packed = self.scripts[-1]
+            self.scripts[-1] = gzip.decompress(base64.b64decode(self.packed)).decode()
         self._inside = ""
 
     def handle_data(self, data):

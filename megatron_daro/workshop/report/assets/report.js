@@ -1,6 +1,6 @@
 "use strict";
-// Draws the figures of the page in its colours, again whenever light and dark change.
-(() => {
+// Unpacks plotly.js, then draws the figures of the page in its colours, again whenever light and dark change.
+(async () => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const hover = window.matchMedia("(hover: hover)");
@@ -69,6 +69,14 @@
     document.documentElement.dataset.drawn = String(figures.length);
   }
 
+  async function unpack() {
+    const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (c) => c.charCodeAt(0));
+    const library = document.createElement("script");
+    library.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    document.head.append(library);
+  }
+
+  await unpack();
   draw();
   dark.addEventListener("change", draw);
   narrow.addEventListener("change", draw);
