@@ -88,6 +88,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             inputs = read_inputs(config, progress)
         start = begin(run_dir, config, resume=resume, progress=progress)
         progress.resume(start.step)
+        progress.stage("start")
         run = _Run(config, progress, interrupts)
         if start.step >= config.trainer.steps:
             return _finished_before(run, start)
@@ -232,6 +233,7 @@ async def _export(config: Config, start: Start, progress: Progress) -> None:
         export = run_directory.export_writer(config.trainer, policy, progress)
         assert export, "it is due"
         await limits.within("export", export(start.step), what="the trained model")
+        progress.stage("start")
     finally:
         await policy.close()
 

@@ -79,6 +79,10 @@ def half_run(tiny, tmp_path_factory):
     options = [f"trainer.run_dir={directory / 'run'}", "trainer.eval_every_steps=4", "trainer.steps=4"]
     finished = trained(["train", tiny.config, *options, "trainer.export_hf=true"], directory / "log")
     assert finished.stdout.splitlines()[-2].startswith(f"model: {directory / 'run' / 'hf'}, a Hugging Face directory")
+    start = finished.stdout.partition("step 1/")[0]
+    waits = ["loading torch", "reading the data", "starting Ray", "ranks load the model", "the engine takes its first"]
+    waits += ["evaluation before the first step", "step 1: rollout and training"]
+    assert sorted(waits, key=start.find) == waits and all(wait in start for wait in waits), "no silence before step 1"
     return directory / "run"
 
 
