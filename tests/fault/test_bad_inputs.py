@@ -136,4 +136,4 @@ def test_a_cluster_that_is_not_there(fails, tmp_path):
 
 def test_run_directory_that_holds_a_run_is_not_written_over(tiny, reference, refused):
     finished = refused(["train", tiny.config, f"trainer.run_dir={reference}"])
-    assert finished.code == ERROR and "already holds a run" in finished.last_line
+    assert finished.code == CONFIGURATION and str(reference) in finished.last_line
