@@ -433,7 +433,8 @@ def test_a_process_that_stands_still_is_killed_and_one_that_is_only_busy_is_not(
     """On either node: both answer nothing for several times as long as is allowed."""
 
     async def watch():
-        nodes = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes()]
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        nodes = [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
         workers = {
             f"{what} {i}": Busy.options(scheduling_strategy=n).remote()
             for what in ("frozen", "busy")

@@ -39,7 +39,7 @@ UNSCREENED = VerifierSpec(
     )
 )
 # Minutes of one big-integer power in C, where no Python signal handler or thread would get a turn.
-SLOW = ("\\boxed{3^{1000000000}}", "5 x")
+SLOW = ("\\boxed{9^{9^{9^9}}}", "5 x")
 GOOD = ("\\boxed{(x+1)^2}", "x^2+2x+1")
 WRONG = ("\\boxed{(x+1)^3}", "x^2+2x+1")
 
@@ -85,10 +85,10 @@ def unscreened() -> Iterator[RewardPool]:
         yield pool
 
 
-PATHOLOGICAL = ["9^{9^{9^9}}", "2^{1000000000}", "(10^9)!", "x+" + "{" * 3000 + "5" + "}" * 3000]
+PATHOLOGICAL = ["9^{9^{9^9}}", "x+3^{3^{3^{3^3}}}", "x+" + "{" * 3000 + "5" + "}" * 3000]
 
 
-@pytest.mark.parametrize("answer", mostly_heavy(PATHOLOGICAL, "(10^9)!"))
+@pytest.mark.parametrize("answer", mostly_heavy(PATHOLOGICAL, "9^{9^{9^9}}"))
 def test_a_pathological_answer_times_out_and_the_others_come_right(unscreened: RewardPool, answer: str) -> None:
     pids, before = set(unscreened.worker_pids), unscreened.counters
     assert len(pids) == 2
@@ -251,10 +251,10 @@ import sys, threading, time
 sys.path[:0] = {path!r}
 from megatron_daro.reward import ScreenLimits, VerifierSpec
 from megatron_daro.reward.pool import RewardPool
-pool = RewardPool(VerifierSpec(limits=ScreenLimits(max_exponent=10**300)), workers=2, timeout_s=300.0)
+pool = RewardPool(VerifierSpec(limits=ScreenLimits(max_exponent=10**300, max_tower=10**6)), workers=2, timeout_s=300.0)
 pool.start()
 if {busy}:
-    threading.Thread(target=pool.score, args=([("\\\\boxed{{3^{{1000000000}}}}", "5 x")],), daemon=True).start()
+    threading.Thread(target=pool.score, args=([("\\\\boxed{{9^{{9^{{9^9}}}}}}", "5 x")],), daemon=True).start()
 print(*pool.worker_pids, flush=True)
 time.sleep(300)
 """
