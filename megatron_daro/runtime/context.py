@@ -1,0 +1,33 @@
+"""What every part of one run shares: its configuration and directory, who is told, what is timed, how long to wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_daro.config import Config
+from megatron_daro.config.base import filled
+from megatron_daro.observe import logs
+from megatron_daro.observe.metrics import Phases
+from megatron_daro.observe.progress import Progress
+from megatron_daro.rollout.deadlines import Deadlines
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Handed to what the runtime starts; what the loop drives gets only the values that it needs."""
+
+    config: Config
+    progress: Progress
+    phases: Phases
+    deadlines: Deadlines
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run is."""
+        return filled(self.config.trainer.run_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        """Where every process of the run has its log; absolute."""
+        return self.run_dir.absolute() / logs.FOLDER
