@@ -1,4 +1,4 @@
-"""Losses as other frameworks scale them, wrapped as docs/plugins.md says."""
+"""Losses as other frameworks scale them, wrapped as docs/check_loss.md says."""
 
 from __future__ import annotations
 
