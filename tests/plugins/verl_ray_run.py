@@ -21,7 +21,7 @@ import megatron_daro.plugins.verl as adapter
 
 def main(ranks: str) -> None:
     variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "RANKS_WITH_DARO": ranks}
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables})
+    ray.init("local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables})
     classes = {"actor_rollout": RayClassWithInitArgs(ray.remote(verl_small_worker.SmallWorker))}
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     merged = RayWorkerGroup(pool, create_colocated_worker_cls(classes), device_name="cpu")
