@@ -22,7 +22,6 @@ import json
 import math
 import pickle
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,23 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
+from megatron_daro.actor.megatron import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+    determine_global_metadata,
+    dict_list_map_inplace,
+    extract_sharded_base,
+    is_main_replica,
+    load_preprocess,
+    merge,
+    nested_values,
+    parallel_state,
+    save_preprocess,
+    validate_sharding_integrity,
+)
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.shards import OwnBox, ShardFile, common_state, is_distributed, load_own_boxes, own_boxes
 from megatron_daro.actor.step import TrainedModel, TrainState
@@ -48,20 +62,6 @@ from megatron_daro.convert.daro_format import (
 )
 from megatron_daro.convert.pieces import overlap as common_box
 from megatron_daro.errors import CheckpointError, DaroError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
-    from megatron.core.dist_checkpointing.mapping import (
-        ShardedObject,
-        ShardedTensor,
-        apply_factory_merges,
-        is_main_replica,
-    )
-    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-    from megatron.core.dist_checkpointing.utils import extract_sharded_base
-    from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 
 def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] = ()) -> ShardFile:
@@ -237,12 +237,6 @@ def _check_disjoint(key: str, shards: Sequence[StoredShard]) -> None:
         if common_box(one.offset, one.shape, other.offset, other.shape) is not None:
             raise CheckpointError(f"{key}: pieces at {one.offset} and {other.offset} overlap; the checkpoint is torn")
 
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.core import CheckpointingException
 
 ALGORITHM_FILE = "algorithm.json"
 # Optimizer state is stored in the shapes of the parameters: any TP, PP and DP can load it.

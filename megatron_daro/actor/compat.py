@@ -17,24 +17,21 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_daro.actor import device
+from megatron_daro.actor.megatron import (
+    GPTModel,
+    MegatronOptimizer,
+    P2PCommunicator,
+    ProcessGroupCollection,
+    RotaryEmbedding,
+    TransformerConfig,
+    YarnRotaryEmbedding,
+    finalize_model_grads,
+    get_schedule_table,
+    parallel_state,
+    param_group_identifier_keys,
+)
 from megatron_daro.config.megatron_options import SECTION
 from megatron_daro.errors import ConfigError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import get_schedule_table
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # What tells the parameter groups of one model apart, whatever the options of a run.
 _GROUP_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,8 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import ValueModel
 from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
-from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
+from megatron_daro.actor.megatron import TransformerConfig, gather_from_sequence_parallel_region
+from megatron_daro.actor.model import build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import (
@@ -45,11 +45,6 @@ from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import ModelError
 from megatron_daro.types import TrainBatch
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 _BIAS = "score.bias"
 FOLDER = "critic"

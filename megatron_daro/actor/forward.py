@@ -17,7 +17,6 @@ L layers of the model, K experts of a token, E experts.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,16 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel, PipelineMessages, schedule_groups
 from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    PackedSeqParams,
+    TopKRouter,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_forward_backward_func,
+    parallel_state,
+)
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import NEEDS
 from megatron_daro.data.packing import (
@@ -43,12 +52,6 @@ from megatron_daro.data.packing import (
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.errors import DataError
 from megatron_daro.types import TrainBatch
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import TopKRouter
 
 
 class RouterReplay:
@@ -149,19 +152,6 @@ def _routers(model: HiddenStateGPTModel) -> Iterator[tuple[int, TopKRouter]]:
         if router is not None:
             yield layer.layer_number - 1, router
 
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MicroBatches = Sequence[Sequence[int]]
 LossFunction = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]

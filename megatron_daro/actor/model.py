@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +32,18 @@ from megatron_daro.actor.compat import (
     quiet,
     upstream_config,
 )
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronModule,
+    OptimizerConfig,
+    PackedSeqParams,
+    RotaryEmbedding,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_decoder_block_spec,
+    parallel_state,
+)
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
 from megatron_daro.config.model_shape import Llama3Scaling, ModelShape, YarnScaling
@@ -47,16 +58,6 @@ from megatron_daro.convert.mapping import (
     value_head_rule,
 )
 from megatron_daro.errors import ConfigError, ModelError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # A padded batch may hold this many times the tokens of the sequences in it.
 MAX_PADDING_RATIO = 1.25
@@ -243,15 +244,6 @@ def layer_spec(
             attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
 
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Vocabulary rows are padded to a multiple of this (and of TP), so that checkpoints of TP 1 to 16 have one shape.

@@ -20,6 +20,14 @@ import torch
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import optimizer_parts, upstream_config
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    MegatronOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
 from megatron_daro.actor.model import DTYPES
 from megatron_daro.config import precision
 from megatron_daro.config.actor import ActorSection, OptimizerSection
@@ -93,14 +101,6 @@ def remarks(actor: ActorSection, transformer_engine: bool) -> tuple[str, ...]:
         "Python, many times slower; good for tests only",
     )
 
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 _GROUP_STATE = ("params", "step")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +19,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import parallel_state, tensor_parallel
 from megatron_daro.config import hardware
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # absent Apex and Transformer Engine are announced by a dozen modules
-    from megatron.core import parallel_state, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from megatron_daro.actor import checkpoint, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
+from megatron_daro.actor.megatron import TransformerConfig
 from megatron_daro.actor.model import (
     LocalParameter,
-    TransformerConfig,
     build_model,
     data_parallel_config,
     local_parameters,

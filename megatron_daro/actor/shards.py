@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,14 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    ShardedTensor,
+    ShardedTensorFactory,
+    extract_sharded_tensors_and_factories,
+    nested_values,
+)
 from megatron_daro.convert.daro_format import DaroPieces
 from megatron_daro.convert.pieces import overlap
 from megatron_daro.convert.safetensors_file import FileWriter
@@ -132,15 +139,6 @@ class ShardFile:
             self._values[number] = copy
             return True
 
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 _SHARDING_TYPE = "fully_reshardable"
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -27,15 +26,10 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, optimizer_parts
 from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
+from megatron_daro.actor.megatron import get_cuda_rng_tracker
 from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
 
 Storages = dict[MemoryKind, list[UntypedStorage]]
 _PARTS = {"chunks", "optimizer", "scheduler", "algorithm"}

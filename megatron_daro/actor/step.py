@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,13 @@ from megatron_daro.actor.forward import (
     position_logprobs,
     run_schedule,
 )
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    TransformerConfig,
+    parallel_state,
+)
 from megatron_daro.actor.optimizer import UpdateReport, apply_update, prepare_update
 from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
@@ -50,12 +56,6 @@ from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepSt
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch, TrainedName
-
-device.prepare()
-from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
-
-if TYPE_CHECKING:
-    from megatron_daro.actor.model import TransformerConfig
 
 # Sums that a step adds up over its tokens, in the order of the reduced vector; see algo.objective.TokenObjective.
 TOKEN_SUMS = (
@@ -312,15 +312,6 @@ def _sum_over_context(sums_M: Tensor) -> Tensor:
     total_M = sums_M.detach().clone()
     dist.all_reduce(total_M, group=parallel_state.get_context_parallel_group())
     return total_M
-
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 @dataclass(slots=True, eq=False)

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
 from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied
-
-device.prepare()
-from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
 
 
 def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:
