@@ -219,9 +219,8 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     saved without moments before its first update, and then asked for them when that checkpoint is loaded.
     Can go: when upstream accepts an optimizer that has not stepped.
     """
-    for part in optimizer_parts(optimizer):
-        inner: torch.optim.Optimizer | None = getattr(part, "optimizer", None)
-        if inner is None or inner.state:
+    for inner in inner_optimizers(optimizer):
+        if inner.state:
             continue
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -245,9 +244,10 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fi
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
     optimizer.load_state_dict(state)
     fill()
-    for inner in _torch_adams(optimizer):
-        for values in inner.state.values():
-            values["step"] = values["step"].clone()
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, torch.optim.Adam):  # or AdamW, which is one
+            for values in inner.state.values():
+                values["step"] = values["step"].clone()
 
 
 def _param_groups(state: object) -> Iterator[dict[str, Any]]:
@@ -283,12 +283,10 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
-def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """Return the torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
-    for part in optimizer_parts(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if isinstance(inner, torch.optim.Adam):
-            yield inner
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Return what each part of a Megatron optimizer wraps; a rank without parameters of a part has none there."""
+    wrapped = (getattr(part, "optimizer", None) for part in optimizer_parts(optimizer))
+    return [inner for inner in wrapped if inner is not None]
 
 
 UpstreamT = TypeVar("UpstreamT")

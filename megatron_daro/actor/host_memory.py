@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import optimizer_parts
+from megatron_daro.actor.compat import inner_optimizers
 from megatron_daro.actor.step import TrainedModel
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, TrainedName
 
@@ -152,10 +152,7 @@ class HostMemory:
 
     def optimizer_tensors_of(self, model: TrainedModel) -> Iterator[Tensor]:
         """Yield those of one model, in an order that depends on the model and its optimizer alone."""
-        for part in optimizer_parts(model.optimizer):
-            inner = getattr(part, "optimizer", None)
-            if inner is None:  # a rank without parameters of this part
-                continue
+        for inner in inner_optimizers(model.optimizer):
             parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
             yield from (parameter.data for parameter in parameters)
             for parameter in parameters:  # not in the order in which the state came to be, which differs after a load

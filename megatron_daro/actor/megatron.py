@@ -1,7 +1,7 @@
-"""Megatron-core as the rest of actor/ imports it: the device is prepared first, and upstream's warnings are silent.
+"""What actor/ uses of Megatron-core, imported once: after the device is prepared, without upstream's warnings.
 
-Names are imported in the order that matters once, here: on a machine without a GPU, device.py redirects upstream's CUDA
-calls before upstream is imported. Refuses nothing; what is missing or wrong upstream is made up for in compat.py.
+The order matters: on a machine without a GPU, upstream's CUDA calls are redirected (cpu.py) before its modules bind
+them. What is missing or wrong upstream is made up for in compat.py.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-def prepare_process(*, expandable_segments: bool) -> tuple[str, ...]:
-    """Make the environment of a rank that has its process to itself, before its first process group: NCCL's and torch's
-    variables, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
+def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
+    """Set up the environment of a rank that has its process to itself, before its first process group: variables of
+    NCCL and torch, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
     os.environ.update(hardware.nccl_of_rank(os.environ))
     target = device.prepare()
     if expandable_segments:

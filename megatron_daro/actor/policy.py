@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
-from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
 from megatron_daro.actor.megatron import TransformerConfig
 from megatron_daro.actor.model import (
@@ -31,16 +30,10 @@ from megatron_daro.actor.model import (
     transformer_config,
     wrap_data_parallel,
 )
-from megatron_daro.actor.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    fp8_options,
-    optimizer_config,
-    refuse_unsaveable_experts,
-    remarks,
-    uses_transformer_engine,
-)
+from megatron_daro.actor.optimizer import build_optimizer, build_scheduler, optimizer_config
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.precision import fp8_options, refuse_unsaveable_experts, remarks, uses_transformer_engine
+from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
@@ -322,22 +315,18 @@ class MegatronPolicy:
         self._take_turn("critic")
         return export_hf_weights(its.chunks, its.shape)
 
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""
-        self.start_save(directory)
-        self.finish_save()
-        dist.barrier()
-
     def start_save(self, directory: Path) -> None:
-        """Begin to do the same; training may go on, and waits before its next update until all of it is written or
-        copied that memory has no room for. Collective.
+        """Begin to write model, optimizer, schedule and DARO's weights into an existing directory. Collective.
+
+        Training may go on, and waits before its next update until all of it is written or copied that memory has no
+        room for.
 
         Raises:
             CheckpointError: the disk refused.
         """
         self._needs("weights", "optimizer")
         for pending in self._pending_saves:
-            pending.wait()
+            pending.join()
         self._pending_saves = []
         for name, model in self._models().items():
             folder = directory / critic.FOLDER if name == "critic" else directory
@@ -348,7 +337,7 @@ class MegatronPolicy:
     def finish_save(self) -> None:
         """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
         for pending in self._pending_saves:
-            pending.finish()
+            pending.wait()
 
     def _keep_what_is_saved(self) -> None:
         """Wait until weights and optimizer state may change."""
@@ -389,13 +378,13 @@ class MegatronPolicy:
     def end_background_work(self) -> None:
         """Wait until no thread reads a tensor any more, whatever became of it."""
         for pending in self._pending_saves:
-            pending.wait()
+            pending.join()
         with suppress(WorkerError):
             if self._pending_snapshot is not None:
                 self._pending_snapshot.wait()
 
     def load(self, directory: Path) -> None:
-        """Load what `save` wrote, also on another layout. Collective. Raises CheckpointError."""
+        """Load what `start_save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
         folder = directory / critic.FOLDER

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import allocate_optimizer_state, optimizer_parts
+from megatron_daro.actor.compat import allocate_optimizer_state, inner_optimizers
 from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
 from megatron_daro.actor.megatron import get_cuda_rng_tracker
@@ -125,8 +125,7 @@ def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> N
 
 
 def _groups(model: TrainedModel) -> list[dict[str, Any]]:
-    parts = (getattr(part, "optimizer", None) for part in optimizer_parts(model.optimizer))
-    return [group for inner in parts if inner is not None for group in inner.param_groups]
+    return [group for inner in inner_optimizers(model.optimizer) for group in inner.param_groups]
 
 
 def _on_host(model: TrainedModel, memory: HostMemory) -> list[Tensor]:
