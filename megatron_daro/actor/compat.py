@@ -251,7 +251,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fi
 
 
 def _param_groups(state: object) -> Iterator[dict[str, Any]]:
-    """Return the saved parameter groups of an optimizer and of those chained in it."""
+    """Yield the saved parameter groups of an optimizer and of those chained in it."""
     for name, value in state.items() if isinstance(state, dict) else ():
         if name == "param_groups":
             yield from value

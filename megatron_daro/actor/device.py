@@ -21,7 +21,8 @@ from megatron_daro.actor import cpu
 
 
 def prepare() -> torch.device:
-    """Return the device of this process; on a machine without a GPU the redirection of actor/cpu.py is installed."""
+    """Make this process ready for Megatron-core and return its device: the GPU of its number on the host, or the CPU,
+    for which the redirection of actor/cpu.py is installed."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -44,8 +45,8 @@ def _have_transformer_engine_take_torchs_cudnn() -> None:
     brings_its_own = any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ())
     if not brings_its_own or importlib.util.find_spec("transformer_engine") is None:
         return
-    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
-    for folder in (found and found.submodule_search_locations) or ():
+    cudnn = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    for folder in (cudnn and cudnn.submodule_search_locations) or ():
         os.environ.setdefault("CUDNN_HOME", folder)
         for part in sorted(Path(folder).glob("lib/libcudnn*.so.*")):
             ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)

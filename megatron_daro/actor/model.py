@@ -248,7 +248,7 @@ def build_model(
 def bare_model(
     shape: ModelShape, config: TransformerConfig, *, transformer_engine: bool = False, kind: Kind = HiddenStateGPTModel
 ) -> list[HiddenStateGPTModel]:
-    """Return the same on the default device, which may be "meta"."""
+    """Return the parts on the default device, which may be "meta"."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
     chunks = [_bare_chunk(shape, config, stage, kind, transformer_engine=transformer_engine) for stage in stages]

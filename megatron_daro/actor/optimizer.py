@@ -1,6 +1,6 @@
 """Megatron's optimizer and learning-rate schedule, with a step that can be refused.
 
-A step reduces, checks and clips gradients before it updates; with a non-finite norm nothing is updated and the caller
+Gradients are checked and clipped before an update; with a non-finite norm nothing is updated and the caller
 decides. The schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
 """
 
@@ -105,7 +105,7 @@ def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[st
 
 
 def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> GradientCheck:
-    """Reduce the gradients and see whether they may be applied. Nothing of parameters or state changes.
+    """See whether reduced gradients may be applied. Nothing of parameters or state changes. Collective.
 
     Args:
         optimizer: of this rank. allowed: False if the loss was not finite; must be the same on every rank.
@@ -117,15 +117,15 @@ def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> Gr
 
 
 def apply_update(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, afresh: bool = False
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, fresh_moments: bool = False
 ) -> float:
     """Clip and apply gradients that `check_gradients` found fit. Returns the learning rate that was used.
 
     Args:
         optimizer, scheduler: of this rank. grad_norm: of the check.
-        afresh: whether the moments are zero before this update.
+        fresh_moments: whether Adam's moments are set to zero before this update.
     """
-    if afresh:
+    if fresh_moments:
         reset_moments(optimizer)
     scheduler.step(increment=1)
     for part in optimizer_parts(optimizer):

@@ -168,8 +168,8 @@ def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
         c10d._abort_process_group()
     ports = {port for _, port in own}
     for connection in _tcp_connections():
-        made = bool(connection.raddr) and (connection.raddr.ip, connection.raddr.port) in all_ranks
-        if connection.status != psutil.CONN_LISTEN and (made or connection.laddr.port in ports):
+        to_a_peer = bool(connection.raddr) and (connection.raddr.ip, connection.raddr.port) in all_ranks
+        if connection.status != psutil.CONN_LISTEN and (to_a_peer or connection.laddr.port in ports):
             _shut(connection.fd, connection.laddr.port)
 
 

@@ -186,12 +186,14 @@ class MegatronPolicy:
             return
 
         def build_critic() -> HostMemory:
-            its_config = _transformer_config(critic.shape_of(settings, algorithm.critic), actor, options["transformer"])
+            critic_config = _transformer_config(
+                critic.shape_of(settings, algorithm.critic), actor, options["transformer"]
+            )
             self.critic = critic.Critic(
                 settings,
                 actor,
                 algorithm.critic,
-                its_config,
+                critic_config,
                 transformer_engine=transformer_engine,
                 options=options,
                 to_be_restored=to_be_restored,
@@ -269,7 +271,7 @@ class MegatronPolicy:
         return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Return the same under the weights that the run started from, where `AlgorithmSection.passes` has them."""
+        """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
         self._take_turn("policy")
         batch = self._routed(batch)
@@ -279,13 +281,13 @@ class MegatronPolicy:
     def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
-        its = self._critic_of("values were")
+        own = self._own_critic()
         self._take_turn("critic")
-        return its.values(batch, micro_batches)
+        return own.values(batch, micro_batches)
 
-    def _critic_of(self, wish: str) -> critic.Critic:
+    def _own_critic(self) -> critic.Critic:
         if self.critic is None:
-            raise RuntimeError(f"{wish} asked for, but the algorithm has no critic")
+            raise RuntimeError("values or weights of a critic were asked for, but the algorithm has no critic")
         return self.critic
 
     def _routed(self, batch: TrainBatch) -> TrainBatch:
@@ -309,11 +311,11 @@ class MegatronPolicy:
         return [(local, device.shown(local.parameter.detach())) for local in parameters]
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same of the critic, where `AlgorithmSection.passes` has values."""
+        """Yield the critic's weights as `export` does, where `AlgorithmSection.passes` has values."""
         self._needs("weights")
-        its = self._critic_of("an export of the critic was")
+        own = self._own_critic()
         self._take_turn("critic")
-        return export_hf_weights(its.chunks, its.shape)
+        return export_hf_weights(own.chunks, own.shape)
 
     def start_save(self, directory: Path) -> None:
         """Begin to write model, optimizer, schedule and DARO's weights into an existing directory. Collective.

@@ -27,17 +27,17 @@ def uses_transformer_engine(actor: ActorSection) -> bool:
     Raises:
         ConfigError: fp8 is asked for, and the recipe cannot run on this rank; with the nearest one that can.
     """
-    found = actor.precision != "fp32" and device.has_transformer_engine()
+    available = actor.precision != "fp32" and device.has_transformer_engine()
     if actor.precision == "fp8":
         if why := precision.problem(actor.fp8_recipe, surroundings()):
             raise ConfigError(str(why))
-        if not found:
+        if not available:
             raise ConfigError(
                 "actor.precision: got fp8, but Transformer Engine cannot be imported here; without it nothing would be "
                 "multiplied in fp8; fix: repair it on every node of the actor (docs/gpu.md), or set "
                 "actor.precision=bf16"
             )
-    return found
+    return available
 
 
 def refuse_unsaveable_experts(actor: ActorSection, shape: ModelShape) -> None:

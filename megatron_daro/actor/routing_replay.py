@@ -29,19 +29,19 @@ class RouterReplay:
     """The experts of the tokens of one router; in the place of Megatron's class of this name."""
 
     def __init__(self) -> None:
-        self._now: Tensor | None = None
+        self._experts_TK: Tensor | None = None
         self._training = False
         # A layer that is recomputed asks a second time, in the backward pass, in the order of the micro-batches.
-        self._asked: deque[Tensor | None] = deque()
+        self._awaiting_recomputation: deque[Tensor | None] = deque()
 
-    def tell(self, experts_TK: Tensor | None, *, training: bool) -> None:
-        """Say what the tokens of the next forward pass meet.
+    def set_experts(self, experts_TK: Tensor | None, *, training: bool) -> None:
+        """Set what the tokens of the next forward pass meet.
 
         Args:
             experts_TK: int64; -1 in the rows of tokens that the router itself shall decide. None: all of them.
             training: whether a backward pass will follow.
         """
-        self._now, self._training = experts_TK, training
+        self._experts_TK, self._training = experts_TK, training
 
     def get_replay_topk(
         self,
@@ -54,19 +54,19 @@ class RouterReplay:
         """Return scores and numbers of the experts, both [T, K]; scores of all experts are [T, E]."""
         assert default_compute_topk is not None
         values_TK, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        experts_TK = self._experts()
+        experts_TK = self._next_experts()
         if experts_TK is None:
             return values_TK, own_TK
         chosen_TK = torch.where(experts_TK[:, :1] < 0, own_TK, experts_TK)
         return scores.gather(1, chosen_TK), chosen_TK
 
-    def _experts(self) -> Tensor | None:
+    def _next_experts(self) -> Tensor | None:
         """Recomputation runs the first time without gradients, though in training, and the second time with them."""
         if self._training and not torch.is_grad_enabled():
-            self._asked.append(self._now)
-        elif self._asked:
-            return self._asked.popleft()
-        return self._now
+            self._awaiting_recomputation.append(self._experts_TK)
+        elif self._awaiting_recomputation:
+            return self._awaiting_recomputation.popleft()
+        return self._experts_TK
 
 
 def replay_routing(model: HiddenStateGPTModel, packed: PackedMicroBatch) -> None:
@@ -81,7 +81,7 @@ def replay_routing(model: HiddenStateGPTModel, packed: PackedMicroBatch) -> None
         if router.router_replay is None:
             router.router_replay = RouterReplay()
         experts_TK = None if experts_TLK is None else experts_TLK[:, layer].long()
-        router.router_replay.tell(experts_TK, training=model.training)
+        router.router_replay.set_experts(experts_TK, training=model.training)
 
 
 def check_routed_experts(batch: TrainBatch, shape: ModelShape) -> None:

@@ -66,7 +66,7 @@ class ShardFile:
                 self._changed.notify_all()
 
     def release(self, most_bytes: int) -> int:
-        """Return when no tensor is read any more that was given to this file.
+        """Wait until no tensor is read any more that was given to this file.
 
         Args:
             most_bytes: of copies in host memory that may be made to get there sooner.

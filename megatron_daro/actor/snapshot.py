@@ -40,7 +40,7 @@ class PendingSnapshot:
     """A snapshot that a thread is taking: weights and optimizer state must not change until `wait` returns."""
 
     def __init__(self, storages: Storages, slot: Slot, serial: int, rest: dict[str, Any]) -> None:
-        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: of `rest_of`."""
+        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: what is small."""
         self._slot, self._serial = slot, serial
         self._error: BaseException | None = None
         self._where = device.prepare()
@@ -50,7 +50,7 @@ class PendingSnapshot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the slot is whole. Raises WorkerError: it could not be filled."""
+        """Wait until the slot is whole. Raises WorkerError: it could not be filled."""
         self._thread.join()
         if self._error is not None:
             raise WorkerError(

@@ -1,9 +1,13 @@
 """One optimizer step: gradients of policy and critic, the update of both or of neither, the metrics.
 
-TrainBatch shard + micro-batches -> advantages -> the critic's gradients -> the policy's (loss.py over the schedule of
-forward.py) -> who reads the weights is waited for -> gradients reduced and looked at -> update, DARO's weights ->
-StepResult, the same on every rank. Refuses to update from an advantage, loss, loss sum or gradient that is not finite:
-model, optimizer, schedule and weights stay as they were and the result says so.
+  TrainBatch shard -> advantages (advantages.py)
+    -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
+    -> who still reads the weights is waited for
+    -> gradients are checked -> update, and what the algorithm learns -> the critic's update
+    -> StepResult, the same on every rank
+
+Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
+weights stay as they were and the result says so.
 """
 
 from __future__ import annotations
@@ -70,20 +74,19 @@ class OwnTime:
 
     @contextmanager
     def measured(self, config: TransformerConfig) -> Iterator[None]:
-        """Measure from here to where the schedule finishes gradients. Args: config: of the
-        model, which has the hook."""
-        finish = config.finalize_model_grads_func
+        """Measure from here to where the schedule reduces gradients, by the hook that the model's configuration has."""
+        reduce_gradients = config.finalize_model_grads_func
 
-        def noted(*arguments: object, **options: object) -> None:
+        def marked(*arguments: object, **options: object) -> None:
             self._mark()
-            finish(*arguments, **options)
+            reduce_gradients(*arguments, **options)
 
-        config.finalize_model_grads_func = noted
+        config.finalize_model_grads_func = marked
         try:
             self._mark()
             yield
         finally:
-            config.finalize_model_grads_func = finish
+            config.finalize_model_grads_func = reduce_gradients
 
     def _mark(self) -> None:
         if device.prepare().type != "cuda":
@@ -94,7 +97,7 @@ class OwnTime:
         self._marks.append(event)
 
     def seconds(self) -> float:
-        """Return it; on a GPU once the host has waited for the step. 0: it was not measured."""
+        """What was measured, once the host has waited for the step; 0 where nothing was."""
         if len(self._marks) != 2:
             return 0.0
         begin, end = self._marks
@@ -186,7 +189,7 @@ def train_step(
     except NonFiniteError as error:  # on every rank, before anything was done
         return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
     turn("critic")
-    of_critic = critic.gradients(batch, micro_batches) if critic else None
+    critic_report = critic.gradients(batch, micro_batches) if critic else None
     turn("policy", keep_gradients=True)
     began, own_time = time.perf_counter(), OwnTime()
     sums = forward_backward(train_state, batch, micro_batches, settings, output, own_time)
@@ -194,23 +197,25 @@ def train_step(
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
-    afresh = train_state.begun and train_state.algorithm.resets_optimizer
-    check = check_gradients(train_state.optimizer, allowed=sums.finite and (of_critic is None or of_critic.fit))
+    fresh_moments = train_state.begun and train_state.algorithm.resets_optimizer
+    check = check_gradients(train_state.optimizer, allowed=sums.finite and (critic_report is None or critic_report.fit))
     learning_rate = 0.0
     if check.fit and (critic is None or step > critic.pretrain_steps):
-        learning_rate = apply_update(train_state.optimizer, train_state.scheduler, check.grad_norm, afresh=afresh)
+        learning_rate = apply_update(
+            train_state.optimizer, train_state.scheduler, check.grad_norm, fresh_moments=fresh_moments
+        )
         train_state.begun = False
         train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, check, learning_rate, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
-    if critic is not None and of_critic is not None:
-        metrics |= of_critic.metrics
+    if critic is not None and critic_report is not None:
+        metrics |= critic_report.metrics
         if check.fit:
             turn("critic")
-            metrics |= critic.apply(of_critic)
+            metrics |= critic.apply(critic_report)
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
-    reason = "" if check.fit else _reason(sums, check, of_critic)
+    reason = "" if check.fit else _reason(sums, check, critic_report)
     return StepResult(step=step, metrics=metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
 
 
@@ -224,12 +229,14 @@ def _weight_metrics(weights: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _reason(sums: StepSums, check: GradientCheck, of_critic: CriticReport | None) -> str:
-    if of_critic is not None and not of_critic.fit:
-        loss = of_critic.metrics["critic/loss"]
-        return f"the critic's loss or gradient norm was not finite (loss {loss}, gradient norm {of_critic.grad_norm})"
-    what = "the gradient norm" if sums.finite else "the loss"
-    return f"{what} was not finite (loss {sums.policy_loss}, gradient norm {check.grad_norm})"
+def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | None) -> str:
+    loss, grad_norm = sums.policy_loss, check.grad_norm
+    if critic_report is not None and not critic_report.fit:
+        loss, grad_norm = critic_report.metrics["critic/loss"], critic_report.grad_norm
+        what = "the critic's loss or gradient norm"
+    else:
+        what = "the gradient norm" if sums.finite else "the loss"
+    return f"{what} was not finite (loss {loss}, gradient norm {grad_norm})"
 
 
 def _metrics(sums: StepSums, check: GradientCheck, learning_rate: float, extra_loss: float) -> dict[str, float]:

@@ -176,17 +176,17 @@ def test_a_state_that_is_not_the_algorithms_is_refused_by_name(tmp_path, error):
 
 
 def test_boxes_that_are_no_whole_tensor_together_are_not_saved(tmp_path):
-    boxes = [checkpoint.OwnBox("w", torch.zeros(4), (at,), (4,), (9,)) for at in (0, 4)]
+    boxes = [shard_file.OwnBox("w", torch.zeros(4), (at,), (4,), (9,)) for at in (0, 4)]
     with pytest.raises(CheckpointError, match=r"w: 8 .*\(9,\)"):
         sharded_state.collect_shards({}, tmp_path, boxes)
-    whole = [*boxes, checkpoint.OwnBox("w", torch.zeros(1), (8,), (1,), (9,))]
+    whole = [*boxes, shard_file.OwnBox("w", torch.zeros(1), (8,), (1,), (9,))]
     sharded_state.collect_shards({}, tmp_path, whole).write()
 
 
 def test_rows_that_only_pad_may_be_of_another_number(tmp_path):
     rows = torch.arange(12.0).reshape(6, 2)
-    stored = checkpoint.ShardedTensor.from_rank_offsets("w", rows, allow_shape_mismatch=True)
+    stored = sharded_state.ShardedTensor.from_rank_offsets("w", rows, allow_shape_mismatch=True)
     sharded_state.collect_shards([stored], tmp_path).write()
-    wanted = checkpoint.ShardedTensor.from_rank_offsets("w", torch.ones(8, 2), allow_shape_mismatch=True)
+    wanted = sharded_state.ShardedTensor.from_rank_offsets("w", torch.ones(8, 2), allow_shape_mismatch=True)
     (found,) = sharded_state.read_shards([wanted], tmp_path)
     assert torch.equal(found, torch.cat([rows, torch.zeros(2, 2)]))
