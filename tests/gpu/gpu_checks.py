@@ -322,7 +322,8 @@ def policy_checkpoint(
         saved.train_step(batch, rows, step=1)
     place = directory / "checkpoint"
     place.mkdir()
-    saved.save(place)
+    saved.start_save(place)
+    saved.finish_save()
     loaded.load(place)
     worst = 0.0
     for step in (2, 3):

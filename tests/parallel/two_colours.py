@@ -332,7 +332,7 @@ def _inside(colours: Colours) -> Iterator[None]:
 @contextmanager
 def _redirected(colours: Colours) -> Iterator[None]:
     """Let the package and Megatron-core mean the device where they say CUDA."""
-    from megatron_daro.actor import device
+    from megatron_daro.actor import cpu, device
 
     def on_gpu(asked: object) -> object:
         return GPU if str(asked).startswith("cuda") else asked
@@ -349,7 +349,7 @@ def _redirected(colours: Colours) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "prepare", lambda: GPU))
-        stack.enter_context(mock.patch.object(device, "_on_cpu", on_gpu))
+        stack.enter_context(mock.patch.object(cpu, "_on_cpu", on_gpu))
         stack.enter_context(mock.patch.object(device, "shown", shown))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: GPU))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", cuda))
