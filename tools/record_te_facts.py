@@ -62,9 +62,9 @@ class _Pretended:
 
 def _pretend() -> None:
     """Answer as a machine with one GPU would; tensors stay on the CPU."""
-    from megatron_daro.actor import device
+    from megatron_daro.actor import cpu, device
 
-    device.install()
+    cpu.install()
     device.prepare = lambda: torch.device("cpu")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -91,7 +91,7 @@ def _built(config: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def _round_trip(model: Any) -> int:
     """Save, overwrite and load the model through our checkpoint files. Returns the number of extra states."""
-    from megatron_daro.actor.checkpoint import load_sharded, save_sharded
+    from megatron_daro.actor.sharded_state import load_sharded, save_sharded
 
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     sharded = model.sharded_state_dict()
@@ -120,7 +120,7 @@ def _optimizer_round_trip(config: dict[str, Any], *, distributed: bool) -> bool:
     first, second = (_train_state(config, distributed=distributed) for _ in range(2))
     with tempfile.TemporaryDirectory() as directory:
         pending = checkpoint.start_save(first, Path(directory))
-        pending.finish()
+        pending.wait()
         checkpoint.load(second, Path(directory))
     states = [state for part in optimizer_parts(second.optimizer) for state in part.optimizer.state.values()]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
@@ -211,8 +211,8 @@ def _recipes() -> dict[str, dict[str, str]]:
     from megatron.core.fp8_utils import get_fp8_recipe
 
     from megatron_daro.actor.model import transformer_config
-    from megatron_daro.actor.optimizer import fp8_options
     from megatron_daro.actor.parallel import Layout
+    from megatron_daro.actor.precision import fp8_options
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.model_shape import read_model_shape
 

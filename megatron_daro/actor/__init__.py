@@ -1,7 +1,17 @@
 """The policy under training: Megatron-core model, distributed loss, train step, checkpoints, export.
 
-The only package that imports megatron.core (and transformer_engine). One entry per concern:
-device and cpu (where tensors live), parallel (process groups, seeds), layers and model (the network), weights (Hugging
-Face tensors in and out), logprobs (chunked, vocabulary-parallel), loss (token sums per pass rate, reduced over ranks),
-optimizer, step, checkpoint, policy (the composition that a worker process holds).
+A worker process (runtime/workers.py) holds a `policy.MegatronPolicy`, the composition of the rest:
+
+  Megatron      megatron (imports it, for all of actor/), device and cpu (where this process computes), compat (gaps)
+  process       parallel (process groups, seeds), settings (plain values of the run, without Megatron)
+  model         layers, model, precision (fp8), weights (Hugging Face tensors in and out)
+  forward       forward (micro-batches through the pipeline), logprobs and logprob_kernels (chunked, vocabulary-
+                parallel), routing_replay (experts as the engine chose them)
+  step          advantages -> loss (token sums per pass rate, reduced over ranks) -> step -> optimizer; critic and
+                critic_metrics
+  state         checkpoint on sharded_state, optimizer_shards and shard_file; snapshot in the slots of double_buffer;
+                host_memory (off the device and back)
+
+Beside it megatron.core is imported by workshop/check_loss, workshop/convert and, inside functions, by plugins/;
+transformer_engine by nobody else.
 """

@@ -9,7 +9,6 @@ Legend: N samples, R response tokens of this shard.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.algo.corrections import segment_sums
 from megatron_daro.algo.objective import ObjectiveSettings, kl_terms
 from megatron_daro.algo.weighting import Algorithm, TokenColumns
 from megatron_daro.errors import AlgorithmError, NonFiniteError
 from megatron_daro.types import TrainBatch
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
 
 
 def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:

@@ -17,24 +17,21 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_daro.actor import device
+from megatron_daro.actor.megatron import (
+    GPTModel,
+    MegatronOptimizer,
+    P2PCommunicator,
+    ProcessGroupCollection,
+    RotaryEmbedding,
+    TransformerConfig,
+    YarnRotaryEmbedding,
+    finalize_model_grads,
+    get_schedule_table,
+    parallel_state,
+    param_group_identifier_keys,
+)
 from megatron_daro.config.megatron_options import SECTION
 from megatron_daro.errors import ConfigError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.pipeline_parallel.schedules import get_schedule_table
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # What tells the parameter groups of one model apart, whatever the options of a run.
 _GROUP_STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -222,9 +219,8 @@ def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     saved without moments before its first update, and then asked for them when that checkpoint is loaded.
     Can go: when upstream accepts an optimizer that has not stepped.
     """
-    for part in optimizer_parts(optimizer):
-        inner: torch.optim.Optimizer | None = getattr(part, "optimizer", None)
-        if inner is None or inner.state:
+    for inner in inner_optimizers(optimizer):
+        if inner.state:
             continue
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -248,13 +244,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any], fi
             part._set_main_param_and_optimizer_states = partial(_set_all_but_step, part)
     optimizer.load_state_dict(state)
     fill()
-    for inner in _torch_adams(optimizer):
-        for values in inner.state.values():
-            values["step"] = values["step"].clone()
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, torch.optim.Adam):  # or AdamW, which is one
+            for values in inner.state.values():
+                values["step"] = values["step"].clone()
 
 
 def _param_groups(state: object) -> Iterator[dict[str, Any]]:
-    """Return the saved parameter groups of an optimizer and of those chained in it."""
+    """Yield the saved parameter groups of an optimizer and of those chained in it."""
     for name, value in state.items() if isinstance(state, dict) else ():
         if name == "param_groups":
             yield from value
@@ -286,12 +283,10 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", None) or [optimizer]
 
 
-def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """Return the torch Adam (or AdamW, which is one) inside each part of a Megatron optimizer."""
-    for part in optimizer_parts(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if isinstance(inner, torch.optim.Adam):
-            yield inner
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Return what each part of a Megatron optimizer wraps; a rank without parameters of a part has none there."""
+    wrapped = (getattr(part, "optimizer", None) for part in optimizer_parts(optimizer))
+    return [inner for inner in wrapped if inner is not None]
 
 
 UpstreamT = TypeVar("UpstreamT")

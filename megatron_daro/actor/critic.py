@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,15 +25,12 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import ValueModel
 from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
-from megatron_daro.actor.model import TransformerConfig, build_model, wrap_data_parallel
-from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, prepare_update
+from megatron_daro.actor.loss import global_totals, handed_to_all_stages
+from megatron_daro.actor.megatron import TransformerConfig, gather_from_sequence_parallel_region
+from megatron_daro.actor.model import build_model, wrap_data_parallel
+from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, check_gradients
 from megatron_daro.actor.settings import PolicySettings
-from megatron_daro.actor.step import (
-    CriticReport,
-    TrainedModel,
-    global_totals,
-    handed_to_all_stages,
-)
+from megatron_daro.actor.step import CriticReport, TrainedModel
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
@@ -45,11 +41,6 @@ from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import ModelError
 from megatron_daro.types import TrainBatch
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 _BIAS = "score.bias"
 FOLDER = "critic"
@@ -117,20 +108,20 @@ class Critic:
         loss = _ValueLoss(last, global_totals(batch).tokens, self._clip)
         run_schedule(self.state.chunks, packs, loss.micro_batch, forward_only=False)
         value, clipped = handed_to_all_stages(loss.sums).tolist()
-        ready = prepare_update(self.state.optimizer, allowed=math.isfinite(value))
+        check = check_gradients(self.state.optimizer, allowed=math.isfinite(value))
         metrics = {
             "critic/loss": value,
             "critic/clip_fraction": clipped,
-            "critic/grad_norm": ready.grad_norm,
+            "critic/grad_norm": check.grad_norm,
             **column_metrics(batch),
             "timing/critic_s": time.perf_counter() - started,
         }
-        return CriticReport(ready.applied, ready.grad_norm, metrics)
+        return CriticReport(check.fit, check.grad_norm, metrics)
 
     def apply(self, report: CriticReport) -> dict[str, float]:
         """Update from the gradients that this report is of. Returns further metrics."""
-        applied = apply_update(self.state.optimizer, self.state.scheduler, report.grad_norm)
-        return {"critic/learning_rate": applied.learning_rate}
+        learning_rate = apply_update(self.state.optimizer, self.state.scheduler, report.grad_norm)
+        return {"critic/learning_rate": learning_rate}
 
 
 def position_values(model: ValueModel, hidden_T1D: Tensor, positions_M: Tensor) -> Tensor:

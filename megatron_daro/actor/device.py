@@ -1,42 +1,35 @@
-"""Where this process computes: its GPU, or the CPU with Megatron-core's CUDA calls redirected.
+"""Where this process computes: its GPU, or the CPU with Megatron-core's calls redirected (cpu.py).
 
-Every module of actor/ that imports megatron.core imports this one first. Refuses to guess: one process, one device.
-
-Without a GPU, Megatron-core 0.16.1 to 0.19.2 is redirected to the CPU, since upstream has no CPU back end and tests, CI
-and laptops need the same code as a GPU. It asks for CUDA by name in four ways: factory calls with device="cuda",
-`torch.cuda.*` functions, `.cuda()` methods, and the type strings "torch.cuda.FloatTensor". Functions that it fuses with
-torch.compile run as they are written: loading the compiler alone takes seconds of every start. Where gloo does less
-than nccl (memory of what is on its way, unequal parts), the difference is made up for. Refuses to be installed when a
-GPU is there (it would send its work to the CPU in silence). Can go when upstream takes its device from configuration.
+`prepare` comes before the first import of megatron.core, which megatron.py sees to. Refuses to guess: one process, one
+device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from megatron_daro.errors import ModelError
+from megatron_daro.actor import cpu
 
 
 def prepare() -> torch.device:
-    """Return the device of this process; on a machine without a GPU the redirection of actor/device.py is installed."""
+    """Make this process ready for Megatron-core and return its device: the GPU of its number on the host, or the CPU,
+    for which the redirection of actor/cpu.py is installed."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
         _have_transformer_engine_take_torchs_cudnn()
         return torch.device("cuda", index)
 
-    install()
+    cpu.install()
     return torch.device("cpu")
 
 
@@ -52,8 +45,8 @@ def _have_transformer_engine_take_torchs_cudnn() -> None:
     brings_its_own = any(need.startswith("nvidia-cudnn") for need in metadata.requires("torch") or ())
     if not brings_its_own or importlib.util.find_spec("transformer_engine") is None:
         return
-    found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
-    for folder in (found and found.submodule_search_locations) or ():
+    cudnn = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    for folder in (cudnn and cudnn.submodule_search_locations) or ():
         os.environ.setdefault("CUDNN_HOME", folder)
         for part in sorted(Path(folder).glob("lib/libcudnn*.so.*")):
             ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
@@ -122,236 +115,3 @@ def has_transformer_engine() -> bool:
     except ImportError:
         return False
     return True
-
-
-_FACTORIES = (
-    "tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "empty_like",
-    "zeros_like",
-)
-_installed = False
-
-
-class _NoStream:
-    """Stands in for torch.cuda.Stream and Event: everything on a CPU is already in order."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-    def wait_stream(self, *args: object) -> None: ...
-    def wait_event(self, *args: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait(self, *args: object) -> None: ...
-
-    def record(self, *args: object) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, *args: object) -> _NoStream:
-        return _NoStream()
-
-
-def install() -> None:
-    """Redirect Megatron-core's CUDA calls of this process to the CPU. A second call does nothing.
-
-    Raises:
-        ModelError: there is a GPU in this process.
-    """
-    global _installed
-    if _installed:
-        return
-    if torch.cuda.is_available():
-        raise ModelError("actor.cpu: a GPU is available; the CPU redirection is only for machines without one")
-    _installed = True
-    _redirect_factories()
-    _redirect_cuda_module()
-    _redirect_tensor_methods()
-    _redirect_sends()
-    torch.compile = _uncompiled  # type: ignore[assignment]  # before the next, which imports Megatron-core
-    _keep_compiler_from_optimizers()
-    _redirect_random_state()
-    _redirect_experts()
-
-
-def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
-    """In place of torch.compile, also with options alone: `@torch.compile(dynamic=True)`."""
-    return function if function is not None else _uncompiled
-
-
-def _keep_compiler_from_optimizers() -> None:
-    """torch's optimizers load the compiler, only to tell it to leave them alone: they run as they are written.
-
-    Source: torch 2.13, torch/_compile.py, `_disable_dynamo`; torch/optim/optimizer.py, `_use_grad_for_differentiable`.
-    """
-    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
-        setattr(torch.optim.Optimizer, name, getattr(torch.optim.Optimizer, name).__wrapped__)
-    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW's step is Adam's
-        _replace(kind, step=torch.no_grad()(kind.step.__wrapped__))  # type: ignore[union-attr]
-
-
-def _on_cpu(device: object) -> object:
-    """Return the device with any CUDA device replaced by the CPU."""
-    if isinstance(device, str) and device.startswith("cuda"):
-        return "cpu"
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return torch.device("cpu")
-    return device
-
-
-def _device_rewritten(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def call(*args: object, **kwargs: object) -> object:
-        if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return call
-
-
-def _redirect_factories() -> None:
-    # torch remembers at first use which functions `with torch.device(...)` covers. That must happen before they are
-    # replaced: else transformers' from_pretrained, which builds on "meta", leaves rotary frequencies uninitialised.
-    from torch.utils import _device as device_mode
-
-    device_mode._device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, _device_rewritten(getattr(torch, name)))
-
-
-def _redirect_cuda_module() -> None:
-    cpu_device = torch.device("cpu")
-    _replace(
-        torch.cuda,
-        current_device=lambda: cpu_device,
-        synchronize=lambda *args, **kwargs: None,
-        Stream=_NoStream,
-        Event=_NoStream,
-        current_stream=lambda *args: _NoStream(),
-        default_stream=lambda *args: _NoStream(),
-        stream=lambda stream: contextlib.nullcontext(),
-        set_device=lambda *args: None,
-        empty_cache=lambda *args: None,
-        manual_seed=torch.manual_seed,
-        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
-        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
-    )
-
-
-def _replace(owner: object, **attributes: object) -> None:
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-
-
-def _redirect_tensor_methods() -> None:
-    original_type: Callable[..., object] = torch.Tensor.type
-
-    @functools.wraps(original_type)
-    def type_with_cuda_name(self: torch.Tensor, *args: object, **kwargs: object) -> object:
-        out = original_type(self, *args, **kwargs)
-        return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
-
-    _replace(torch.nn.Module, cuda=lambda self, *args, **kwargs: self)
-    _replace(
-        torch.Tensor,
-        cuda=lambda self, *args, **kwargs: self,
-        record_stream=lambda self, stream: None,
-        type=type_with_cuda_name,
-    )
-
-
-def _redirect_random_state() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.tensor_parallel.random as tp_random
-    _replace(
-        tp_random,
-        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-        _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
-    )
-
-
-def _redirect_sends() -> None:
-    """Keep the memory of a tensor that is on its way.
-
-    With messages during computation Megatron-core takes the storage out of a tensor that it is still sending. nccl's
-    streams hold on to it; gloo would send whatever lies there by then.
-    """
-    import torch.distributed.distributed_c10d as c10d
-
-    original: Callable[..., object] = c10d.isend
-
-    @functools.wraps(original)
-    def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        return original(tensor.detach(), *args, **kwargs)  # another tensor of the same storage
-
-    for module in (torch.distributed, c10d):  # the second knows by it what may be in a batch
-        _replace(module, isend=call)
-
-
-def _redirect_experts() -> None:
-    """Routing and dispatch of a mixture of experts.
-
-    The dispatcher counts tokens on the device, and makes the lists that all_to_all_single wants where it copies the
-    counts to the host: on a CPU nothing is copied. The router names a kernel that only Transformer Engine has. Ranks
-    that share experts gather unequal numbers of tokens, which gloo refuses and nccl does not.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.transformer.moe.moe_utils as moe_utils
-        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    _replace(token_dispatcher, maybe_move_tensor_to_cpu=_on_host)
-    if not hasattr(moe_utils, "te_general_gemm"):
-        _replace(moe_utils, te_general_gemm=None)
-    _replace(
-        torch.distributed,
-        all_gather=_uneven_all_gather(torch.distributed.all_gather),
-        reduce_scatter=_uneven_reduce_scatter(torch.distributed.reduce_scatter),
-    )
-
-
-def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """In place of upstream's function of this use: tensors are on the host; numpy arrays where they are asked for."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's all_gather, also of tensors with unequal first dimensions: they are padded on the way."""
-
-    @functools.wraps(original)
-    def call(tensors: list[torch.Tensor], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if all(part.shape == tensor.shape for part in tensors):
-            return original(tensors, tensor, *args, **kwargs)
-        padded = tensor.new_zeros(max(len(part) for part in tensors), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        whole = [torch.empty_like(padded) for _ in tensors]
-        done = original(whole, padded, *args, **kwargs)
-        for part, full in zip(tensors, whole, strict=True):
-            part.copy_(full[: len(part)])
-        return done
-
-    return call
-
-
-def _uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's reduce_scatter, also with parts of unequal first dimensions: all are summed, and one is kept."""
-
-    @functools.wraps(original)
-    def call(output: torch.Tensor, parts: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-        if all(part.shape == output.shape for part in parts):
-            return original(output, parts, *args, **kwargs)
-        group = cast(Any, kwargs.get("group"))
-        whole = torch.cat(parts)
-        torch.distributed.all_reduce(whole, group=group)
-        output.copy_(whole.split([len(part) for part in parts])[torch.distributed.get_rank(group)])
-        return None
-
-    return call

@@ -1,24 +1,15 @@
 """Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
 
-TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token
-log-probabilities and entropy, which actor/step.py turns into a loss and actor/policy.py into columns.
+TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
+entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
 
-Routing replay (R3): in training, tokens go to the experts that the rollout engine chose for them. An engine and a
-trainer round differently, so a router's choice flips now and then, and such a token gets a very different log-prob.
-Before each forward pass the routers are given the recorded experts of this rank's tokens; the experts' weights are
-still this router's own, normalized over the given experts, and gradients flow as usual. Megatron's own RouterReplay
-(0.16.1, moe/router_replay.py) has no tokens without known experts, such as padding, and one list for all pipeline
-stages, so `RouterReplay` here takes its place. Rejects recordings of another model.
-
-Legend: T packed tokens of this CP rank, M selected positions, D hidden, Vp this rank's vocabulary rows, R responses,
-L layers of the model, K experts of a token, E experts.
+Legend: T packed tokens of this CP rank, M selected positions, D hidden, Vp this rank's vocabulary rows, R response
+tokens.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,140 +22,22 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel, PipelineMessages, schedule_groups
 from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
-from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.config.precision import NEEDS
-from megatron_daro.data.packing import (
-    PackedMicroBatch,
-    collect_responses,
-    context_parallel_slice,
-    pack,
-    pack_multiples,
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    PackedSeqParams,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_forward_backward_func,
+    parallel_state,
 )
+from megatron_daro.actor.routing_replay import check_numbers, replay_routing
+from megatron_daro.config.precision import NEEDS
+from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack, pack_multiples
 from megatron_daro.data.schedule import interleaved_group
-from megatron_daro.errors import DataError
 from megatron_daro.types import TrainBatch
 
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import TopKRouter
-
-
-class RouterReplay:
-    """The experts of the tokens of one router; in the place of Megatron's class of this name."""
-
-    def __init__(self) -> None:
-        self._now: Tensor | None = None
-        self._training = False
-        # A layer that is recomputed asks a second time, in the backward pass, in the order of the micro-batches.
-        self._asked: deque[Tensor | None] = deque()
-
-    def tell(self, experts_TK: Tensor | None, *, training: bool) -> None:
-        """Say what the tokens of the next forward pass meet.
-
-        Args:
-            experts_TK: int64; -1 in the rows of tokens that the router itself shall decide. None: all of them.
-            training: whether a backward pass will follow.
-        """
-        self._now, self._training = experts_TK, training
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores and numbers of the experts, both [T, K]; scores of all experts are [T, E]."""
-        assert default_compute_topk is not None
-        values_TK, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        experts_TK = self._experts()
-        if experts_TK is None:
-            return values_TK, own_TK
-        chosen_TK = torch.where(experts_TK[:, :1] < 0, own_TK, experts_TK)
-        return scores.gather(1, chosen_TK), chosen_TK
-
-    def _experts(self) -> Tensor | None:
-        """Recomputation runs the first time without gradients, though in training, and the second time with them."""
-        if self._training and not torch.is_grad_enabled():
-            self._asked.append(self._now)
-        elif self._asked:
-            return self._asked.popleft()
-        return self._now
-
-
-def replay_routing(model: HiddenStateGPTModel, packed: PackedMicroBatch) -> None:
-    """Tell the routers of a part of the model which experts the tokens of a micro-batch meet."""
-    experts_TLK = packed.routed_experts_TLK
-    if experts_TLK is not None and model.config.sequence_parallel:
-        parts = parallel_state.get_tensor_model_parallel_world_size()
-        experts_TLK = experts_TLK.chunk(parts)[parallel_state.get_tensor_model_parallel_rank()]
-    for layer, router in _routers(model):
-        if experts_TLK is None and router.router_replay is None:
-            continue
-        if router.router_replay is None:
-            router.router_replay = RouterReplay()
-        experts_TK = None if experts_TLK is None else experts_TLK[:, layer].long()
-        router.router_replay.tell(experts_TK, training=model.training)
-
-
-def check_routed_experts(batch: TrainBatch, shape: ModelShape) -> None:
-    """Refuse experts that are not those of this model.
-
-    Raises:
-        DataError: with what was got and what the model has.
-    """
-    experts_N = batch.routed_experts_N
-    if experts_N is None:
-        return
-    if shape.experts is None:
-        raise DataError("the batch says which experts its tokens met, but the model has no experts; remove that column")
-    for experts, length in zip(experts_N, batch.lengths_N.tolist(), strict=True):
-        wanted = (length, shape.layers, shape.experts.chosen)
-        if experts is not None and experts.shape != wanted:
-            raise DataError(
-                f"routed experts have the shape {experts.shape}; allowed: {wanted}, tokens, layers and experts of a "
-                "token; they are of another model, or of other tokens"
-            )
-
-
-def check_numbers(packed: PackedMicroBatch, experts: int) -> None:
-    """Refuse experts that the model has not, while they are on the CPU. Raises DataError."""
-    experts_TLK = packed.routed_experts_TLK
-    if experts_TLK is None or not experts_TLK.numel():
-        return
-    low, high = int(experts_TLK.min()), int(experts_TLK.max())
-    if low < -1 or high >= experts:
-        raise DataError(
-            f"routed experts are numbered {low} to {high}; allowed: 0 to {experts - 1}, and -1 where they are not known"
-        )
-
-
-def _routers(model: HiddenStateGPTModel) -> Iterator[tuple[int, TopKRouter]]:
-    """Yield the number in the model of each layer with experts, from 0, with its router."""
-    for layer in model.decoder.layers:
-        router = getattr(layer.mlp, "router", None)
-        if router is not None:
-            yield layer.layer_number - 1, router
-
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
 MicroBatches = Sequence[Sequence[int]]
-LossFunction = Callable[[PackedMicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import optimizer_parts
+from megatron_daro.actor.compat import inner_optimizers
 from megatron_daro.actor.step import TrainedModel
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, TrainedName
 
@@ -131,7 +131,8 @@ class HostMemory:
 
     def _tensors(self, kind: MemoryKind) -> Iterator[Tensor]:
         if kind == "optimizer":
-            yield from self.optimizer_tensors()
+            for model in self._models:
+                yield from self.optimizer_tensors_of(model)
             return
         for chunk in self._chunks():
             if kind == "weights":
@@ -145,17 +146,10 @@ class HostMemory:
         for model in self._models:
             yield from model.chunks
 
-    def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield main parameters and state of all models, also what lies on the host."""
-        for model in self._models:
-            yield from self.optimizer_tensors_of(model)
-
     def optimizer_tensors_of(self, model: TrainedModel) -> Iterator[Tensor]:
-        """Yield those of one model, in an order that depends on the model and its optimizer alone."""
-        for part in optimizer_parts(model.optimizer):
-            inner = getattr(part, "optimizer", None)
-            if inner is None:  # a rank without parameters of this part
-                continue
+        """Yield main parameters and state of a model, also what lies on the host, in an order that depends on the model
+        and its optimizer alone."""
+        for inner in inner_optimizers(model.optimizer):
             parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
             yield from (parameter.data for parameter in parameters)
             for parameter in parameters:  # not in the order in which the state came to be, which differs after a load

@@ -1,11 +1,7 @@
-"""Megatron's optimizer and learning-rate schedule, with a step that can be refused, and the precision of a rank.
+"""Megatron's optimizer and learning-rate schedule, with a step that can be refused.
 
-A step reduces, checks and clips gradients before it updates; with a non-finite norm nothing is updated and the caller
+Gradients are checked and clipped before an update; with a non-finite norm nothing is updated and the caller
 decides. The schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
-
-The precision of a rank is settled once, when the policy is built: whose layers, which of Megatron's fp8 options.
-config/precision.py has checked what is known before the start; here the GPU and the libraries are those that compute,
-and fp8 that would silently be something else is rejected.
 """
 
 from __future__ import annotations
@@ -13,105 +9,34 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import optimizer_parts, upstream_config
+from megatron_daro.actor.compat import inner_optimizers, optimizer_parts, upstream_config
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    MegatronOptimizer,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
 from megatron_daro.actor.model import DTYPES
-from megatron_daro.config import precision
-from megatron_daro.config.actor import ActorSection, OptimizerSection
-from megatron_daro.config.hardware import version_of
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.actor import OptimizerSection
 from megatron_daro.errors import ConfigError
-
-
-def uses_transformer_engine(actor: ActorSection) -> bool:
-    """Return whether the layers are Transformer Engine's.
-
-    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32.
-
-    Raises:
-        ConfigError: fp8 is asked for, and the recipe cannot run on this rank; with the nearest one that can.
-    """
-    found = actor.precision != "fp32" and device.has_transformer_engine()
-    if actor.precision == "fp8":
-        if why := precision.problem(actor.fp8_recipe, surroundings()):
-            raise ConfigError(str(why))
-        if not found:
-            raise ConfigError(
-                "actor.precision: got fp8, but Transformer Engine cannot be imported here; without it nothing would be "
-                "multiplied in fp8; fix: repair it on every node of the actor (docs/gpu.md), or set "
-                "actor.precision=bf16"
-            )
-    return found
-
-
-def refuse_unsaveable_experts(actor: ActorSection, shape: ModelShape) -> None:
-    """Raise ConfigError where this rank's libraries would compute experts in fp8 that they cannot save."""
-    if actor.precision == "fp8" and (why := precision.experts_problem(shape, surroundings())):
-        raise ConfigError(str(why))
-
-
-def surroundings() -> precision.Surroundings:
-    """Return what this process would compute fp8 with."""
-    if not torch.cuda.is_available():
-        return precision.Surroundings(capability=0)
-    major, minor = torch.cuda.get_device_capability()
-    cudnn = torch.backends.cudnn.version()
-    return replace(
-        precision.installed(here=True),
-        capability=major + minor / 10,
-        cuda=version_of(torch.version.cuda or ""),
-        cudnn=None if cudnn is None else (cudnn // 10_000, cudnn // 100 % 100, cudnn % 100),
-    )
-
-
-def fp8_options(actor: ActorSection) -> dict[str, Any]:
-    """Return the TransformerConfig fields that make the layers' products fp8; none with another precision."""
-    if actor.precision != "fp8":
-        return {}
-    start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
-    return {
-        "fp8": actor.fp8_format,
-        "fp8_recipe": actor.fp8_recipe,
-        "first_last_layers_bf16": start + end > 0,
-        "num_layers_at_start_in_bf16": start,
-        "num_layers_at_end_in_bf16": end,
-    }
-
-
-def remarks(actor: ActorSection, transformer_engine: bool) -> tuple[str, ...]:
-    """Return what a person should know about the layers."""
-    if transformer_engine or not torch.cuda.is_available():
-        return ()
-    why = "it has no packed attention in fp32" if actor.precision == "fp32" else "it cannot be imported there"
-    return (
-        f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
-        "Python, many times slower; good for tests only",
-    )
-
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 _GROUP_STATE = ("params", "step")
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """One attempt to update. grad_norm is before clipping; learning_rate the one used."""
+class GradientCheck:
+    """What the gradients of a step are like, on every rank alike: fit to be applied, and their norm before clipping."""
 
-    applied: bool
+    fit: bool
     grad_norm: float
-    learning_rate: float
 
 
 def build_optimizer(
@@ -179,8 +104,8 @@ def set_group_options(optimizer: MegatronOptimizer, options: Sequence[Mapping[st
         group.update(own)
 
 
-def prepare_update(optimizer: MegatronOptimizer, *, allowed: bool = True) -> UpdateReport:
-    """Look at the gradients; `applied` is whether they may be. Nothing of parameters or state changes.
+def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> GradientCheck:
+    """See whether reduced gradients may be applied. Nothing of parameters or state changes. Collective.
 
     Args:
         optimizer: of this rank. allowed: False if the loss was not finite; must be the same on every rank.
@@ -188,26 +113,26 @@ def prepare_update(optimizer: MegatronOptimizer, *, allowed: bool = True) -> Upd
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     fit = allowed and not found_inf and _finite_everywhere(grad_norm)
-    return UpdateReport(applied=fit, grad_norm=grad_norm, learning_rate=0.0)
+    return GradientCheck(fit, grad_norm)
 
 
 def apply_update(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, afresh: bool = False
-) -> UpdateReport:
-    """Clip and apply gradients that `prepare_update` found fit.
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float, *, fresh_moments: bool = False
+) -> float:
+    """Clip and apply gradients that `check_gradients` found fit. Returns the learning rate that was used.
 
     Args:
-        optimizer, scheduler: of this rank. grad_norm: of the report.
-        afresh: whether the moments are zero before this update.
+        optimizer, scheduler: of this rank. grad_norm: of the check.
+        fresh_moments: whether Adam's moments are set to zero before this update.
     """
-    if afresh:
+    if fresh_moments:
         reset_moments(optimizer)
     scheduler.step(increment=1)
     for part in optimizer_parts(optimizer):
         if part.config.clip_grad > 0 and part.get_parameters():
             clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
-    return UpdateReport(applied=True, grad_norm=grad_norm, learning_rate=_learning_rate(optimizer))
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
 
 
 def reset_moments(optimizer: MegatronOptimizer) -> None:
@@ -216,10 +141,7 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
     Raises:
         ConfigError: the optimizer keeps something else.
     """
-    for part in optimizer_parts(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if inner is None:  # a rank without parameters of this part
-            continue
+    for inner in inner_optimizers(optimizer):
         for values in inner.state.values():
             if unknown := sorted(set(values) - {"exp_avg", "exp_avg_sq", "step", "master_param"}):
                 raise ConfigError(
@@ -239,7 +161,3 @@ def _finite_everywhere(value: float) -> bool:
     flag = torch.tensor([float(math.isfinite(value))], device=device.prepare())
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
     return bool(flag.item() > 0)
-
-
-def _learning_rate(optimizer: MegatronOptimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +19,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import parallel_state, tensor_parallel
 from megatron_daro.config import hardware
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # absent Apex and Transformer Engine are announced by a dozen modules
-    from megatron.core import parallel_state, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +58,9 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
 
-def prepare_process(*, expandable_segments: bool) -> tuple[str, ...]:
-    """Make the environment of a rank that has its process to itself, before its first process group: NCCL's and torch's
-    variables, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
+def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
+    """Set up the environment of a rank that has its process to itself, before its first process group: variables of
+    NCCL and torch, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
     os.environ.update(hardware.nccl_of_rank(os.environ))
     target = device.prepare()
     if expandable_segments:
@@ -173,8 +168,8 @@ def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
         c10d._abort_process_group()
     ports = {port for _, port in own}
     for connection in _tcp_connections():
-        made = bool(connection.raddr) and (connection.raddr.ip, connection.raddr.port) in all_ranks
-        if connection.status != psutil.CONN_LISTEN and (made or connection.laddr.port in ports):
+        to_a_peer = bool(connection.raddr) and (connection.raddr.ip, connection.raddr.port) in all_ranks
+        if connection.status != psutil.CONN_LISTEN and (to_a_peer or connection.laddr.port in ports):
             _shut(connection.fd, connection.laddr.port)
 
 

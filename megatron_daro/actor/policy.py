@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
-from megatron_daro.actor.forward import MicroBatches, OutputSettings, check_routed_experts, response_logprobs
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
+from megatron_daro.actor.megatron import TransformerConfig
 from megatron_daro.actor.model import (
     LocalParameter,
-    TransformerConfig,
     build_model,
     data_parallel_config,
     local_parameters,
@@ -31,16 +30,10 @@ from megatron_daro.actor.model import (
     transformer_config,
     wrap_data_parallel,
 )
-from megatron_daro.actor.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    fp8_options,
-    optimizer_config,
-    refuse_unsaveable_experts,
-    remarks,
-    uses_transformer_engine,
-)
+from megatron_daro.actor.optimizer import build_optimizer, build_scheduler, optimizer_config
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.precision import fp8_options, refuse_unsaveable_experts, remarks, uses_transformer_engine
+from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
@@ -193,12 +186,14 @@ class MegatronPolicy:
             return
 
         def build_critic() -> HostMemory:
-            its_config = _transformer_config(critic.shape_of(settings, algorithm.critic), actor, options["transformer"])
+            critic_config = _transformer_config(
+                critic.shape_of(settings, algorithm.critic), actor, options["transformer"]
+            )
             self.critic = critic.Critic(
                 settings,
                 actor,
                 algorithm.critic,
-                its_config,
+                critic_config,
                 transformer_engine=transformer_engine,
                 options=options,
                 to_be_restored=to_be_restored,
@@ -276,7 +271,7 @@ class MegatronPolicy:
         return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Return the same under the weights that the run started from, where `AlgorithmSection.passes` has them."""
+        """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
         self._take_turn("policy")
         batch = self._routed(batch)
@@ -286,13 +281,13 @@ class MegatronPolicy:
     def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
-        its = self._critic_of("values were")
+        own = self._own_critic()
         self._take_turn("critic")
-        return its.values(batch, micro_batches)
+        return own.values(batch, micro_batches)
 
-    def _critic_of(self, wish: str) -> critic.Critic:
+    def _own_critic(self) -> critic.Critic:
         if self.critic is None:
-            raise RuntimeError(f"{wish} asked for, but the algorithm has no critic")
+            raise RuntimeError("values or weights of a critic were asked for, but the algorithm has no critic")
         return self.critic
 
     def _routed(self, batch: TrainBatch) -> TrainBatch:
@@ -316,28 +311,24 @@ class MegatronPolicy:
         return [(local, device.shown(local.parameter.detach())) for local in parameters]
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same of the critic, where `AlgorithmSection.passes` has values."""
+        """Yield the critic's weights as `export` does, where `AlgorithmSection.passes` has values."""
         self._needs("weights")
-        its = self._critic_of("an export of the critic was")
+        own = self._own_critic()
         self._take_turn("critic")
-        return export_hf_weights(its.chunks, its.shape)
-
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and DARO's weights into an existing directory. Collective."""
-        self.start_save(directory)
-        self.finish_save()
-        dist.barrier()
+        return export_hf_weights(own.chunks, own.shape)
 
     def start_save(self, directory: Path) -> None:
-        """Begin to do the same; training may go on, and waits before its next update until all of it is written or
-        copied that memory has no room for. Collective.
+        """Begin to write model, optimizer, schedule and DARO's weights into an existing directory. Collective.
+
+        Training may go on, and waits before its next update until all of it is written or copied that memory has no
+        room for.
 
         Raises:
             CheckpointError: the disk refused.
         """
         self._needs("weights", "optimizer")
         for pending in self._pending_saves:
-            pending.wait()
+            pending.join()
         self._pending_saves = []
         for name, model in self._models().items():
             folder = directory / critic.FOLDER if name == "critic" else directory
@@ -348,7 +339,7 @@ class MegatronPolicy:
     def finish_save(self) -> None:
         """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""
         for pending in self._pending_saves:
-            pending.finish()
+            pending.wait()
 
     def _keep_what_is_saved(self) -> None:
         """Wait until weights and optimizer state may change."""
@@ -389,13 +380,13 @@ class MegatronPolicy:
     def end_background_work(self) -> None:
         """Wait until no thread reads a tensor any more, whatever became of it."""
         for pending in self._pending_saves:
-            pending.wait()
+            pending.join()
         with suppress(WorkerError):
             if self._pending_snapshot is not None:
                 self._pending_snapshot.wait()
 
     def load(self, directory: Path) -> None:
-        """Load what `save` wrote, also on another layout. Collective. Raises CheckpointError."""
+        """Load what `start_save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
         self._keep_what_is_saved()
         folder = directory / critic.FOLDER

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -24,18 +23,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import allocate_optimizer_state, optimizer_parts
+from megatron_daro.actor.compat import allocate_optimizer_state, inner_optimizers
 from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
+from megatron_daro.actor.megatron import get_cuda_rng_tracker
 from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
 
 Storages = dict[MemoryKind, list[UntypedStorage]]
 _PARTS = {"chunks", "optimizer", "scheduler", "algorithm"}
@@ -46,7 +40,7 @@ class PendingSnapshot:
     """A snapshot that a thread is taking: weights and optimizer state must not change until `wait` returns."""
 
     def __init__(self, storages: Storages, slot: Slot, serial: int, rest: dict[str, Any]) -> None:
-        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: of `rest_of`."""
+        """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: what is small."""
         self._slot, self._serial = slot, serial
         self._error: BaseException | None = None
         self._where = device.prepare()
@@ -56,7 +50,7 @@ class PendingSnapshot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the slot is whole. Raises WorkerError: it could not be filled."""
+        """Wait until the slot is whole. Raises WorkerError: it could not be filled."""
         self._thread.join()
         if self._error is not None:
             raise WorkerError(
@@ -131,8 +125,7 @@ def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> N
 
 
 def _groups(model: TrainedModel) -> list[dict[str, Any]]:
-    parts = (getattr(part, "optimizer", None) for part in optimizer_parts(model.optimizer))
-    return [group for inner in parts if inner is not None for group in inner.param_groups]
+    return [group for inner in inner_optimizers(model.optimizer) for group in inner.param_groups]
 
 
 def _on_host(model: TrainedModel, memory: HostMemory) -> list[Tensor]:

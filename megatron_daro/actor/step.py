@@ -1,326 +1,42 @@
-"""One optimizer step: the distributed loss over the micro-batches, the update, the metrics.
+"""One optimizer step: gradients of policy and critic, the update of both or of neither, the metrics.
 
-TrainBatch shard + micro-batches -> StepResult, the same on every rank: global totals (one all-reduce) -> per
-micro-batch X = sum of coefficient * token losses -> loss sums per bin (one all-reduce) -> DARO's weights.
+  TrainBatch shard -> advantages (advantages.py)
+    -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
+    -> who still reads the weights is waited for
+    -> gradients are checked -> update, and what the algorithm learns -> the critic's update
+    -> StepResult, the same on every rank
+
 Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
 weights stay as they were and the result says so.
-
-Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
-is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of
-theirs. Megatron-core rescales in three places, and each is switched off or cancels:
-  1. The schedule (`forward_step_calc_loss`): for a 3-tuple (loss, num_tokens, report) with `calculate_per_token_loss`
-     it divides nothing. (A 2-tuple would be multiplied by CP and divided by the number of micro-batches.)
-  2. DistributedDataParallel: with `calculate_per_token_loss` its gradient scaling factor is 1, so the reduction over
-     DP x CP is a sum.
-  3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
-
-Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens, P
-numbers that the algorithm learns by descending the policy loss.
 """
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.advantages import with_advantages
-from megatron_daro.actor.compat import HiddenStateGPTModel
-from megatron_daro.actor.forward import (
-    MicroBatches,
-    OutputSettings,
-    packed_micro_batches,
-    position_logprobs,
-    run_schedule,
+from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_micro_batches, run_schedule
+from megatron_daro.actor.loss import StepLoss, StepSums
+from megatron_daro.actor.megatron import (
+    DistributedDataParallel,
+    MegatronOptimizer,
+    OptimizerParamScheduler,
+    TransformerConfig,
 )
-from megatron_daro.actor.optimizer import UpdateReport, apply_update, prepare_update
-from megatron_daro.algo.algorithm import length_classes
-from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
-from megatron_daro.data.packing import PackedMicroBatch
+from megatron_daro.actor.optimizer import GradientCheck, apply_update, check_gradients
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import NonFiniteError
 from megatron_daro.types import StepResult, TrainBatch, TrainedName
-
-device.prepare()
-from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
-
-if TYPE_CHECKING:
-    from megatron_daro.actor.model import TransformerConfig
-
-# Sums that a step adds up over its tokens, in the order of the reduced vector; see algo.objective.TokenObjective.
-TOKEN_SUMS = (
-    "tokens",
-    "ratio",
-    "clip_high",
-    "clip_low",
-    "dual_clip",
-    "entropy",
-    "kl_ref",
-    "logprob_abs_diff",
-    "mismatch_kl",
-    "corrected",
-)
-
-
-CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
-"""Sums that a step adds up per bin and class of lengths; see algo.algorithm.StepStats."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepSums:
-    """Sums of one optimizer step over all ranks; the same on every rank.
-
-    step_stats: what the algorithm learns from, the totals among it. policy_loss: sum of X. regularizer: KL and entropy
-    part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
-    """
-
-    step_stats: StepStats
-    policy_loss: float
-    regularizer: float
-    token_sums: Mapping[str, float]
-    max_logprob_diff: float
-
-    @property
-    def finite(self) -> bool:
-        """Whether every sum is a number."""
-        sums = torch.cat([*(values.reshape(-1) for values in self.step_stats.sums.values()), self.step_stats.slopes])
-        return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
-
-    @property
-    def totals(self) -> BatchTotals:
-        """Tokens and rollouts of the step."""
-        return self.step_stats.totals
-
-    @property
-    def loss_sums(self) -> Tensor:
-        """float64 [K+1], sums of token losses per bin."""
-        return self.step_stats.per_bin("loss_sums")
-
-    @property
-    def abs_loss_sums(self) -> Tensor:
-        """float64 [K+1], sums of absolute token losses per bin."""
-        return self.step_stats.per_bin("abs_loss_sums")
-
-
-def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> BatchTotals:
-    """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
-
-    Context-parallel ranks hold the same samples, so the sum does not run over them.
-    """
-    lengths_N = torch.tensor(batch.trained_tokens_N)
-    own = BatchTotals.of(torch.tensor(batch.bins_N), lengths_N, batch.rollouts_per_prompt, length_edges)
-    vector = own.vector().to(device.prepare())
-    dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
-    return BatchTotals.from_vector(vector.cpu(), len(length_edges) + 1)
-
-
-class OwnTime:
-    """How long a rank's own passes take: until it is about to reduce gradients, which waits for other replicas."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    @contextmanager
-    def measured(self, config: TransformerConfig) -> Iterator[None]:
-        """Measure from here to where the schedule finishes gradients. Args: config: of the
-        model, which has the hook."""
-        finish = config.finalize_model_grads_func
-
-        def noted(*arguments: object, **options: object) -> None:
-            self._mark()
-            finish(*arguments, **options)
-
-        config.finalize_model_grads_func = noted
-        try:
-            self._mark()
-            yield
-        finally:
-            config.finalize_model_grads_func = finish
-
-    def _mark(self) -> None:
-        if device.prepare().type != "cuda":
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> float:
-        """Return it; on a GPU once the host has waited for the step. 0: it was not measured."""
-        if len(self._marks) != 2:
-            return 0.0
-        begin, end = self._marks
-        if isinstance(begin, float):
-            return float(end - begin)
-        return float(begin.elapsed_time(end)) / 1000
-
-
-class StepLoss:
-    """The loss of one optimizer step on one rank: `micro_batch` for each micro-batch, then `reduce` once."""
-
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        settings: ObjectiveSettings,
-        output: OutputSettings,
-        batch: TrainBatch,
-    ) -> None:
-        """Sum the totals of the step. Collective over the data-parallel group.
-
-        Args:
-            algorithm: holds the weights w; read here, changed only by `Algorithm.update`.
-            settings, output: how token losses and log-probabilities are made.
-            batch: this rank's shard of the step.
-        """
-        self._settings, self._output = settings, output
-        edges, self._measures_gradient = algorithm.length_edges, algorithm.needs_gradient_squares
-        self.totals = global_totals(batch, edges)
-        samples, on = _samples(batch), device.prepare()
-        self._cells_N = (samples.bins_N * (len(edges) + 1) + length_classes(samples.lengths_N, edges)).to(on)
-        self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
-        self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
-        self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
-        self._kl_scales_N = (
-            _kl_scales(samples.lengths_N, self.totals).to(on) if settings.kl_mean == "rollouts" else None
-        )
-        self._num_bins = batch.rollouts_per_prompt + 1
-        cells = self._num_bins * (len(edges) + 1)
-        size = len(CELL_SUMS) * cells + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
-        # One vector, so that one reduction serves all; the others are views of its parts.
-        self._sums = torch.zeros(size, dtype=torch.float64, device=on)
-        self._cell_sums, rest = self._sums.tensor_split([len(CELL_SUMS) * cells])
-        self._cell_sums = self._cell_sums.view(len(CELL_SUMS), cells)
-        self._loss_parts, self._slopes, self._token_sums = rest.tensor_split([2, 2 + len(self._slopes_PN)])
-        self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=on)
-
-    def micro_batch(
-        self, model: HiddenStateGPTModel, packed: PackedMicroBatch, hidden_T1D: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """X of one micro-batch, as Megatron's schedule wants it: (loss, number of tokens, report).
-
-        The number of tokens is 0 because nothing may be divided by it (see the module's docstring).
-        """
-        positions_J = packed.trained_slots_J
-        logprobs_J, entropy_J = position_logprobs(
-            model, hidden_T1D, packed.labels_T[positions_J], positions_J, self._output
-        )
-        objective = token_objective(
-            logprobs_J,
-            entropy_J,
-            old_logprobs_T=_at(packed.old_logprobs_T, positions_J),
-            rollout_logprobs_T=packed.rollout_logprobs_T[positions_J],
-            ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
-            advantages_T=packed.advantages_T[positions_J],
-            mask_T=packed.mask_T[positions_J],
-            segment_T=packed.segment_T[positions_J],
-            num_segments=len(packed),
-            settings=self._settings,
-            kl_scales_T=self._kl_scales(packed, positions_J),
-            segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
-            gradient_squares=self._measures_gradient,
-        )
-        policy = (self._coefficients_N[packed.sample_indices] * objective.segment_losses_M).sum()
-        regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
-        self._accumulate(packed, objective, policy.detach(), regularizer.detach())
-        loss = (policy + regularizer).to(torch.float32)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
-
-    def _kl_scales(self, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor | None:
-        """[J], what the KL of each token is multiplied by; None where all count alike."""
-        if self._kl_scales_N is None:
-            return None
-        samples_J = packed.segment_T[positions_J].clamp(0, len(packed) - 1)
-        return self._kl_scales_N[packed.sample_indices][samples_J]
-
-    def _accumulate(
-        self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
-    ) -> None:
-        losses_M = objective.segment_losses_M.detach()
-        cells_M = self._cells_N[packed.sample_indices]
-        by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
-        for i, name in enumerate(CELL_SUMS):
-            if name in by_name:
-                self._cell_sums[i].index_add_(0, cells_M, by_name[name])
-        self._loss_parts += torch.stack([policy, regularizer])
-        self._slopes += self._slopes_PN[:, packed.sample_indices] @ losses_M
-        for i, name in enumerate(TOKEN_SUMS):
-            if name in objective.sums:
-                self._token_sums[i] += objective.sums[name]
-        if "logprob_abs_diff" in objective.maxima:
-            self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
-
-    def reduce(self) -> StepSums:
-        """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
-        handed_to_all_stages(self._sums)
-        handed_to_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
-        cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
-        token_sums = dict(zip(TOKEN_SUMS, self._token_sums.tolist(), strict=True))
-        entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
-        policy, regularizer = self._loss_parts.tolist()
-        return StepSums(
-            step_stats=StepStats(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), self._slopes.cpu(), entropy),
-            policy_loss=policy,
-            regularizer=regularizer,
-            token_sums=token_sums,
-            max_logprob_diff=float(self._max_logprob_diff),
-        )
-
-
-def handed_to_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce the last stage's values over data- and context-parallel ranks, in place, and give them to the other
-    stages. Collective."""
-    dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    return values
-
-
-def _samples(batch: TrainBatch) -> Samples:
-    """Return this shard's samples, as the algorithm sees them."""
-    lengths_NK = batch.group_lengths_NK
-    return Samples(
-        bins_N=torch.tensor(batch.bins_N),
-        lengths_N=torch.tensor(batch.trained_tokens_N),
-        advantages_N=torch.tensor(batch.advantages_N),
-        group_lengths_NK=None if lengths_NK is None else torch.tensor(lengths_NK),
-    )
-
-
-def _kl_scales(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-    """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
-    tokens, N / (rollouts * own tokens)."""
-    return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)
-
-
-def _at(column_T: Tensor | None, positions_J: Tensor) -> Tensor | None:
-    return None if column_T is None else column_T[positions_J]
-
-
-def _sum_over_context(sums_M: Tensor) -> Tensor:
-    """Return the sum over the context-parallel ranks that share these samples; no gradient passes."""
-    total_M = sums_M.detach().clone()
-    dist.all_reduce(total_M, group=parallel_state.get_context_parallel_group())
-    return total_M
-
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 @dataclass(slots=True, eq=False)
@@ -348,6 +64,46 @@ class TrainState(TrainedModel):
 
     algorithm: Algorithm
     begun: bool = False
+
+
+class OwnTime:
+    """How long a rank's own passes take: until it is about to reduce gradients, which waits for other replicas."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    @contextmanager
+    def measured(self, config: TransformerConfig) -> Iterator[None]:
+        """Measure from here to where the schedule reduces gradients, by the hook that the model's configuration has."""
+        reduce_gradients = config.finalize_model_grads_func
+
+        def marked(*arguments: object, **options: object) -> None:
+            self._mark()
+            reduce_gradients(*arguments, **options)
+
+        config.finalize_model_grads_func = marked
+        try:
+            self._mark()
+            yield
+        finally:
+            config.finalize_model_grads_func = reduce_gradients
+
+    def _mark(self) -> None:
+        if device.prepare().type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> float:
+        """What was measured, once the host has waited for the step; 0 where nothing was."""
+        if len(self._marks) != 2:
+            return 0.0
+        begin, end = self._marks
+        if isinstance(begin, float):
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,24 +138,7 @@ def _all_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
     """Change nothing: there is room for all."""
 
 
-def compute_gradients(
-    train_state: TrainState,
-    batch: TrainBatch,
-    micro_batches: MicroBatches,
-    settings: ObjectiveSettings,
-    output: OutputSettings,
-) -> StepSums:
-    """Forward and backward of a whole step; gradients end up summed over all ranks, in the main gradient buffers.
-
-    Raises:
-        AlgorithmError: advantages per token that do not fit the batch. NonFiniteError: some are not finite; on every
-            rank.
-    """
-    batch = with_advantages(train_state.algorithm, batch, settings)
-    return _gradients(train_state, batch, micro_batches, settings, output, OwnTime())
-
-
-def _gradients(
+def forward_backward(
     train_state: TrainState,
     batch: TrainBatch,
     micro_batches: MicroBatches,
@@ -407,6 +146,11 @@ def _gradients(
     output: OutputSettings,
     own_time: OwnTime,
 ) -> StepSums:
+    """Add up the gradients of a whole step, over all ranks, in the main gradient buffers. Collective.
+
+    Args:
+        train_state: its gradients begin at 0. batch: this rank's shard, of `with_advantages`. own_time: measures it.
+    """
     chunks, last = train_state.chunks, train_state.chunks[-1].module
     train_state.begin_step()
     packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=output.vocab_size)
@@ -445,31 +189,34 @@ def train_step(
     except NonFiniteError as error:  # on every rank, before anything was done
         return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
     turn("critic")
-    of_critic = critic.gradients(batch, micro_batches) if critic else None
+    critic_report = critic.gradients(batch, micro_batches) if critic else None
     turn("policy", keep_gradients=True)
     began, own_time = time.perf_counter(), OwnTime()
-    sums = _gradients(train_state, batch, micro_batches, settings, output, own_time)
+    sums = forward_backward(train_state, batch, micro_batches, settings, output, own_time)
     forward_backward_s = time.perf_counter() - began
     weights_before = train_state.algorithm.cell_weights
     extra_loss = train_state.algorithm.extra_loss(sums.totals)
     before_update()
-    afresh = train_state.begun and train_state.algorithm.resets_optimizer
-    report = prepare_update(train_state.optimizer, allowed=sums.finite and (of_critic is None or of_critic.fit))
-    if report.applied and (critic is None or step > critic.pretrain_steps):
-        report = apply_update(train_state.optimizer, train_state.scheduler, report.grad_norm, afresh=afresh)
+    fresh_moments = train_state.begun and train_state.algorithm.resets_optimizer
+    check = check_gradients(train_state.optimizer, allowed=sums.finite and (critic_report is None or critic_report.fit))
+    learning_rate = 0.0
+    if check.fit and (critic is None or step > critic.pretrain_steps):
+        learning_rate = apply_update(
+            train_state.optimizer, train_state.scheduler, check.grad_norm, fresh_moments=fresh_moments
+        )
         train_state.begun = False
         train_state.algorithm.learn(sums.step_stats)
-    metrics = _metrics(sums, report, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
-    if critic is not None and of_critic is not None:
-        metrics |= of_critic.metrics
-        if report.applied:
+    metrics = _metrics(sums, check, learning_rate, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
+    if critic is not None and critic_report is not None:
+        metrics |= critic_report.metrics
+        if check.fit:
             turn("critic")
-            metrics |= critic.apply(of_critic)
+            metrics |= critic.apply(critic_report)
     if weights_before is not None:
         metrics |= _weight_metrics(weights_before)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
-    reason = "" if report.applied else _reason(sums, report, of_critic)
-    return StepResult(step=step, metrics=metrics, skipped=not report.applied, reason=reason, own_s=own_time.seconds())
+    reason = "" if check.fit else _reason(sums, check, critic_report)
+    return StepResult(step=step, metrics=metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
 
 
 def _weight_metrics(weights: Tensor) -> dict[str, float]:
@@ -482,23 +229,25 @@ def _weight_metrics(weights: Tensor) -> dict[str, float]:
     return metrics
 
 
-def _reason(sums: StepSums, report: UpdateReport, of_critic: CriticReport | None) -> str:
-    if of_critic is not None and not of_critic.fit:
-        loss = of_critic.metrics["critic/loss"]
-        return f"the critic's loss or gradient norm was not finite (loss {loss}, gradient norm {of_critic.grad_norm})"
-    what = "the gradient norm" if sums.finite else "the loss"
-    return f"{what} was not finite (loss {sums.policy_loss}, gradient norm {report.grad_norm})"
+def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | None) -> str:
+    loss, grad_norm = sums.policy_loss, check.grad_norm
+    if critic_report is not None and not critic_report.fit:
+        loss, grad_norm = critic_report.metrics["critic/loss"], critic_report.grad_norm
+        what = "the critic's loss or gradient norm"
+    else:
+        what = "the gradient norm" if sums.finite else "the loss"
+    return f"{what} was not finite (loss {loss}, gradient norm {grad_norm})"
 
 
-def _metrics(sums: StepSums, report: UpdateReport, extra_loss: float) -> dict[str, float]:
+def _metrics(sums: StepSums, check: GradientCheck, learning_rate: float, extra_loss: float) -> dict[str, float]:
     """Metric keys of docs/metrics.md that the train part knows."""
     tokens = max(sums.token_sums["tokens"], 1.0)
     mean = {name: value / tokens for name, value in sums.token_sums.items()}
     metrics = {
         "loss/policy": sums.policy_loss,
         "loss/total": sums.policy_loss + sums.regularizer + extra_loss,
-        "loss/grad_norm": report.grad_norm,
-        "optimizer/learning_rate": report.learning_rate,
+        "loss/grad_norm": check.grad_norm,
+        "optimizer/learning_rate": learning_rate,
         "ratio/mean": mean["ratio"],
         "ratio/clip_fraction_high": mean["clip_high"],
         "ratio/clip_fraction_low": mean["clip_low"],

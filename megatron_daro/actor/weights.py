@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
 from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied
-
-device.prepare()
-from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)
 
 
 def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:
@@ -60,7 +58,7 @@ def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
 
 
 def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
+    """Yield the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
     Every rank for which `exports_weights` holds must iterate to the end: each item is a gather over the tensor-parallel
     group, or over the group that has all experts. All of them get the tensors. A tied output layer on the last stage is
@@ -76,7 +74,7 @@ def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, 
 
 
 def gathered(local: LocalParameter, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Return what a parameter's values (or gradients) are under Hugging Face names. Collective over its group.
+    """Yield what a parameter's values (or gradients) are under Hugging Face names. Collective over its group.
 
     Args:
         local: the parameter. values: of the shape of the parameter.

@@ -1,7 +1,10 @@
-"""The mathematics of the losses: advantages, surrogate, difficulty weights, weightings, corrections, shaping.
+"""The mathematics of the losses: advantages, surrogate, difficulty weights, algorithms, corrections.
 
-Place in the data flow: scored groups -> bins and advantages (advantages, difficulty, shaping) -> the actor's loss
-(objective, surrogate, corrections, regularizers) with one coefficient per rollout (weighting) -> new weights.
+Place in the data flow: scored groups -> bins and advantages (difficulty, advantages; per token: token_columns, ppo) ->
+the actor's loss (objective, with surrogate and corrections) with one coefficient per rollout -> what the algorithm
+learns (difficulty_weights, histories). `algorithm` says what an algorithm is; `weighting` has the table of them, with
+GRPO, its relatives and DARO, and makes one by its name; pass_rate_rules, histories and ppo have the others.
+
 Pure torch, one process: no collective call is made here, the totals over ranks are handed in. Refuses to import
 anything but torch, numpy, the standard library and the error tree, so that another framework can take the loss alone.
 """

@@ -1,8 +1,8 @@
 """What an algorithm is: an advantage, a choice of groups, a coefficient per rollout, and what it learns from a step.
 
-The totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks
-before the forward pass) -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them ->
-sums over the step -> what the algorithm learns, the same on every rank.
+The totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks before the forward pass)
+-> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them -> sums over the step ->
+what the algorithm learns, the same on every rank.
 Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, P numbers that

@@ -1,5 +1,4 @@
-"""The token objective of one micro-batch: surrogate, off-policy correction, KL and entropy terms, and what is
-reported.
+"""The token objective of one micro-batch: surrogate, off-policy correction, KL, entropy, and what is reported.
 
 Log-probs of packed tokens (current, old, rollout, reference) become token losses and sums; the actor multiplies the
 sums per sample by the coefficients of `weighting`. Everything reported is a sum or a maximum, never a mean, so that
@@ -235,8 +234,7 @@ class TokenObjective:
     loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
     regularizer_T: kl_coefficient * kl_T (times its scale) - entropy_coefficient * entropy_T; sum it and multiply by
     `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
-    multiply by `Algorithm.sample_coefficients`. segment_sums_M: by the names in `algorithm.StepStats.sums`, float64
-    [M],
+    multiply by `Algorithm.coefficients`. segment_sums_M: by the names in `algorithm.StepStats.sums`, float64 [M],
     detached: sums per sample of |loss_T|, |A| and, where measured, of the squared derivative of loss_T by its log-prob.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".

@@ -1,8 +1,8 @@
 """Fixed weights per pass rate: published rules that are a function of mu, one line each, and DGPO.
 
-As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass
-rate, averaged over the step's trained tokens. mu is always the share of right verdicts, never a mean of shaped rewards;
-with rewards of 0 and 1 that is the same. Refuses options out of their range.
+As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass rate, averaged over the
+step's trained tokens. mu is always the share of right verdicts, never a mean of shaped rewards; with rewards of 0 and 1
+that is the same. Refuses options out of their range.
 
 Shape letters: N samples, K rollouts per prompt, B = K + 1 bins.
 """

@@ -159,7 +159,7 @@ class TrainWorker:
             from megatron_daro.actor import parallel
             from megatron_daro.actor.policy import MegatronPolicy, layout_of
 
-        self._remarks = parallel.prepare_process(expandable_segments=settings.expandable_segments)
+        self._remarks = parallel.configure_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening()
         parallel.initialize(layout_of(actor), rank=self._rank, init_method=init_method, seed=seed, timeout_s=timeout_s)
         self._heals = heals

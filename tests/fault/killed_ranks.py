@@ -70,7 +70,7 @@ def _doomed(plan: str, folder: Path, rank_class: Any) -> Any:
             from megatron_daro.runtime.kept_states import KeptStates
 
             before(step, "run_schedule", rank, "forward")
-            before(step, "prepare_update", rank, "backward")
+            before(step, "check_gradients", rank, "backward")
             before(step, "apply_update", rank, "optimizer")
             before(KeptStates, "send", rank, "copy")
 

@@ -35,7 +35,7 @@ Check = Callable[[torch.device, Path], Outcome]
 
 def packed_attention(device: torch.device, _: Path, dtype: torch.dtype = torch.float32) -> Outcome:
     """Values and gradients of the local core attention against float64, sequences of very different length."""
-    from megatron_daro.actor.model import packed_causal_attention
+    from megatron_daro.actor.layers import packed_causal_attention
 
     torch.manual_seed(0)
     lengths = [700, 3, 0, 65, 64, 1, 130, 128]
@@ -322,7 +322,8 @@ def policy_checkpoint(
         saved.train_step(batch, rows, step=1)
     place = directory / "checkpoint"
     place.mkdir()
-    saved.save(place)
+    saved.start_save(place)
+    saved.finish_save()
     loaded.load(place)
     worst = 0.0
     for step in (2, 3):
@@ -399,13 +400,13 @@ def _learnable(directory: Path, family: str = "qwen2") -> Any:
 
 def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
     """Raise NotHereError where matrix products in fp8 cannot run."""
-    from megatron_daro.actor import optimizer
+    from megatron_daro.actor import precision
     from megatron_daro.actor.device import has_transformer_engine
     from megatron_daro.config.precision import why_not
 
     if not has_transformer_engine():
         raise NotHereError(NO_TRANSFORMER_ENGINE)
-    if why := why_not(recipe, optimizer.surroundings()):
+    if why := why_not(recipe, precision.surroundings()):
         raise NotHereError(f"fp8 ({recipe}): {why}")
 
 

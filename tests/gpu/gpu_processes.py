@@ -158,7 +158,7 @@ def _policy(
 
 def _training(directory: Path, layout: Mapping[str, int], save_to: Path, **options: Any) -> dict[str, np.ndarray]:
     """What `training` compares, of this rank: gradients under Hugging Face names, and "step N"."""
-    from policy_tasks import loss_terms, my_rows, uneven_split
+    from policy_tasks import loss_terms, my_rows, save_policy, uneven_split
     from small_models import random_batch
 
     from megatron_daro.actor import parallel
@@ -173,7 +173,7 @@ def _training(directory: Path, layout: Mapping[str, int], save_to: Path, **optio
         metrics = policy.train_step(mine, split, step=step).metrics
         found[f"step {step}"] = np.array([metrics[key] for key in _COMPARED])
         if step == 2 and save_to.is_dir():
-            policy.save(save_to)
+            save_policy(policy, save_to)
     return found
 
 

@@ -8,23 +8,23 @@ from two_colours import Call
 
 LAYERS = {
     "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd",  # has a kernel there
-    "megatron_daro/actor/model.py:forward",  # attention of the local layers
-    "megatron_daro/actor/model.py:packed_causal_attention",
+    "megatron_daro/actor/layers.py:forward",  # attention of the local layers
+    "megatron_daro/actor/layers.py:packed_causal_attention",
     "megatron/core/transformer/moe/moe_utils.py:permute",  # actor.megatron.moe_permute_fusion has a kernel
     "megatron/core/transformer/moe/moe_utils.py:unpermute",
     "megatron/core/transformer/moe/moe_utils.py:sort_chunks_by_idxs",
     "megatron/core/transformer/moe/experts.py:forward",  # of experts that run one after the other
     "megatron/core/transformer/moe/token_dispatcher.py:preprocess",  # counts of tokens for all_to_all
-    "megatron_daro/actor/device.py:_on_host",  # the same, in the place of upstream's function
+    "megatron_daro/actor/cpu.py:_on_host",  # the same, in the place of upstream's function
     "megatron/core/tensor_parallel/mappings.py:forward",  # which the test of the CPU has not moved to the host before
     "megatron/core/tensor_parallel/mappings.py:backward",
 }
 """Where layers wait that a GPU runs with Transformer Engine's kernels, or as upstream must."""
 STEP = {
-    ("to the host", "megatron_daro/actor/step.py:global_totals"): 1,
-    ("to the host", "megatron_daro/actor/step.py:reduce"): 2,
-    ("tolist", "megatron_daro/actor/step.py:reduce"): 2,
-    ("__float__", "megatron_daro/actor/step.py:reduce"): 1,
+    ("to the host", "megatron_daro/actor/loss.py:global_totals"): 1,
+    ("to the host", "megatron_daro/actor/loss.py:reduce"): 2,
+    ("tolist", "megatron_daro/actor/loss.py:reduce"): 2,
+    ("__float__", "megatron_daro/actor/loss.py:reduce"): 1,
     ("item", "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"): 1,
     ("item", "megatron_daro/actor/optimizer.py:_finite_everywhere"): 1,
 }
@@ -38,9 +38,9 @@ PASS = {("to the host", "megatron_daro/data/packing.py:collect_responses"): 2}
 """Of each micro-batch, when all of them are done."""
 CONTEXT = {("to the host", "megatron_daro/actor/forward.py:_join_context"): 1}
 """Of a whole pass with context parallelism."""
-CHECKPOINT = ("megatron_daro/actor/checkpoint.py", "megatron/core/dist_checkpointing/")
+CHECKPOINT = ("megatron_daro/actor/sharded_state.py", "megatron/core/dist_checkpointing/")
 """A checkpoint's ranks tell each other, as objects, what each of them has."""
-UNDER_WAY = "megatron_daro/actor/shards.py:release"
+UNDER_WAY = "megatron_daro/actor/shard_file.py:release"
 """A save that is under way has copies made of what it did not read yet, before memory goes or a step changes it."""
 
 
@@ -53,7 +53,7 @@ def _free(call: Call, where: str) -> bool:
 def _allowed(call: Call) -> dict[tuple[str, str], int]:
     if call.name in ("logprobs", "reference_logprobs", "values"):
         return {key: count * call.micro_batches for key, count in PASS.items()} | CONTEXT
-    if call.name in ("train_step", "compute_gradients"):
+    if call.name in ("train_step", "forward_backward"):
         return {key: count * call.models for key, count in STEP.items()} | COLUMNS
     return {}
 

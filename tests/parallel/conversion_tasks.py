@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from policy_tasks import build_policy
+from policy_tasks import build_policy, save_policy
 
 from megatron_daro.actor.compat import quiet
 
@@ -20,7 +20,7 @@ def start_from(path: Path, layout: Any, weights: Path, save_to: Path | None = No
     """Start a policy from a Megatron checkpoint as `train` does; this stage's weights under Hugging Face names."""
     policy = build_policy(path, layout, {"name": "daro"}, weights=weights)
     if save_to:
-        policy.save(save_to)
+        save_policy(policy, save_to)
     return _exported(policy)
 
 

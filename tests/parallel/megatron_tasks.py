@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from policy_tasks import build_policy, collect_gradients, everything, summed_gradients
+from policy_tasks import build_policy, collect_gradients, everything, save_policy, summed_gradients
 
 from megatron_daro.observe.metrics import comparable
 from megatron_daro.types import TrainBatch
@@ -146,7 +146,7 @@ def train(
         metrics.append(comparable(policy.train_step(mine, micro_batches, step=step + 1).metrics))
     if save_to:
         with _without(without):
-            policy.save(save_to)
+            save_policy(policy, save_to)
     weights = policy.train_state.algorithm.weights
     return {
         "parameters": {n: t.clone().numpy() for n, t in policy.export()},
@@ -220,13 +220,13 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
     """
     import torch.distributed as dist
 
-    from megatron_daro.actor import shards
+    from megatron_daro.actor import shard_file
 
     policy = build_policy(path, layout, {"name": "daro"}, precision="bf16", **options)
     mine, micro_batches = _shard(batch, layout, 2)
     policy.train_step(mine, micro_batches, step=1)
     before = {n: t.clone().float().numpy() for n, t in policy.export()}
-    written, told, write = [], threading.Event(), shards.FileWriter.write
+    written, told, write = [], threading.Event(), shard_file.FileWriter.write
 
     def slowly(self: Any, values: Any) -> None:
         told.wait(timeout=60)
@@ -234,7 +234,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
         written.append(len(values))
         write(self, values)
 
-    shards.FileWriter.write = slowly
+    shard_file.FileWriter.write = slowly
     try:
         policy.start_save(directory)
         told.set()
@@ -242,7 +242,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
         at_end = len(written)
         policy.finish_save()
     finally:
-        shards.FileWriter.write = write
+        shard_file.FileWriter.write = write
     dist.barrier()  # a rank with nothing to write would read what another one still writes
     policy.onload(_ALL)
     policy.load(directory)

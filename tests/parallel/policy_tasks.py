@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_daro.config import hardware
 from megatron_daro.types import TrainBatch
@@ -91,10 +92,18 @@ def summed_gradients(
     """The sums of a step, whose gradients `collect_gradients` finds in the policy; no update. settings: of
     `loss_settings`."""
     from megatron_daro.actor import step
+    from megatron_daro.actor.advantages import with_advantages
 
-    return step.compute_gradients(
-        policy.train_state, batch, micro_batches, *loss_settings(policy, algorithm, **settings)
-    )
+    objective, output = loss_settings(policy, algorithm, **settings)
+    batch = with_advantages(policy.train_state.algorithm, batch, objective)
+    return step.forward_backward(policy.train_state, batch, micro_batches, objective, output, step.OwnTime())
+
+
+def save_policy(policy: Any, directory: Path) -> None:
+    """Write a checkpoint; it is whole when this returns."""
+    policy.start_save(directory)
+    policy.finish_save()
+    dist.barrier()
 
 
 def my_rows(num_samples: int, layout: Any) -> list[int]:
@@ -571,7 +580,7 @@ def ppo_steps(
             assert policy.offload(("weights",)).left == 0
             policy.onload(KINDS_OF_MEMORY)
     if save_to:
-        policy.save(save_to)
+        save_policy(policy, save_to)
     names = ("policy", "critic")
     left = {name: device_bytes(policy, name) for name in names}
     give_turn(policy, "policy")

@@ -147,7 +147,7 @@ def test_a_scrambled_alignment_is_seen(rank_pool, models, scrambled, tmp_path):
     "shape", [(-1, 0, 0), (0, -1, 0), (0, 0, -1)], ids=["of other tokens", "of other layers", "of another number"]
 )
 def test_experts_of_another_model_are_refused(models, shape):
-    from megatron_daro.actor.forward import check_routed_experts
+    from megatron_daro.actor.routing_replay import check_routed_experts
     from megatron_daro.config.model_shape import read_model_shape
 
     batch, model = random_batch(), read_model_shape(models["qwen3_moe"][0])
@@ -165,7 +165,7 @@ def test_experts_of_another_model_are_refused(models, shape):
 
 @pytest.mark.parametrize(("added", "words"), [(3, "2 to 6"), (-1, "-2 to 2")])
 def test_experts_that_the_model_has_not_are_refused(added, words, tmp_path):
-    from megatron_daro.actor.forward import check_numbers
+    from megatron_daro.actor.routing_replay import check_numbers
     from megatron_daro.data.packing import pack
 
     batch = random_batch()

@@ -50,7 +50,7 @@ def life(
         policy.onload(KINDS_OF_MEMORY)
         place = save_to / "checkpoint"
         place.mkdir(exist_ok=True)
-        policy.save(place)
+        policy_tasks.save_policy(policy, place)
         policy.load(place)
         policy.train_step(mine, rows, step=3)
         assert found.operations > 1000
@@ -61,10 +61,10 @@ class planted:  # noqa: N801  (read as a statement)
     """A fault in the loss of a micro-batch, or in the reduction of a step's sums, on this rank."""
 
     def __init__(self, kind: str) -> None:
-        from megatron_daro.actor import step
+        from megatron_daro.actor import loss
 
-        original = step.StepLoss.micro_batch
-        reduce = step.handed_to_all_stages
+        original = loss.StepLoss.micro_batch
+        reduce = loss.handed_to_all_stages
 
         def micro_batch(self: Any, model: Any, packed: Any, hidden_T1D: Any) -> Any:
             if kind == "item":
@@ -81,8 +81,8 @@ class planted:  # noqa: N801  (read as a statement)
             return reduce(torch.zeros(3), *arguments) if kind == "group" else reduce(values, *arguments)
 
         self._patches = [
-            mock.patch.object(step.StepLoss, "micro_batch", micro_batch),
-            mock.patch.object(step, "handed_to_all_stages", handed),
+            mock.patch.object(loss.StepLoss, "micro_batch", micro_batch),
+            mock.patch.object(loss, "handed_to_all_stages", handed),
         ]
 
     def __enter__(self) -> None:
@@ -144,7 +144,7 @@ def test_a_policy_keeps_device_and_host_apart(rank_pool, models, tmp_path, famil
         ("mixed in the backward pass", r"aten.mul.Tensor in megatron/core.* mixes tensors of device and host"),
         (
             "group",
-            r"allreduce_ in megatron_daro/actor/step.py:handed_to_all_stages is given tensors of the host",
+            r"allreduce_ in megatron_daro/actor/loss.py:handed_to_all_stages is given tensors of the host",
         ),
     ],
 )

@@ -38,7 +38,7 @@ GPU, HOST = torch.device("cpu", 0), torch.device("cpu")
 """What `Tensor.device` says of the two; both are the CPU, and differ."""
 METHODS = ("train_step", "logprobs", "reference_logprobs", "values", "offload", "onload")
 METHODS += ("start_save", "load", "start_snapshot", "restore")
-"""Of MegatronPolicy; `export` and `export_critic` beside them, one tensor at a time, and `step.compute_gradients`."""
+"""Of MegatronPolicy; `export` and `export_critic` beside them, one tensor at a time, and `step.forward_backward`."""
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "cpu", "nonzero"}
 _READS |= {"masked_select", "unique", "unique_consecutive", "equal", "allclose", "__contains__"}
 _FREE = {"barrier", "monitored_barrier_"}
@@ -332,7 +332,7 @@ def _inside(colours: Colours) -> Iterator[None]:
 @contextmanager
 def _redirected(colours: Colours) -> Iterator[None]:
     """Let the package and Megatron-core mean the device where they say CUDA."""
-    from megatron_daro.actor import device
+    from megatron_daro.actor import cpu, device
 
     def on_gpu(asked: object) -> object:
         return GPU if str(asked).startswith("cuda") else asked
@@ -349,7 +349,7 @@ def _redirected(colours: Colours) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "prepare", lambda: GPU))
-        stack.enter_context(mock.patch.object(device, "_on_cpu", on_gpu))
+        stack.enter_context(mock.patch.object(cpu, "_on_cpu", on_gpu))
         stack.enter_context(mock.patch.object(device, "shown", shown))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: GPU))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", cuda))
@@ -445,5 +445,5 @@ def watched() -> Iterator[Found]:
             stack.enter_context(mock.patch.object(MegatronPolicy, name, wrap(getattr(MegatronPolicy, name))))
         # A tensor of the class, which the policies of a process share; each pool of ranks builds many.
         stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
-        stack.enter_context(mock.patch.object(step, "compute_gradients", inside(step.compute_gradients)))
+        stack.enter_context(mock.patch.object(step, "forward_backward", inside(step.forward_backward)))
         yield found

@@ -328,7 +328,7 @@ class Process:
         )
 
     async def train(self, batch: Any, micro_batches: Any, step: int, **columns: Any) -> StepResult:
-        """actor/step.py: gradients, `prepare_update` (reduce; wait for who reads the weights), `apply_update`."""
+        """actor/step.py: gradients, `check_gradients` (reduce; wait for who reads the weights), `apply_update`."""
         policy = self.policy
         await self._spend(self.cluster.delay(0.5))
         await self._meet()

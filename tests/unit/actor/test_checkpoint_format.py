@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.actor import checkpoint as fmt
+from megatron_daro.actor import sharded_state as fmt
 from megatron_daro.convert import daro_format
 from megatron_daro.errors import CheckpointError
 

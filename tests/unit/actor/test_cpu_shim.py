@@ -33,14 +33,14 @@ def test_nothing_is_redirected_where_a_gpu_is():
         os.environ["LOCAL_RANK"] = "11"
         before = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)
         import megatron_daro
-        from megatron_daro.actor import device
+        from megatron_daro.actor import cpu, device
         from megatron_daro.errors import ModelError
         hosts = "megatron_daro.plugins."  # need the frameworks that they plug into
         for module in pkgutil.walk_packages(megatron_daro.__path__, "megatron_daro."):
             if not module.name.endswith(("actor.device", "__main__", "logprob_kernels")) and hosts not in module.name:
                 importlib.import_module(module.name)
         try:
-            device.install()
+            cpu.install()
         except ModelError as error:
             print("refused", "actor.cpu" in str(error))
         after = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)

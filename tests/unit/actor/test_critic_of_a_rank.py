@@ -209,7 +209,9 @@ def test_a_snapshot_needs_both_models_on_the_device(model):
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_name(tmp_path, model):
-    policy_of(model, {"name": "grpo"}).save(tmp_path)
+    written = policy_of(model, {"name": "grpo"})
+    written.start_save(tmp_path)
+    written.finish_save()
     with pytest.raises(CheckpointError, match=r"no critic.*algorithm\.name=ppo"):
         policy_of(model, ppo()).load(tmp_path)
 

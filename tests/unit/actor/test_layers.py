@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.actor import model
+from megatron_daro.actor import layers
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 0)
 
@@ -39,7 +39,7 @@ def qkv(num_tokens, heads, kv_heads, head_dim, seed):
 @given(lengths=lengths_lists, heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]), seed=st.integers(0, 99))
 def test_packed_attention_equals_one_call_per_sequence(lengths, heads, seed):
     inputs = qkv(sum(lengths), *heads, 8, seed)
-    got = model.packed_causal_attention(*inputs, lengths)
+    got = layers.packed_causal_attention(*inputs, lengths)
     want = one_call_per_sequence(*inputs, lengths)
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
@@ -53,7 +53,7 @@ def test_packed_attention_equals_one_call_per_sequence(lengths, heads, seed):
 @pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0], [3, 0, 0, 5], [1, 1, 1]])
 def test_sequences_of_length_zero_and_one(lengths):
     inputs = qkv(sum(lengths), 4, 2, 8, 0)
-    got = model.packed_causal_attention(*inputs, lengths)
+    got = layers.packed_causal_attention(*inputs, lengths)
     torch.testing.assert_close(got, one_call_per_sequence(*inputs, lengths), rtol=0, atol=1e-12)
 
 
@@ -62,19 +62,19 @@ def test_a_sequence_does_not_see_its_neighbours():
     lengths = [5, 9, 6, 9]
     inputs = [x.detach() for x in qkv(sum(lengths), 4, 2, 8, 1)]
     rows = slice(5, 14)
-    before = model.packed_causal_attention(*inputs, lengths)[rows]
+    before = layers.packed_causal_attention(*inputs, lengths)[rows]
     changed = [x.clone() for x in inputs]
     for x in changed:
         x[:5] += 100.0
         x[14:] -= 100.0
-    assert torch.equal(model.packed_causal_attention(*changed, lengths)[rows], before)
+    assert torch.equal(layers.packed_causal_attention(*changed, lengths)[rows], before)
 
 
 def norm_pair(dtype, eps=1e-6, size=48):
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     torch.manual_seed(0)
-    ours = model.RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), size, eps=eps)
+    ours = layers.RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), size, eps=eps)
     theirs = Qwen2RMSNorm(size, eps=eps).to(dtype)
     with torch.no_grad():
         theirs.weight.copy_(1 + 0.3 * torch.randn(size))

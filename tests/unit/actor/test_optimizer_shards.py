@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.actor.shards import flat_boxes
+from megatron_daro.actor.optimizer_shards import flat_boxes
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

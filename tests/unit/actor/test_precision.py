@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_daro.actor import device, optimizer
+from megatron_daro.actor import device, precision
 from megatron_daro.actor.model import transformer_config
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.actor import ActorSection
@@ -21,21 +21,21 @@ HOPPER = Surroundings(9.0, (13, 0), (2, 20, 2), (9, 19, 0))
 
 def test_fp8_that_cannot_run_on_this_rank_is_refused_and_not_silently_off(monkeypatch):
     with pytest.raises(ConfigError, match=r"actor\.precision: got fp8"):
-        optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
-    monkeypatch.setattr(optimizer, "surroundings", lambda: HOPPER)
+        precision.uses_transformer_engine(ActorSection(precision="fp8"))
+    monkeypatch.setattr(precision, "surroundings", lambda: HOPPER)
     with pytest.raises(ConfigError, match="Transformer Engine"):
-        optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
+        precision.uses_transformer_engine(ActorSection(precision="fp8"))
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    assert optimizer.uses_transformer_engine(ActorSection(precision="fp8"))
-    assert not optimizer.uses_transformer_engine(ActorSection(precision="fp32"))
+    assert precision.uses_transformer_engine(ActorSection(precision="fp8"))
+    assert not precision.uses_transformer_engine(ActorSection(precision="fp32"))
     with pytest.raises(ConfigError, match=r"actor\.fp8_recipe"):
-        optimizer.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"))
+        precision.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"))
 
 
 def config_of(**options):
     """Megatron's own configuration of a small model."""
     actor = ActorSection(**options)
-    return transformer_config(read_model_shape(SHAPE), Layout(), dtype=actor.dtype, fp8=optimizer.fp8_options(actor))
+    return transformer_config(read_model_shape(SHAPE), Layout(), dtype=actor.dtype, fp8=precision.fp8_options(actor))
 
 
 def test_megatron_gets_recipe_format_and_layers_in_bf16():

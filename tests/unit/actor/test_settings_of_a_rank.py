@@ -97,7 +97,9 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_
 
 
 def test_training_starts_from_a_megatron_checkpoint_where_one_is_named(tmp_path, model, critic_model):
-    policy_of(critic_model, GRPO).save(tmp_path)
+    written = policy_of(critic_model, GRPO)
+    written.start_save(tmp_path)
+    written.finish_save()
     settings = PolicySettings(model, 4, 32, 1.0, 10, weights=tmp_path)
     arguments = settings, ActorSection(precision="fp32"), AlgorithmSection(name="ppo")
     policy, stored = policy_module.MegatronPolicy(*arguments), load_file(critic_model / "model.safetensors")

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_daro import durable
-from megatron_daro.actor import shards
-from megatron_daro.actor.shards import OwnBox, ShardFile
+from megatron_daro.actor import shard_file
+from megatron_daro.actor.shard_file import OwnBox, ShardFile
 
 ROWS, NUMBER = 100, 6
 BOX_BYTES = 4 * ROWS
@@ -42,13 +42,13 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     """Every box waits at the gate before it is written, when it was already read."""
-    made, real = Gate(), shards.FileWriter.write
+    made, real = Gate(), shard_file.FileWriter.write
 
     def write(self, values):
         made.pass_()
         real(self, values)
 
-    monkeypatch.setattr(shards.FileWriter, "write", write)
+    monkeypatch.setattr(shard_file.FileWriter, "write", write)
     return made
 
 
@@ -97,13 +97,13 @@ def test_what_the_budget_holds_is_copied_from_the_end_and_the_rest_is_waited_for
 
 
 def test_training_goes_on_while_the_system_writes_to_the_disk(tmp_path, monkeypatch):
-    synced, real = threading.Event(), shards.FileWriter.__exit__
+    synced, real = threading.Event(), shard_file.FileWriter.__exit__
 
     def leave(self, *error):
         assert synced.wait(TIMEOUT_S)
         real(self, *error)
 
-    monkeypatch.setattr(shards.FileWriter, "__exit__", leave)
+    monkeypatch.setattr(shard_file.FileWriter, "__exit__", leave)
     tensors, file = file_of(tmp_path / "shard")
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(file.write)
@@ -123,7 +123,7 @@ def test_a_disk_that_refuses_does_not_hold_training_up(tmp_path, gate, monkeypat
         gate.pass_()
         raise OSError(28, "the disk is full")
 
-    monkeypatch.setattr(shards.FileWriter, "write", refuse)
+    monkeypatch.setattr(shard_file.FileWriter, "write", refuse)
     with ThreadPoolExecutor(2) as pool:
         written = pool.submit(file.write)
         gate.reached(1)

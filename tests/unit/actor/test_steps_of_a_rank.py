@@ -17,7 +17,7 @@ from policy_tasks import everything
 from single_rank import GRPO, ROWS, policy_of, rates
 from small_models import random_batch
 
-from megatron_daro.actor import checkpoint, optimizer, shards
+from megatron_daro.actor import checkpoint, optimizer, shard_file, sharded_state
 from megatron_daro.actor.compat import forget_rotary_tables
 from megatron_daro.errors import CheckpointError, ConfigError, DataError
 
@@ -46,7 +46,8 @@ def test_after_a_load_the_schedule_goes_on_with_this_runs_rate(tmp_path, model):
     options = {"warmup_steps": 4, "weight_decay": 0.3}
     policy = policy_of(model, GRPO, optimizer={**options, "learning_rate": 1e-3})
     rates(policy, 2)
-    policy.save(tmp_path)
+    policy.start_save(tmp_path)
+    policy.finish_save()
     again = policy_of(model, GRPO, to_be_restored=True, optimizer={"learning_rate": 1e-2, "warmup_steps": 4})
     again.load(tmp_path)
     assert rates(again, 1, first=3) == pytest.approx([7.5e-3])
@@ -134,7 +135,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_named(tmp_path, model, monkeypatch)
     def refuse(*_):
         raise OSError(28, "the disk is full")
 
-    monkeypatch.setattr(shards.FileWriter, "write", refuse)
+    monkeypatch.setattr(shard_file.FileWriter, "write", refuse)
     policy.start_save(tmp_path)
     policy.end_background_work()
     with pytest.raises(CheckpointError, match=rf"{tmp_path} .*the disk is full"):
@@ -142,8 +143,8 @@ def test_a_disk_that_refuses_a_checkpoint_is_named(tmp_path, model, monkeypatch)
 
 
 def test_a_save_on_a_slow_disk_has_the_weights_of_when_it_began(tmp_path, model, monkeypatch):
-    write = shards.FileWriter.write
-    monkeypatch.setattr(shards.FileWriter, "write", lambda self, values: (time.sleep(0.01), write(self, values)))
+    write = shard_file.FileWriter.write
+    monkeypatch.setattr(shard_file.FileWriter, "write", lambda self, values: (time.sleep(0.01), write(self, values)))
     policy = policy_of(model, GRPO, optimizer={"learning_rate": 1e-2})
     rates(policy, 1)
     before = everything(policy)
@@ -175,17 +176,17 @@ def test_a_state_that_is_not_the_algorithms_is_refused_by_name(tmp_path, error):
 
 
 def test_boxes_that_are_no_whole_tensor_together_are_not_saved(tmp_path):
-    boxes = [checkpoint.OwnBox("w", torch.zeros(4), (at,), (4,), (9,)) for at in (0, 4)]
+    boxes = [shard_file.OwnBox("w", torch.zeros(4), (at,), (4,), (9,)) for at in (0, 4)]
     with pytest.raises(CheckpointError, match=r"w: 8 .*\(9,\)"):
-        checkpoint.collect_shards({}, tmp_path, boxes)
-    whole = [*boxes, checkpoint.OwnBox("w", torch.zeros(1), (8,), (1,), (9,))]
-    checkpoint.collect_shards({}, tmp_path, whole).write()
+        sharded_state.collect_shards({}, tmp_path, boxes)
+    whole = [*boxes, shard_file.OwnBox("w", torch.zeros(1), (8,), (1,), (9,))]
+    sharded_state.collect_shards({}, tmp_path, whole).write()
 
 
 def test_rows_that_only_pad_may_be_of_another_number(tmp_path):
     rows = torch.arange(12.0).reshape(6, 2)
-    stored = checkpoint.ShardedTensor.from_rank_offsets("w", rows, allow_shape_mismatch=True)
-    checkpoint.collect_shards([stored], tmp_path).write()
-    wanted = checkpoint.ShardedTensor.from_rank_offsets("w", torch.ones(8, 2), allow_shape_mismatch=True)
-    (found,) = checkpoint.read_shards([wanted], tmp_path)
+    stored = sharded_state.ShardedTensor.from_rank_offsets("w", rows, allow_shape_mismatch=True)
+    sharded_state.collect_shards([stored], tmp_path).write()
+    wanted = sharded_state.ShardedTensor.from_rank_offsets("w", torch.ones(8, 2), allow_shape_mismatch=True)
+    (found,) = sharded_state.read_shards([wanted], tmp_path)
     assert torch.equal(found, torch.cat([rows, torch.zeros(2, 2)]))

@@ -41,7 +41,7 @@ class Policy:
 def joined(monkeypatch):
     """Start a rank that has joined its groups; returns it and its policy."""
     made = []
-    monkeypatch.setattr(parallel, "prepare_process", lambda **options: ())
+    monkeypatch.setattr(parallel, "configure_process", lambda **options: ())
     monkeypatch.setattr(parallel, "initialize", lambda layout, **options: None)
     monkeypatch.setattr(parallel, "listening", frozenset)
     monkeypatch.setattr(parallel, "gathered_addresses", lambda own: own)

@@ -1,146 +1,34 @@
-"""What a rank writes into a checkpoint: its own part of the optimizer's state, and the file that training can overtake.
-
-Actor/checkpoint.py collects the shards that a rank saves, writes them and reads them back in any layout.
+"""This rank's own part of the optimizer's state, as boxes of global tensors: saved and loaded, never gathered.
 
 The optimizer of a data-parallel rank owns a run of the flattened parameters; such a run is a few boxes of the
-parameter's shape: boxes of global tensors that are saved and loaded, never gathered. So no rank ever holds more than
-its own state, where Megatron's `fully_reshardable` format gathers the fp32 weights and both moments, 12 bytes a
-parameter, on every rank. The keys are those of that format.
+parameter's shape. So no rank ever holds more than its own state, where Megatron's `fully_reshardable` format gathers
+the fp32 weights and both moments, 12 bytes a parameter, on every rank. The keys are those of that format.
 Source: megatron/core/optimizer/distrib_optimizer.py, `get_parameter_state_dp_reshardable`, 0.16.1.
-
-A thread writes the file from the live tensors (`ShardFile.write`); before the next update of the weights `release` is
-called. What was handed to the file by then may change. Of the rest, as much as the budget allows is copied, from the
-end of the file, and the update waits for what lies between. So a save takes no memory where a step computes longer than
-the file takes to write.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_daro import durable
-from megatron_daro.actor import device
+from megatron_daro.actor.compat import optimizer_parts
+from megatron_daro.actor.megatron import (
+    DistributedOptimizer,
+    MegatronOptimizer,
+    ShardedTensor,
+    ShardedTensorFactory,
+    extract_sharded_tensors_and_factories,
+    nested_values,
+)
+from megatron_daro.actor.shard_file import OwnBox
 from megatron_daro.convert.daro_format import DaroPieces
 from megatron_daro.convert.pieces import overlap
-from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import CheckpointError
-
-PIECE_BYTES = 64 * 2**20
-"""A box that lies on a GPU is fetched in pieces of this size."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnBox:
-    """Values of elements [offset, offset + shape) of a global tensor; `data` has as many elements, of any shape."""
-
-    key: str
-    data: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-
-
-class ShardFile:
-    """Named boxes that are written into one file, in order. `write` is called once; `release` by another thread."""
-
-    def __init__(self, path: Path, boxes: Sequence[tuple[str, OwnBox]]) -> None:
-        self._path = path
-        self._header = [(name, box.data.dtype, box.shape) for name, box in boxes]
-        self._values: list[Tensor | None] = [box.data.detach() for _, box in boxes]
-        self._changed = threading.Condition()
-        self._at = 0  # the box that is being read
-        self._ended = False
-
-    def write(self) -> None:
-        """Write the file and the hash of it, which is taken on the way; both are on the disk when this returns.
-
-        Raises:
-            OSError, ModelError: the disk refused; nothing is read any more.
-        """
-        try:
-            if not self._values:
-                return
-            with FileWriter(self._path, self._header, hashed=True) as file:
-                for number in range(len(self._values)):
-                    for piece in self._pieces(number):
-                        file.write(piece)
-                self._advance(len(self._values))
-            durable.write_hash(self._path, file.sha256 or "")
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def release(self, most_bytes: int) -> int:
-        """Return when no tensor is read any more that was given to this file.
-
-        Args:
-            most_bytes: of copies in host memory that may be made to get there sooner.
-
-        Returns:
-            How many bytes were copied.
-        """
-        first, copied = len(self._values), 0
-        while first > 0:
-            values = self._waiting(first - 1)
-            if values is None or copied + values.nbytes > most_bytes:
-                break
-            if not self._replace(first - 1, values.to("cpu", copy=True)):
-                break
-            first, copied = first - 1, copied + values.nbytes
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._at >= first)
-        return copied
-
-    def _pieces(self, number: int) -> Iterator[Tensor]:
-        self._advance(number)
-        with self._changed:
-            values = self._values[number]
-        assert values is not None
-        if values.device.type == "cpu" or not values.is_contiguous():
-            yield device.shown(values.to("cpu"))
-            return
-        flat, step = values.view(-1), max(1, PIECE_BYTES // values.dtype.itemsize)
-        yield from (flat[start : start + step].to("cpu") for start in range(0, len(flat), step))
-
-    def _advance(self, number: int) -> None:
-        """Note that boxes before this one are written, and let go of them."""
-        with self._changed:
-            self._at = number
-            if number:
-                self._values[number - 1] = None
-            self._changed.notify_all()
-
-    def _waiting(self, number: int) -> Tensor | None:
-        """Return a box that was not begun; None where it was."""
-        with self._changed:
-            return None if self._ended or self._at >= number else self._values[number]
-
-    def _replace(self, number: int, copy: Tensor) -> bool:
-        """Write the copy in place of the box. Returns False if the box is being read by now."""
-        with self._changed:
-            if self._ended or self._at >= number:
-                return False
-            self._values[number] = copy
-            return True
-
-
-device.prepare()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 _SHARDING_TYPE = "fully_reshardable"
 
@@ -157,14 +45,14 @@ class _OwnRun:
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
     """Whether the whole optimizer is split over the data-parallel ranks."""
-    return all(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    return all(isinstance(part, DistributedOptimizer) for part in optimizer_parts(optimizer))
 
 
 def common_state(optimizer: MegatronOptimizer) -> dict[object, object]:
     """Return what is the same on all ranks: options and age of the parameter groups, as upstream lays it out."""
-    if len(_parts(optimizer)) > 1:
+    if len(optimizer_parts(optimizer)) > 1:
         optimizer._synchronize_steps()
-    states = [{**part.state_dict(), "param_state_sharding_type": _SHARDING_TYPE} for part in _parts(optimizer)]
+    states = [{**part.state_dict(), "param_state_sharding_type": _SHARDING_TYPE} for part in optimizer_parts(optimizer)]
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
@@ -235,12 +123,8 @@ def _in_row(
         yield (row, *offset), (1, *size)
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _own_runs(optimizer: MegatronOptimizer) -> Iterator[_OwnRun]:
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         for ranges in part.gbuf_ranges:
             for buckets in ranges.values():
                 for bucket in buckets:
