@@ -309,8 +309,8 @@ def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str
         local_name: as `named_parameters()` of the stage gives it, without wrapper prefixes such as `module.`.
         first_layer, first_expert: numbers in the whole model of the rank's first layer and first expert.
     """
-    name = _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}{found[3]}", local_name)
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}{found[3]}", name)
+    name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}{match[3]}", local_name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}{match[3]}", name)
 
 
 def padded_vocab_size(vocab: int, tp_size: int, *, multiple: int = 1) -> int:
@@ -471,6 +471,11 @@ class GlobalBox:
     sizes: tuple[int, ...] = ()
     layer_key: str | None = None
     """The key where each layer has its own; the first axis is then absent."""
+
+    @property
+    def name(self) -> str:
+        """The key with its index, for people."""
+        return self.key + "".join(f"[{i}]" for i in self.index)
 
     def without_layers(self) -> GlobalBox:
         """Return the same parameter in a checkpoint with a key for each layer."""

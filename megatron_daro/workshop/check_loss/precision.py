@@ -30,11 +30,11 @@ class Precision(TorchDispatchMode):
         if self._widen and kwargs.get("dtype") in _SHORTER:
             kwargs["dtype"] = torch.float64
         out = func(*args, **kwargs)
-        given = {id(arg) for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
-        return tree_map(lambda value: self._noted(value, given), out)
+        input_ids = {id(arg) for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
+        return tree_map(lambda value: self._noted(value, input_ids), out)
 
-    def _noted(self, value: object, given: set[int]) -> object:
+    def _noted(self, value: object, input_ids: set[int]) -> object:
         if not isinstance(value, Tensor) or value.dtype not in _SHORTER:
             return value
         self.types.add(str(value.dtype).removeprefix("torch."))
-        return value.double() if self._widen and id(value) not in given else value
+        return value.double() if self._widen and id(value) not in input_ids else value
