@@ -18,8 +18,8 @@ from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
-from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied
+from megatron_daro.convert.runs import RowReader, read_shard
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402  (the device must be prepared first)

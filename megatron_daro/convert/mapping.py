@@ -129,7 +129,7 @@ _EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.wei
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Slice:
     """Entries [start, stop) of HF tensor `source` (its place in the rule) along the rule's dimension."""
 
     source: int
@@ -156,7 +156,7 @@ class TensorRule:
 
     @property
     def dim(self) -> int:
-        """The dimension that tensor parallelism cuts, and along which the pieces stand side by side."""
+        """The dimension that tensor parallelism cuts, and along which the slices stand side by side."""
         return 1 if self.kind == "columns" else 0
 
     @property
@@ -182,7 +182,7 @@ class TensorRule:
             return (2 * self._divide(rows, tp_size, "rows of gate"), *rest)
         return (self._divide(sum(shape[0] for shape in self.hf_shapes), tp_size, "rows"), *rest)
 
-    def pieces(self, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None) -> tuple[Piece, ...]:
+    def slices(self, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None) -> tuple[Slice, ...]:
         """Return the slices of the HF tensors that make up a shard.
 
         Args:
@@ -200,18 +200,18 @@ class TensorRule:
             raise ModelError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist.")
         size = self.local_shape(tp_size, padded_vocab=padded_vocab)[self.dim]
         if self.kind == "copy":
-            return (Piece(0, 0, size),)
+            return (Slice(0, 0, size),)
         if self.kind == "gate_up":
             half = size // 2
-            return tuple(Piece(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
+            return tuple(Slice(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
         return tuple(_window(self._runs(), tp_rank * size, (tp_rank + 1) * size))
 
-    def _runs(self) -> Iterator[Piece]:
-        """Return the pieces of the whole parameter in order."""
+    def _runs(self) -> Iterator[Slice]:
+        """Yield the slices of the whole parameter in order."""
         sizes = [shape[self.dim] // self.groups for shape in self.hf_shapes]
         for group in range(self.groups):
             for i, size in enumerate(sizes):
-                yield Piece(i, group * size, (group + 1) * size)
+                yield Slice(i, group * size, (group + 1) * size)
 
     def _divide(self, size: int, tp_size: int, what: str) -> int:
         if size % tp_size:
@@ -223,13 +223,13 @@ class TensorRule:
         return size // tp_size
 
 
-def _window(runs: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Return what of the runs, one after the other, lies at [start, stop)."""
+def _window(runs: Iterable[Slice], start: int, stop: int) -> Iterator[Slice]:
+    """Yield what of the runs, one after the other, lies at [start, stop)."""
     position = 0
     for run in runs:
         first, last = max(start, position), min(stop, position + run.stop - run.start)
         if first < last:
-            yield Piece(run.source, run.start + first - position, run.start + last - position)
+            yield Slice(run.source, run.start + first - position, run.start + last - position)
         position += run.stop - run.start
 
 
@@ -341,11 +341,11 @@ def shard(
     Raises:
         ModelError: a tensor is missing or has the wrong shape, or the size does not divide.
     """
-    pieces = rule.pieces(tp_rank, tp_size, padded_vocab=padded_vocab)
+    slices = rule.slices(tp_rank, tp_size, padded_vocab=padded_vocab)
     wholes = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
-    parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in pieces]
+    parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in slices]
     local_shape = rule.local_shape(tp_size, padded_vocab=padded_vocab)
-    missing = local_shape[rule.dim] - sum(p.stop - p.start for p in pieces)
+    missing = local_shape[rule.dim] - sum(p.stop - p.start for p in slices)
     if missing:
         parts.append(wholes[0].new_zeros(missing, *local_shape[1:]))
     return _joined(parts, rule.dim)
@@ -373,11 +373,11 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
     if wrong:
         raise ModelError(f"{rule.megatron_name}: a shard of {tp_size} has shape {wrong[0]}, expected {expected}.")
     parts_of_source: list[list[tuple[int, Tensor]]] = [[] for _ in rule.hf_names]
-    for rank, piece_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
+    for rank, shard_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
         position = 0
-        for piece in rule.pieces(rank, tp_size, padded_vocab=padded):
-            length = piece.stop - piece.start
-            parts_of_source[piece.source].append((piece.start, piece_of_rank.narrow(rule.dim, position, length)))
+        for one in rule.slices(rank, tp_size, padded_vocab=padded):
+            length = one.stop - one.start
+            parts_of_source[one.source].append((one.start, shard_of_rank.narrow(rule.dim, position, length)))
             position += length
     in_order = ([part for _, part in sorted(parts, key=lambda part: part[0])] for parts in parts_of_source)
     return {name: _joined(parts, rule.dim) for name, parts in zip(rule.hf_names, in_order, strict=True)}

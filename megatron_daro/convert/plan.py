@@ -28,7 +28,7 @@ from megatron_daro.convert.mapping import (
     unknown_tensors,
 )
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.pieces import common_dtype, source_dtypes
+from megatron_daro.convert.runs import common_dtype, source_dtypes
 from megatron_daro.convert.torch_dist import BACKEND as TORCH_DIST
 from megatron_daro.convert.torch_dist import RELEASE
 from megatron_daro.convert.transformers_shape import read_compared_shape

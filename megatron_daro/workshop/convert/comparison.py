@@ -10,8 +10,8 @@ import torch
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.pieces import RowReader
 from megatron_daro.convert.plan import Job, Parameter, Plan
+from megatron_daro.convert.runs import RowReader
 from megatron_daro.errors import CheckpointError
 from megatron_daro.workshop.convert.rows import windows
 from megatron_daro.workshop.convert.stopping import StopFlag, raise_if_stopped

@@ -21,8 +21,8 @@ from megatron_daro.convert import torch_dist
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.mapping import TensorRule, other_name
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.pieces import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype, torch_name
+from megatron_daro.convert.runs import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, bytes_of
 from megatron_daro.workshop.convert.records import FileRecord, TensorRecord
 from megatron_daro.workshop.convert.rows import RowHash, Scratch, cast, windows
