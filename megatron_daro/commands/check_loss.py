@@ -10,7 +10,7 @@ import typer
 
 def check_loss(
     function: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="The loss (docs/plugins.md).", show_default=False)
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="The loss (docs/check_loss.md).", show_default=False)
     ],
     per_token: Annotated[
         Literal["both", "on", "off"],
