@@ -18,11 +18,10 @@ import torch
 
 from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.checkpoint_keys import GlobalBox, global_boxes
 from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
 from megatron_daro.convert.mapping import (
-    GlobalBox,
     TensorRule,
-    global_boxes,
     hf_to_megatron,
     padded_vocab_size,
     unknown_tensors,
@@ -62,7 +61,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter(_Written):
+class MegatronParameter(_Written):
     """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names, those of
     the source for each HF tensor of the rule."""
 
@@ -88,7 +87,7 @@ class Job:
     """One file to write, or a part of one. before, after: what the file has besides, of HF files only."""
 
     file: str
-    items: tuple[Parameter, ...] | tuple[HFTensor, ...]
+    items: tuple[MegatronParameter, ...] | tuple[HFTensor, ...]
     before: tuple[HFTensor, ...] = ()
     after: tuple[HFTensor, ...] = ()
 
@@ -245,7 +244,7 @@ def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
 
 def _parameter(
     rule: TensorRule, box: GlobalBox, tensors: HFCheckpoint | MegatronWeights, dtype: str | None
-) -> Parameter:
+) -> MegatronParameter:
     own = source_dtypes(rule, tensors) if dtype else (common_dtype(rule, tensors),) * len(rule.hf_names)
     for name, source_dtype in zip(rule.hf_names, own, strict=True):
         _check_dtype(name, source_dtype, dtype)
@@ -253,12 +252,12 @@ def _parameter(
     if rule.kind == "vocab":
         rows = padded_vocab_size(rule.hf_shapes[0][0], 1, multiple=VOCABULARY_MULTIPLE)
         shape = (rows, *shape[1:])
-    return Parameter(rule, box, shape, tuple(map(torch_name, own)), _cast(dtype) or torch_name(own[0]))
+    return MegatronParameter(rule, box, shape, tuple(map(torch_name, own)), _cast(dtype) or torch_name(own[0]))
 
 
-def _check_dtypes(parameters: Iterable[Parameter]) -> None:
+def _check_dtypes(parameters: Iterable[MegatronParameter]) -> None:
     """Refuse layers of one tensor that differ in dtype. Raises ModelError."""
-    first: dict[str, Parameter] = {}
+    first: dict[str, MegatronParameter] = {}
     for parameter in parameters:
         other = first.setdefault(parameter.box.key, parameter)
         if other.dtype != parameter.dtype:

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.mapping import global_boxes, hf_to_megatron, possible_boxes
+from megatron_daro.convert.checkpoint_keys import global_boxes, possible_boxes
+from megatron_daro.convert.mapping import hf_to_megatron
 from megatron_daro.convert.plan import Plan
 from megatron_daro.errors import CheckpointError
 from megatron_daro.workshop.convert.records import FileRecord, TensorRecord
@@ -77,7 +78,7 @@ def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[s
     rules = hf_to_megatron(read_model_shape(plan.config), fused_norms=True)
     rows = []
     for rule, box in zip(rules, global_boxes(rules), strict=True):
-        names = [piece.name for piece in possible_boxes(box)]
+        names = [candidate.name for candidate in possible_boxes(box)]
         name = next(name for name in names if name in known)
         megatron, hf = known[name][0], tuple(known[hf_name][0] for hf_name in rule.hf_names)
         files = {known[n][1] for n in (name, *rule.hf_names)}

@@ -10,7 +10,7 @@ import torch
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.plan import Job, Parameter, Plan
+from megatron_daro.convert.plan import Job, MegatronParameter, Plan
 from megatron_daro.convert.runs import RowReader
 from megatron_daro.errors import CheckpointError
 from megatron_daro.workshop.convert.rows import windows
@@ -32,7 +32,7 @@ def compare_file(plan: Plan, job: Job, root: Path, stop: StopFlag | None = None)
     )
     with target, plan.open_source() as source:
         for item in job.items:
-            for name in item.rule.hf_names if isinstance(item, Parameter) else (item.name,):
+            for name in item.rule.hf_names if isinstance(item, MegatronParameter) else (item.name,):
                 _compare(name, source, target, plan.piece_bytes, stop)
     return job.file
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
+from megatron_daro.convert.checkpoint_keys import other_name
 from megatron_daro.convert.daro_format import StoredShard
-from megatron_daro.convert.mapping import TensorRule, other_name
+from megatron_daro.convert.mapping import TensorRule
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.plan import HFTensor, Job, Parameter, Plan, torch_dtype, torch_name
+from megatron_daro.convert.plan import HFTensor, Job, MegatronParameter, Plan, torch_dtype, torch_name
 from megatron_daro.convert.runs import PADDING, RowReader, Run, hf_runs, shard_runs
 from megatron_daro.convert.safetensors_file import DirectFile, FileWriter, bytes_of
 from megatron_daro.workshop.convert.records import FileRecord, TensorRecord
@@ -42,7 +43,7 @@ def write_file(plan: Plan, job: Job, folder: Path, stop: StopFlag | None = None)
 class _ParameterReader:
     """The rows of one Megatron parameter, read from HF tensors and hashed on both sides."""
 
-    def __init__(self, parameter: Parameter, tensors: RowReader, scratch: Scratch, most_bytes: int) -> None:
+    def __init__(self, parameter: MegatronParameter, tensors: RowReader, scratch: Scratch, most_bytes: int) -> None:
         self._parameter, self._tensors, self._scratch, self._most_bytes = parameter, tensors, scratch, most_bytes
         rule = parameter.rule
         self._runs = shard_runs(rule, 0, 1, padded_vocab=parameter.shape[0] if rule.kind == "vocab" else None)
@@ -104,7 +105,7 @@ class _ParameterReader:
 
 
 def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
-    parameters = [item for item in job.items if isinstance(item, Parameter)]
+    parameters = [item for item in job.items if isinstance(item, MegatronParameter)]
     stored = [
         (p, start, stop_)
         for p in parameters
@@ -134,7 +135,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
 def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
     record, path, scratch = FileRecord(job.file, 0), folder / job.file, Scratch(plan.piece_bytes)
     with plan.open_source() as tensors, closing(DirectFile(path)) as out:
-        for parameter in (item for item in job.items if isinstance(item, Parameter)):
+        for parameter in (item for item in job.items if isinstance(item, MegatronParameter)):
             reader, row = _ParameterReader(parameter, tensors, scratch, plan.piece_bytes), 0
             for values in reader.pieces(stop):
                 shard = _shard(job.file, 0, parameter, row, row + len(values))
@@ -208,7 +209,7 @@ class _HFWriter:
         return TensorRecord(box.name, shape, torch_name(dtype), digest)
 
 
-def _shard(file: str, number: int, parameter: Parameter, start: int, stop: int) -> StoredShard:
+def _shard(file: str, number: int, parameter: MegatronParameter, start: int, stop: int) -> StoredShard:
     box, rest = parameter.box, parameter.shape[1:]
     return StoredShard(
         box.key,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.convert.checkpoint_keys import global_boxes
 from megatron_daro.convert.mapping import (
     TensorRule,
     critic_config,
-    global_boxes,
     global_name,
     hf_tensor_shapes,
     hf_to_megatron,
