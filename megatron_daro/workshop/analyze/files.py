@@ -65,7 +65,7 @@ def _parquet(path: Path, names: Sequence[str]) -> Records:
 
     try:
         file = parquet.ParquetFile(path)
-        wanted = [name for name in names if name in file.schema_arrow.names]
+        wanted = [name for name in dict.fromkeys(names) if name in file.schema_arrow.names]
         for batch in file.iter_batches(columns=wanted):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:

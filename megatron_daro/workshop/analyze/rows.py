@@ -1,6 +1,6 @@
-"""Recorded rollouts of several frameworks as rows of four numbers, file by file (a file is a step).
+"""Recorded rollouts of several frameworks as rows of four numbers, file by file; a file is a step.
 
-file -> records (`files`, `host_lines`) -> its columns (`columns`) -> Rows
+A file -> its records (`files`, `host_lines`) -> its columns (`columns`) -> Rows.
 """
 
 from __future__ import annotations
