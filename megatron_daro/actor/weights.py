@@ -19,8 +19,8 @@ from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, 
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
-from megatron_daro.convert.pieces import RowReader, read_shard
 from megatron_daro.convert.plan import check_tied
+from megatron_daro.convert.runs import RowReader, read_shard
 
 
 def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megatron_daro.workshop.analyze.views import Dump, View
+    from megatron_daro.workshop.analyze.dump import Dump
+    from megatron_daro.workshop.analyze.views import View
 
 
 def analyze(
@@ -46,17 +44,19 @@ def analyze(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")] = None,
 ) -> None:
     """Show groups, lengths, losses and weights per pass rate, and each algorithm's share of the gradient."""
-    from rich.console import Console
-
     from megatron_daro.errors import ConfigError
     from megatron_daro.plugins.options import read_options
-    from megatron_daro.workshop.analyze.rows import files_of, named_columns, open_dump
-    from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump, view_of
+    from megatron_daro.workshop.analyze.columns import Wanted, named_columns
+    from megatron_daro.workshop.analyze.dump import infer_rollouts_per_prompt, read_dump
+    from megatron_daro.workshop.analyze.files import files_of
+    from megatron_daro.workshop.analyze.rows import open_dump
+    from megatron_daro.workshop.analyze.tables import printed, reflection_table
+    from megatron_daro.workshop.analyze.views import view_of
 
     daro = read_options(" ".join(f"daro.{word}" for word in options.split()), source="--daro").daro
-    given = named_columns(columns)
+    wanted = Wanted(named_columns(columns), correct_above, reward_key, reflection)
     files = files_of(dump)
-    opened = open_dump(files, given, correct_above, reward_key, reflection)
+    opened = open_dump(files, wanted)
     columns_of_first, rows = next(opened)
     unit = columns_of_first.unit
     if tokens_per_gpu_hour and unit != "tokens":
@@ -69,12 +69,12 @@ def analyze(
     del probe
     recorded = read_dump(chain([rows], (rest for _, rest in opened)), k)
     view = view_of(recorded, daro)
-    console = Console(width=max(Console().width, 150), highlight=False)
     if rollouts_per_prompt is None:
-        console.print(f"K = {k}: what most prompts of the first file have (another: --rollouts-per-prompt)")
-    _print(console, recorded, view, unit, tokens_per_gpu_hour)
+        typer.echo(f"K = {k}: what most prompts of the first file have (another: --rollouts-per-prompt)")
+    _print(recorded, view, unit, tokens_per_gpu_hour)
     if reflection:
-        _print_reflection(console, recorded, [path.name for path in files])
+        typer.echo("\nAnswers with a word of self-reflection (recheck, reconsider, think again, ...)")
+        typer.echo(printed(reflection_table(recorded, [path.name for path in files])))
     if html is not None:
         from megatron_daro.workshop.analyze.page import analysis_page
         from megatron_daro.workshop.report.page import write_page
@@ -83,60 +83,31 @@ def analyze(
         typer.echo(html)
 
 
-def _print(console: Console, dump: Dump, view: View, unit: str, tokens_per_gpu_hour: float | None) -> None:
-    from rich.table import Table
+def _print(dump: Dump, view: View, unit: str, tokens_per_gpu_hour: float | None) -> None:
+    from megatron_daro.observe.table import prose
+    from megatron_daro.workshop.analyze.tables import bins_table, printed, shares_table
+    from megatron_daro.workshop.report.conversations import turns_table
 
-    k = dump.total.rollouts_per_prompt
-    whole, total = float(view.groups.sum()), float(view.tokens.sum())
-    console.print(
+    k, whole = view.rollouts_per_prompt, float(view.groups.sum())
+    typer.echo(
         f"{dump.rollouts} rollouts in {len(dump.steps)} files, {whole:.0f} whole groups of {k}; left out: "
         f"{dump.incomplete} incomplete groups, {dump.unverified} rollouts without a verdict, {dump.unreadable} records "
         "without a group or a length"
     )
-    table = Table("pass rate", "groups", unit, "right", "wrong", "loss", "weight learnt", "at rest")
-    shares = Table("pass rate", *view.shares)
-    for i in range(k + 1):
-        inner = 0 < i < k and float(view.tokens[i]) > 0
-        lengths = [
-            f"{float(x[i]):.0f}" if float(x[i]) == float(x[i]) else "" for x in (view.right_length, view.wrong_length)
-        ]
-        learnt = [f"{float(x[i]):.3f}" if inner else "" for x in (view.loss, view.weight_learnt, view.weight_rest)]
-        table.add_row(f"{i}/{k}", f"{float(view.groups[i]):.0f}", f"{float(view.tokens[i]):.0f}", *lengths, *learnt)
-        if 0 < i < k:
-            shares.add_row(f"{i}/{k}", *(f"{100 * float(share[i]):.1f} %" for share in view.shares.values()))
-    console.print(table)
-    console.print(f"right, wrong: mean length in {unit}; loss: L_k of a first update; weights: DARO's, per difficulty")
-    console.print("\nShare of the gradient's mass per pass rate")
-    console.print(shares)
-    _print_turns(console, dump)
-    cost = f", {view.wasted_tokens / tokens_per_gpu_hour:.1f} GPU-hours" if tokens_per_gpu_hour else ""
-    part = 100 * view.wasted_tokens / total if total else 0.0
-    console.print(
-        f"{view.wasted_tokens:.0f} {unit} ({part:.1f} %{cost}) went into groups without signal (0/{k}, {k}/{k})"
+    typer.echo(printed(bins_table(view, unit)))
+    typer.echo(
+        prose(
+            f"{unit} of right, of wrong: mean length of such an answer; loss: L_k of a first update; weights: DARO's, "
+            "per difficulty"
+        )
     )
-
-
-def _print_reflection(console: Console, dump: Dump, names: Sequence[str]) -> None:
-    from rich.table import Table
-
-    table = Table("file", "answers", "reflecting", "accuracy of these", "of the others")
-    for name, one in zip(names, dump.reflection, strict=True):
-        accuracies = ("" if value is None else f"{value:.1%}" for value in (one.accuracy_with, one.accuracy_without))
-        table.add_row(name, str(one.reflecting + one.other), f"{one.share:.1%}", *accuracies)
-    console.print("\nAnswers with a word of self-reflection (recheck, reconsider, think again, ...)")
-    console.print(table)
-
-
-def _print_turns(console: Console, dump: Dump) -> None:
-    from rich.table import Table
-
-    from megatron_daro.workshop.report.conversations import turns_table
-
-    found = turns_table(dump.turns)
-    if found is None:
-        return
-    table = Table(*found.header)
-    for row in found.rows:
-        table.add_row(*row)
-    console.print("\nMeans per turn; lengths above are of generated tokens")
-    console.print(table)
+    typer.echo("\nShare of the gradient's mass per pass rate")
+    typer.echo(printed(shares_table(view)))
+    if turns := turns_table(dump.turns):
+        typer.echo("\nMeans per turn; lengths above are of generated tokens")
+        typer.echo(printed(turns))
+    cost = f", {view.wasted_tokens / tokens_per_gpu_hour:.1f} GPU-hours" if tokens_per_gpu_hour else ""
+    typer.echo(
+        f"{view.wasted_tokens:.0f} {unit} ({100 * view.wasted_share:.1f} %{cost}) went into groups without signal "
+        f"(0/{k}, {k}/{k})"
+    )

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from megatron_daro.config.actor import ActorSection
+    from megatron_daro.config.model_shape import ModelShape
     from megatron_daro.workshop.check_layout import WorldReport
 
 ModelConfig = Annotated[
@@ -61,22 +60,21 @@ def check_layout(
     problems = list(division_problems(actor, shape))
     if problems:
         raise config_error(str(model_config), problems)
-    _print(_checked(actor, model_config), as_json=as_json)
+    _print(_checked(actor, shape), as_json=as_json)
 
 
-def _checked(actor: ActorSection, model_config: Path) -> WorldReport:
+def _checked(actor: ActorSection, shape: ModelShape) -> WorldReport:
     """Check the world, with a bar on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
     from megatron_daro.actor.policy import layout_of
-    from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.workshop.check_layout import check_world
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("ranks", total=actor.world_size)
         return check_world(
-            read_model_shape(model_config),
+            shape,
             layout_of(actor),
             options=actor.megatron,
             progress=lambda rank: bar.update(task, completed=rank + 1),
@@ -84,30 +82,25 @@ def _checked(actor: ActorSection, model_config: Path) -> WorldReport:
 
 
 def _print(report: WorldReport, *, as_json: bool) -> None:
+    """Print a line for all ranks of a stage that hold as much, or every rank as JSON."""
     import dataclasses
     import json
+    from collections import Counter
 
-    from rich.console import Console
+    from megatron_daro.observe.table import prose, table_text
 
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
         return
-    console = Console(highlight=False)
-    console.print(_table(report))
-    console.print(
-        f"{report.tensors} tensors, {report.parameters:,} parameters: each is used exactly once by every replica, and "
-        f"fills every parameter of all {len(report.ranks)} ranks; all shapes agree."
-    )
-
-
-def _table(report: WorldReport) -> Table:
-    """One line for all ranks of a stage that hold as much."""
-    from collections import Counter
-
-    from rich.table import Table
-
-    table = Table("stage", "ranks", "parameters of a rank", "weights of a rank (bf16)")
     alike = Counter((share.stage, share.parameters, share.size_bytes) for share in report.ranks)
-    for (stage, parameters, size_bytes), count in sorted(alike.items()):
-        table.add_row(str(stage), str(count), f"{parameters:,}", f"{size_bytes / 2**30:.3f} GiB")
-    return table
+    rows = [
+        [str(stage), str(count), f"{parameters:,}", f"{size_bytes / 2**30:.3f} GiB"]
+        for (stage, parameters, size_bytes), count in sorted(alike.items())
+    ]
+    typer.echo(table_text(["stage", "ranks", "parameters of a rank", "weights of a rank (bf16)"], rows, left=1))
+    typer.echo(
+        prose(
+            f"{report.tensors} tensors, {report.parameters:,} parameters: each is used exactly once by every replica, "
+            f"and fills every parameter of all {len(report.ranks)} ranks; all shapes agree."
+        )
+    )

@@ -10,7 +10,7 @@ import typer
 
 def check_loss(
     function: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION", help="The loss (docs/plugins.md).", show_default=False)
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="The loss (docs/check_loss.md).", show_default=False)
     ],
     per_token: Annotated[
         Literal["both", "on", "off"],
@@ -34,7 +34,8 @@ def check_loss(
 ) -> None:
     """Compare a loss under many layouts with one process; find the smallest case that differs, and its likely cause."""
     from megatron_daro.workshop.check_loss.pool import CasePool, find_function
-    from megatron_daro.workshop.check_loss.search import Row, check, write_script
+    from megatron_daro.workshop.check_loss.script import write_script
+    from megatron_daro.workshop.check_loss.search import Row, check
 
     find_function(function)  # an error of the import is told here, once
 
@@ -44,13 +45,13 @@ def check_loss(
         typer.echo(f"  per-token {flag}  {row.name:<38} {verdict}")
 
     flags = {"both": (True, False), "on": (True,), "off": (False,)}[per_token]
-    wanted = [name for name in uses.split(",") if name]
+    used_inputs = [name for name in uses.split(",") if name]
     with CasePool() as pool:
         report = check(
             function,
             pool=pool,
             flags=flags,
-            uses=wanted,
+            uses=used_inputs,
             whole=samples == "whole",
             seconds=seconds,
             seed=seed,

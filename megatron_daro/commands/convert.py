@@ -1,7 +1,7 @@
 """`megatron-daro convert`: Hugging Face checkpoints to Megatron's and back, with a card that says what was checked.
 
 The command line, and tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py, which
-are the same command. Does no work of its own: `convert.plan` and `convert.conversion` do.
+are the same command. Does no work of its own: convert/plan.py and workshop/convert/ do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from megatron_daro.temporary import use_own_sockets
 
 if TYPE_CHECKING:
     from megatron_daro.convert.plan import Plan
-    from megatron_daro.workshop.convert.jobs import Card
 
 _MOST_PROCESSES = 4
-_WIDTH_IN_FILES = 150
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
 
@@ -84,7 +82,9 @@ def convert(
         others |= {"--per-layer-keys": per_layer_keys, "--verify": verify, "--dry-run": dry_run}
         _average(average or [], weights, out, max_shard_size, [name for name, given in others.items() if given])
         return
-    number = 0 if dry_run else _start_workers_early(processes or min(os.cpu_count() or 1, _MOST_PROCESSES))
+    num_processes = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+    if num_processes > 1 and not dry_run:
+        _start_workers_early()
     plan = make_plan(
         hf,
         megatron,
@@ -95,12 +95,12 @@ def convert(
         per_layer_keys=per_layer_keys,
     )
     if dry_run:
-        from megatron_daro.workshop.convert.conversion import replaceable
+        from megatron_daro.workshop.convert.partial import replaceable
 
         replaceable(out)
         typer.echo(_announcement(plan, out))
         return
-    _carry_out(plan, out, processes=number, verify=verify)
+    _carry_out(plan, out, processes=num_processes, verify=verify)
 
 
 def _average(sources: list[Path], weights: str, out: Path, max_shard_size: str, others: list[str]) -> None:
@@ -131,7 +131,9 @@ def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
     last_check = check if verify else None
     with _ProgressBar(plan.num_bytes) as bar:
         card = carry_out(plan, out, processes=processes, verify=verify, progress=bar.show, last_check=last_check)
-    _print_card(card)
+    typer.echo(f"{card.source} -> {card.format}")
+    for line in card.summary():
+        typer.echo(line)
     typer.echo(
         f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor with its hashes: {out / 'conversion.json'}"
     )
@@ -139,14 +141,11 @@ def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
         typer.echo(sentence)
 
 
-def _start_workers_early(number: int) -> int:
-    """Let the process that several workers are forked from import what they need, while this one does; returns their
-    number."""
-    if number > 1:
-        use_own_sockets()
-        multiprocessing.set_forkserver_preload(["megatron_daro.workshop.convert.conversion"])
-        forkserver.ensure_running()
-    return number
+def _start_workers_early() -> None:
+    """Let the process that workers are forked from import what they need, while this one does."""
+    use_own_sockets()
+    multiprocessing.set_forkserver_preload(["megatron_daro.workshop.convert.conversion"])
+    forkserver.ensure_running()
 
 
 def make_plan(
@@ -254,19 +253,6 @@ def _announcement(plan: Plan, out: Path) -> str:
             *ignored,
         ]
     )
-
-
-def _print_card(card: Card) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{card.source} -> {card.format}", title_justify="left")
-    for name in ("Megatron parameter", "how many", "shape", "dtype", "change", "check"):
-        table.add_column(name, overflow="fold")
-    for key, count, *rest in card.summary():
-        table.add_row(key, str(count), *rest)
-    console = Console()
-    (console if console.is_terminal else Console(width=_WIDTH_IN_FILES)).print(table)
 
 
 def _forward_check(plan: Plan, written: Path) -> str:

@@ -17,19 +17,14 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what is installed, which of it works, and what a run of RECIPE would miss, with fixes."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+    from megatron_daro.observe.table import prose
     from megatron_daro.workshop.doctor import diagnose
 
     findings = diagnose(recipe, overrides or [])
-    table = Table()
-    for name in ("", "part", "found", "fix"):
-        table.add_column(name, overflow="fold")
     for finding in findings:
-        table.add_row(finding.state, escape(finding.part), escape(finding.found), escape(finding.fix))
-    Console(highlight=False).print(table)
+        typer.echo(prose(f"{finding.state:<7} {finding.part}: {finding.found}"))
+        if finding.fix:
+            typer.echo(prose(f"        fix: {finding.fix}"))
     broken = [finding.part for finding in findings if finding.state == "broken"]
     if broken:
         typer.echo(f"{len(broken)} of {len(findings)} are broken: {', '.join(broken)}", err=True)

@@ -58,6 +58,8 @@ def shorten(
 
 def _tokenizer_of(recorded: Path) -> Path:
     """Return the model's directory that the run's configuration names. Raises ConfigError: there is none."""
+    import json
+
     import yaml
 
     for folder in (recorded, recorded.parent, recorded.parent.parent):
@@ -65,8 +67,6 @@ def _tokenizer_of(recorded: Path) -> Path:
         if file.is_file():
             return Path(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["path"])
         if (folder / "evaluation.json").is_file():
-            import json
-
             return Path(json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["notes"]["model"])
     raise ConfigError(
         f"--tokenizer: {recorded} does not say with which tokenizer it was recorded; allowed: the policy's directory; "

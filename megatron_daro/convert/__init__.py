@@ -1,5 +1,5 @@
 """Hugging Face checkpoints <-> Megatron-core parameters: names, slices, files. Imports no Megatron.
 
-Place in the data flow: HF checkpoint -> `HFCheckpoint` -> `shard` -> actor; actor -> `merge` -> engines, or
-`write_hf_checkpoint`.
+Place in the data flow: HF checkpoint -> `HFCheckpoint` -> `read_shard` -> actor; actor -> `merge` -> engines, or
+`write_hf_checkpoint`. workshop/convert carries out a `Plan`.
 """

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -267,23 +268,34 @@ def write_hf_checkpoint(
     target = Path(directory)
     if target.exists():
         raise ModelError(f"{target} exists already. Remove it or choose another directory; nothing was written.")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        writer = _ShardWriter(partial, max_shard_bytes)
-        for name, tensor in tensors:
-            writer.add(name, tensor)
-        writer.finish()
-        _write_json(partial / "config.json", dict(config))
-        copy_tokenizer(tokenizer_files, partial)
-        durable.sync_folder(partial)
-        partial.rename(target)
-        durable.sync(target.parent)
+        with new_directory(target) as folder:
+            writer = _ShardWriter(folder, max_shard_bytes)
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+            writer.finish()
+            _write_json(folder / "config.json", dict(config))
+            copy_tokenizer(tokenizer_files, folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(
             f"{target} could not be written ({error}); nothing was left there. Free space or check rights."
         ) from error
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yield a folder beside the target that gets its name at the end, synced; an error removes it and passes through.
+
+    Args:
+        target: not there, or empty; its parent is made.
+    """
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        durable.sync_folder(partial)
+        partial.rename(target)
+        durable.sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

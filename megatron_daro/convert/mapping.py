@@ -1,18 +1,9 @@
 """Which Hugging Face tensors make up which Megatron-core parameter, and how tensor parallelism slices them.
 
-`shard` cuts HF tensors for a rank and `merge` is its inverse. A table of the decoder's parameters (the same for every
-family) is joined with the family's names (families/table.py) by role. A rule names a parameter by its GLOBAL layer
-and expert; a rank translates with `global_name`. Values and dtypes never change. Rejects tensors of the wrong shape
-and tensor-parallel sizes that do not divide.
-
-Names are Megatron-core 0.16.1's: those of its local layers, and those under Transformer Engine, whose linear layers
-hold the weight of the norm before them and which keeps a rank's experts as numbered weights of one grouped linear
-layer.
-
-`global_boxes` says what Megatron's distributed checkpoints call each parameter: a key, and a place along the prepended
-axes. Layers are the first axis of one tensor per parameter of a layer, experts the second; a checkpoint may also hold
-each layer under its own key (`non_homogeneous_layers`, and newer Megatron with `singleton_local_shards`). Source:
-megatron/core/transformer/transformer_block.py and moe/experts.py, `sharded_state_dict`, 0.16.1.
+`shard` cuts HF tensors for a rank and `merge` is its inverse. The table of the decoder's parameters
+(convert/parameters.py) is joined with the family's names (families/table.py) by role. A rule names a parameter by its
+GLOBAL layer and expert; a rank translates with `global_name`. Values and dtypes never change. Rejects tensors of the
+wrong shape and tensor-parallel sizes that do not divide.
 
 Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its query heads | key | value], and
 tensor parallelism cuts these rows into equal runs, also where there are fewer groups than ranks
@@ -26,9 +17,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.parameters import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERT,
+    FINAL_NORM,
+    OUTPUT,
+    ROUTER,
+    Kind,
+    Parameter,
+    dimensions,
+)
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import Names
@@ -36,100 +39,16 @@ from megatron_daro.families.table import Names
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["copy", "vocab", "qkv", "gate_up", "rows", "columns"]
-"""How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
-key-value group), gate_up (rows of each of the two), rows, columns."""
 
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter. `sizes`: of each Hugging Face tensor, by the names of `dimensions`.
-
-    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number.
-    """
-
-    role: str
-    name: str
-    kind: Kind
-    sizes: tuple[tuple[str, ...], ...]
-    fused_name: str = ""
-
-
-_QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
-
-EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
-FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
-OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
 VALUE_HEAD = "score.weight"
 """Hugging Face's name of a layer with one output in the output layer's place (`...ForSequenceClassification`)."""
-ATTENTION = (
-    Parameter(
-        "attention_norm",
-        "input_layernorm.weight",
-        "copy",
-        (("hidden",),),
-        fused_name="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    Parameter("qkv", "self_attention.linear_qkv.weight", "qkv", _QKV),
-    Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
-    Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
-    Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
-    Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "query"),)),
-)
-DENSE_MLP = (
-    Parameter(
-        "mlp_norm",
-        "pre_mlp_layernorm.weight",
-        "copy",
-        (("hidden",),),
-        fused_name="mlp.linear_fc1.layer_norm_weight",
-    ),
-    Parameter("gate_up", "mlp.linear_fc1.weight", "gate_up", (("ffn", "hidden"),) * 2),
-    Parameter("down", "mlp.linear_fc2.weight", "columns", (("hidden", "ffn"),)),
-)
-ROUTER = (
-    Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
-    Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
-)
-EXPERT = (
-    Parameter(
-        "expert_gate_up",
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        "gate_up",
-        (("expert_ffn", "hidden"),) * 2,
-        fused_name="mlp.experts.linear_fc1.weight{expert}",
-    ),
-    Parameter(
-        "expert_down",
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        "columns",
-        (("hidden", "expert_ffn"),),
-        fused_name="mlp.experts.linear_fc2.weight{expert}",
-    ),
-)
-
-
-def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return the sizes that the table's dimensions stand for."""
-    experts = shape.experts
-    return {
-        "hidden": shape.hidden,
-        "query": shape.heads * shape.head_dim,
-        "key": shape.kv_heads * shape.head_dim,
-        "head": shape.head_dim,
-        "ffn": shape.ffn,
-        "vocab": shape.vocab,
-        "experts": experts.number if experts else 0,
-        "expert_ffn": experts.ffn if experts else 0,
-    }
-
 
 _LAYER = re.compile(r"^(.*decoder\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Slice:
     """Entries [start, stop) of HF tensor `source` (its place in the rule) along the rule's dimension."""
 
     source: int
@@ -156,7 +75,7 @@ class TensorRule:
 
     @property
     def dim(self) -> int:
-        """The dimension that tensor parallelism cuts, and along which the pieces stand side by side."""
+        """The dimension that tensor parallelism cuts, and along which the slices stand side by side."""
         return 1 if self.kind == "columns" else 0
 
     @property
@@ -182,7 +101,7 @@ class TensorRule:
             return (2 * self._divide(rows, tp_size, "rows of gate"), *rest)
         return (self._divide(sum(shape[0] for shape in self.hf_shapes), tp_size, "rows"), *rest)
 
-    def pieces(self, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None) -> tuple[Piece, ...]:
+    def slices(self, tp_rank: int, tp_size: int, *, padded_vocab: int | None = None) -> tuple[Slice, ...]:
         """Return the slices of the HF tensors that make up a shard.
 
         Args:
@@ -200,18 +119,18 @@ class TensorRule:
             raise ModelError(f"tensor-parallel rank {tp_rank} of {tp_size} does not exist.")
         size = self.local_shape(tp_size, padded_vocab=padded_vocab)[self.dim]
         if self.kind == "copy":
-            return (Piece(0, 0, size),)
+            return (Slice(0, 0, size),)
         if self.kind == "gate_up":
             half = size // 2
-            return tuple(Piece(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
+            return tuple(Slice(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
         return tuple(_window(self._runs(), tp_rank * size, (tp_rank + 1) * size))
 
-    def _runs(self) -> Iterator[Piece]:
-        """Return the pieces of the whole parameter in order."""
+    def _runs(self) -> Iterator[Slice]:
+        """Yield the slices of the whole parameter in order."""
         sizes = [shape[self.dim] // self.groups for shape in self.hf_shapes]
         for group in range(self.groups):
             for i, size in enumerate(sizes):
-                yield Piece(i, group * size, (group + 1) * size)
+                yield Slice(i, group * size, (group + 1) * size)
 
     def _divide(self, size: int, tp_size: int, what: str) -> int:
         if size % tp_size:
@@ -223,13 +142,13 @@ class TensorRule:
         return size // tp_size
 
 
-def _window(runs: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Return what of the runs, one after the other, lies at [start, stop)."""
+def _window(runs: Iterable[Slice], start: int, stop: int) -> Iterator[Slice]:
+    """Yield what of the runs, one after the other, lies at [start, stop)."""
     position = 0
     for run in runs:
         first, last = max(start, position), min(stop, position + run.stop - run.start)
         if first < last:
-            yield Piece(run.source, run.start + first - position, run.start + last - position)
+            yield Slice(run.source, run.start + first - position, run.start + last - position)
         position += run.stop - run.start
 
 
@@ -309,8 +228,8 @@ def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str
         local_name: as `named_parameters()` of the stage gives it, without wrapper prefixes such as `module.`.
         first_layer, first_expert: numbers in the whole model of the rank's first layer and first expert.
     """
-    name = _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}{found[3]}", local_name)
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}{found[3]}", name)
+    name = _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}{match[3]}", local_name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}{match[3]}", name)
 
 
 def padded_vocab_size(vocab: int, tp_size: int, *, multiple: int = 1) -> int:
@@ -341,11 +260,11 @@ def shard(
     Raises:
         ModelError: a tensor is missing or has the wrong shape, or the size does not divide.
     """
-    pieces = rule.pieces(tp_rank, tp_size, padded_vocab=padded_vocab)
+    slices = rule.slices(tp_rank, tp_size, padded_vocab=padded_vocab)
     wholes = [_take(rule, hf_tensors, i) for i in range(len(rule.hf_names))]
-    parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in pieces]
+    parts = [wholes[p.source].narrow(rule.dim, p.start, p.stop - p.start) for p in slices]
     local_shape = rule.local_shape(tp_size, padded_vocab=padded_vocab)
-    missing = local_shape[rule.dim] - sum(p.stop - p.start for p in pieces)
+    missing = local_shape[rule.dim] - sum(p.stop - p.start for p in slices)
     if missing:
         parts.append(wholes[0].new_zeros(missing, *local_shape[1:]))
     return _joined(parts, rule.dim)
@@ -373,11 +292,11 @@ def merge(rule: TensorRule, shards: Sequence[Tensor]) -> dict[str, Tensor]:
     if wrong:
         raise ModelError(f"{rule.megatron_name}: a shard of {tp_size} has shape {wrong[0]}, expected {expected}.")
     parts_of_source: list[list[tuple[int, Tensor]]] = [[] for _ in rule.hf_names]
-    for rank, piece_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
+    for rank, shard_of_rank in enumerate(shards if rule.is_cut else shards[:1]):
         position = 0
-        for piece in rule.pieces(rank, tp_size, padded_vocab=padded):
-            length = piece.stop - piece.start
-            parts_of_source[piece.source].append((piece.start, piece_of_rank.narrow(rule.dim, position, length)))
+        for one in rule.slices(rank, tp_size, padded_vocab=padded):
+            length = one.stop - one.start
+            parts_of_source[one.source].append((one.start, shard_of_rank.narrow(rule.dim, position, length)))
             position += length
     in_order = ([part for _, part in sorted(parts, key=lambda part: part[0])] for parts in parts_of_source)
     return {name: _joined(parts, rule.dim) for name, parts in zip(rule.hf_names, in_order, strict=True)}
@@ -453,76 +372,3 @@ class _Rules:
             layer=self.layer,
             expert=expert,
         )
-
-
-_EXPERT_WEIGHT = re.compile(
-    r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)\d+)$"
-)
-
-_EXPERTS_NORM, _DENSE_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalBox:
-    """A parameter within a global tensor: `index` along the prepended axes, whose sizes are `sizes`."""
-
-    key: str
-    index: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    layer_key: str | None = None
-    """The key where each layer has its own; the first axis is then absent."""
-
-    def without_layers(self) -> GlobalBox:
-        """Return the same parameter in a checkpoint with a key for each layer."""
-        return self if self.layer_key is None else GlobalBox(self.layer_key, self.index[1:], self.sizes[1:])
-
-
-def other_name(box: GlobalBox) -> GlobalBox | None:
-    """Return the box under the other name that Megatron-core gives the same parameter; None where there is none.
-
-    The norm before a layer's experts: with Transformer Engine's layers the key is that of the module, with Megatron's
-    own the one that a dense layer's norm has (gpt_layer_specs.py, `sharded_state_dict_keys_map`, 0.16.1).
-    """
-    if not box.key.endswith(_EXPERTS_NORM):
-        return None
-    keys = [key and key.removesuffix(_EXPERTS_NORM) + _DENSE_NORM for key in (box.key, box.layer_key)]
-    return GlobalBox(keys[0] or "", box.index, box.sizes, keys[1])
-
-
-def possible_boxes(box: GlobalBox) -> list[GlobalBox]:
-    """Return all names and shapes under which checkpoints may hold a parameter, the most usual first."""
-    return [candidate for own in (box, other_name(box)) if own is not None for candidate in (own, own.without_layers())]
-
-
-def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:
-    """Return the box of each rule's parameter.
-
-    Args:
-        rules: of a whole model, with Transformer Engine's names, which are those of checkpoints.
-    """
-    layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
-    experts = 1 + max((rule.expert for rule in rules if rule.expert is not None), default=-1)
-    boxes = [_box(rule, layers, experts) for rule in rules]
-    of_layer: dict[int, set[str]] = {}
-    for rule, box in zip(rules, boxes, strict=True):
-        if rule.layer is not None:
-            of_layer.setdefault(rule.layer, set()).add(box.key)
-    if len({frozenset(keys) for keys in of_layer.values()}) > 1:  # dense layers among layers of experts
-        return [box.without_layers() for box in boxes]
-    return boxes
-
-
-def _box(rule: TensorRule, layers: int, experts: int) -> GlobalBox:
-    if rule.layer is None:
-        return GlobalBox(rule.megatron_name)
-    name = rule.megatron_name.removeprefix(f"decoder.layers.{rule.layer}.")
-    index, sizes = (rule.layer,), (layers,)
-    if rule.expert is None:
-        return GlobalBox(f"decoder.layers.{name}", index, sizes, f"decoder.layers.{rule.layer}.{name}")
-    match = _EXPERT_WEIGHT.match(name)
-    if match is None:
-        raise AssertionError(f"{rule.megatron_name} has expert {rule.expert}, but not the name of an expert's weight")
-    name = f"{match[1]}.experts.{match[2] or match[3]}"
-    return GlobalBox(
-        f"decoder.layers.{name}", (*index, rule.expert), (*sizes, experts), f"decoder.layers.{rule.layer}.{name}"
-    )

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from megatron_daro.config.model_shape import ModelShape, require_regular_files
 from megatron_daro.convert import daro_format, torch_dist
-from megatron_daro.convert.mapping import GlobalBox, TensorRule, global_boxes, hf_to_megatron, possible_boxes
-from megatron_daro.convert.pieces import PieceStore, Run, hf_runs
+from megatron_daro.convert.checkpoint_keys import GlobalBox, global_boxes, possible_boxes
+from megatron_daro.convert.mapping import TensorRule, hf_to_megatron
+from megatron_daro.convert.pieces import PieceStore
+from megatron_daro.convert.runs import Run, hf_runs
 from megatron_daro.errors import CheckpointError
 
 _WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")

@@ -8,8 +8,9 @@ Megatron files from either. Everything that can be wrong with the source's heade
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,17 +18,18 @@ import torch
 
 from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.checkpoint_keys import GlobalBox, global_boxes
 from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
 from megatron_daro.convert.mapping import (
-    GlobalBox,
     TensorRule,
-    global_boxes,
     hf_to_megatron,
     padded_vocab_size,
     unknown_tensors,
 )
 from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.convert.pieces import common_dtype, source_dtypes
+from megatron_daro.convert.runs import common_dtype, source_dtypes
+from megatron_daro.convert.torch_dist import BACKEND as TORCH_DIST
+from megatron_daro.convert.torch_dist import RELEASE
 from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.errors import ModelError
 
@@ -41,6 +43,7 @@ VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
 PART_BYTES = 512 * 1024**2
 """Of a file of an HF checkpoint: what one process writes at a time."""
+_NUM_BYTES = attrgetter("num_bytes")
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES, _FILES = 256 * 1024**2, 4 * 1024**3, 64
 
 
@@ -58,7 +61,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter(_Written):
+class MegatronParameter(_Written):
     """One parameter to write to a Megatron checkpoint. shape: the whole one, padded. dtypes by torch's names, those of
     the source for each HF tensor of the rule."""
 
@@ -84,7 +87,7 @@ class Job:
     """One file to write, or a part of one. before, after: what the file has besides, of HF files only."""
 
     file: str
-    items: tuple[Parameter, ...] | tuple[HFTensor, ...]
+    items: tuple[MegatronParameter, ...] | tuple[HFTensor, ...]
     before: tuple[HFTensor, ...] = ()
     after: tuple[HFTensor, ...] = ()
 
@@ -110,7 +113,7 @@ class Job:
         if not tensors:
             return [self]
         jobs, first = [], 0
-        for group in _grouped(tensors, most_bytes):
+        for group in grouped(tensors, most_bytes, _NUM_BYTES):
             last = first + len(group)
             jobs.append(Job(self.file, tuple(group), tensors[:first], tensors[last:]))
             first = last
@@ -144,6 +147,10 @@ class Plan:
     def num_tensors(self) -> int:
         """Parameters, or HF tensors, that are written."""
         return sum(len(job.items) for job in self.jobs)
+
+    def weights_folder(self, target: Path) -> Path:
+        """Return where in a target the files with tensors are."""
+        return target / RELEASE if self.format == TORCH_DIST else target
 
     def open_source(self) -> HFCheckpoint | MegatronWeights:
         """Open the source as HF tensors. Raises ModelError, CheckpointError."""
@@ -182,7 +189,7 @@ def plan_to_megatron(
     _check_dtypes(parameters)
     name = {"daro": "shard_{:05d}.safetensors", "torch_dist": "__{}_0.distcp"}[format_]
     size = min(max(sum(p.num_bytes for p in parameters) // _FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
-    jobs = [Job(name.format(i), tuple(group)) for i, group in enumerate(_grouped(parameters, size))]
+    jobs = [Job(name.format(i), tuple(group)) for i, group in enumerate(grouped(parameters, size, _NUM_BYTES))]
     kind: Literal["hf", "megatron"] = "hf" if megatron_config is None else "megatron"
     return Plan(folder, kind, config, format_, _cast(dtype), tuple(jobs), tuple(ignored))
 
@@ -202,9 +209,9 @@ def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_b
         tensors = []
         for name in weights:
             _check_dtype(name, weights.dtype(name), dtype)
-            own = _name(weights.dtype(name))
+            own = torch_name(weights.dtype(name))
             tensors.append(HFTensor(name, weights.shape(name), own, _cast(dtype) or own))
-        groups = list(_grouped(tensors, max_shard_bytes))
+        groups = list(grouped(tensors, max_shard_bytes, _NUM_BYTES))
         jobs = [Job(shard_name(i, len(groups)), tuple(group)) for i, group in enumerate(groups)]
         return Plan(weights.directory, "megatron", config, "hf", _cast(dtype), tuple(jobs), tuple(weights.ignored))
 
@@ -217,13 +224,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _name(dtype: torch.dtype) -> str:
+def torch_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype; the inverse of `torch_dtype`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _cast(dtype: str | None) -> str | None:
     """Return torch's name of a dtype of `DTYPES`."""
-    return _name(DTYPES[dtype]) if dtype else None
+    return torch_name(DTYPES[dtype]) if dtype else None
 
 
 def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
@@ -236,7 +244,7 @@ def _check_dtype(name: str, dtype: torch.dtype, cast: str | None) -> None:
 
 def _parameter(
     rule: TensorRule, box: GlobalBox, tensors: HFCheckpoint | MegatronWeights, dtype: str | None
-) -> Parameter:
+) -> MegatronParameter:
     own = source_dtypes(rule, tensors) if dtype else (common_dtype(rule, tensors),) * len(rule.hf_names)
     for name, source_dtype in zip(rule.hf_names, own, strict=True):
         _check_dtype(name, source_dtype, dtype)
@@ -244,12 +252,12 @@ def _parameter(
     if rule.kind == "vocab":
         rows = padded_vocab_size(rule.hf_shapes[0][0], 1, multiple=VOCABULARY_MULTIPLE)
         shape = (rows, *shape[1:])
-    return Parameter(rule, box, shape, tuple(map(_name, own)), _cast(dtype) or _name(own[0]))
+    return MegatronParameter(rule, box, shape, tuple(map(torch_name, own)), _cast(dtype) or torch_name(own[0]))
 
 
-def _check_dtypes(parameters: Iterable[Parameter]) -> None:
+def _check_dtypes(parameters: Iterable[MegatronParameter]) -> None:
     """Refuse layers of one tensor that differ in dtype. Raises ModelError."""
-    first: dict[str, Parameter] = {}
+    first: dict[str, MegatronParameter] = {}
     for parameter in parameters:
         other = first.setdefault(parameter.box.key, parameter)
         if other.dtype != parameter.dtype:
@@ -288,18 +296,18 @@ def check_tied(tensors: HFCheckpoint, rows: int = 4096) -> None:
         )
 
 
-T = TypeVar("T", Parameter, HFTensor)
+T = TypeVar("T")
 
 
-def _grouped(items: Iterable[T], most_bytes: int) -> Iterable[list[T]]:
-    """Return runs of items of at most so many bytes, or of one larger item."""
+def grouped(items: Iterable[T], most_bytes: int, bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield runs of items of at most so many bytes, or of one larger item."""
     group: list[T] = []
     total = 0
     for item in items:
-        if group and total + item.num_bytes > most_bytes:
+        if group and total + bytes_of(item) > most_bytes:
             yield group
             group, total = [], 0
         group.append(item)
-        total += item.num_bytes
+        total += bytes_of(item)
     if group:
         yield group

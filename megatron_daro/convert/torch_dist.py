@@ -35,34 +35,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_daro.convert.inert_pickle import Inert, RestrictedUnpickler
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.safetensors_file import DirectFile
 from megatron_daro.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint."
-
-
-class Record:
-    """Any allowed class of the format, as the attributes it was given. Compared by identity, also as a key."""
-
-    state: object
-
-    def __new__(cls, *arguments: object) -> Record:
-        """Made without its constructor too, as pickles do."""
-        record = super().__new__(cls)
-        record.state = {}
-        return record
-
-    def __init__(self, *arguments: object) -> None:
-        """Take any arguments; none of them is needed."""
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the attributes that it was given by name; none where it was given something else."""
-        return self.state if isinstance(self.state, dict) else {}
 
 
 _RECORDS = {
@@ -78,35 +56,11 @@ _RECORDS = {
     "pathlib": "Path PosixPath PurePosixPath WindowsPath",
 }
 _ALLOWED: dict[tuple[str, str], Callable[..., object]] = {
-    **{(module, name): Record for module, names in _RECORDS.items() for name in names.split()},
+    **{(module, name): Inert for module, names in _RECORDS.items() for name in names.split()},
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
 }
-_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-class RestrictedUnpickler(pickle.Unpickler):
-    """Takes the names it is given and no other."""
-
-    def __init__(self, content: bytes, allowed: Mapping[tuple[str, str], object], where: Path) -> None:
-        super().__init__(io.BytesIO(content))
-        self._allowed, self._where = allowed, where
-
-    def find_class(self, module: str, name: str) -> object:
-        """Return what stands for a name. Raises CheckpointError for one that is not on the list."""
-        if (module, name) in _DTYPES:
-            return _DTYPES[module, name]
-        if (module, name) not in self._allowed:
-            raise CheckpointError(
-                f"{self._where} is a pickle that names {module}.{name}, which a checkpoint does not need and which is "
-                "not loaded, since it could run code. Get the checkpoint from a source that you trust"
-            )
-        return self._allowed[module, name]
-
-    def persistent_load(self, pid: object) -> object:
-        """Return the record of a tensor's storage, as torch.save writes it."""
-        return pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +105,12 @@ def read_metadata(path: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-def _place(index: Record) -> tuple[str, tuple[int, ...] | None]:
+def _place(index: Inert) -> tuple[str, tuple[int, ...] | None]:
     offset = index.fields.get("offset")  # left out where it is None
     return index.fields["fqn"], None if offset is None else tuple(offset)
 
 
-def _info(info: Record) -> tuple[str, int, int]:
+def _info(info: Inert) -> tuple[str, int, int]:
     file = info.fields["relative_path"]
     if not isinstance(file, str) or PurePosixPath(file).name != file:
         raise ValueError(f"{file!r} is not a file name in the checkpoint's own directory")
@@ -164,7 +118,7 @@ def _info(info: Record) -> tuple[str, int, int]:
 
 
 def _tensor(
-    key: str, row: Record, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+    key: str, row: Inert, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 ) -> StoredTensor:
     properties = row.fields["properties"]
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]

@@ -16,8 +16,12 @@ from megatron_daro.config.safetensors_header import Entry, read_header
 from megatron_daro.convert.mapping import VALUE_HEAD, hf_tensor_shapes, output_rule, unknown_tensors
 from megatron_daro.errors import ModelError
 
-_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x1F << 10)}
-_EXPONENTS |= {"BF16": ("<u2", 0xFF << 7)}
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 0x1F << 10),
+    "BF16": ("<u2", 0xFF << 7),
+}
 """Of each dtype that is trained: how numpy reads its bits, and those that are all set in infinities and NaN."""
 _FAULTS_SHOWN = 3
 _HEAD_BIAS = "score.bias"

@@ -295,7 +295,7 @@ def _held_parts(rule: TensorRule, shape: ModelShape, layout: TrainerLayout, stag
             own = rule.expert // (shape.experts.number // layout.expert)
             ranks = layout.expert_holders(stage, own, tensor_rank)
         at, local = 0, rule.local_shape(size, padded_vocab=padded)
-        for piece in rule.pieces(tensor_rank, size, padded_vocab=padded):
+        for piece in rule.slices(tensor_rank, size, padded_vocab=padded):
             name = rule.hf_names[piece.source]
             yield HeldPart(Part(rule.megatron_name, local, name, rule.dim, piece.start, piece.stop, at), ranks)
             at += piece.stop - piece.start

@@ -143,10 +143,10 @@ class TensorUse:
             wanted, got = rule.local_shape(size, padded_vocab=vocabulary), tuple(local.parameter.shape)
             if got != wanted:
                 self._wrong.append(f"{rule.megatron_name} has shape {got}, its tensors make {wanted}")
-            pieces = rule.pieces(rank, size, padded_vocab=vocabulary)
-            for piece in pieces:
-                self._held[rule.hf_names[piece.source]][rule][piece.start, piece.stop] += 1
-            filled = sum(piece.stop - piece.start for piece in pieces)
+            slices = rule.slices(rank, size, padded_vocab=vocabulary)
+            for one in slices:
+                self._held[rule.hf_names[one.source]][rule][one.start, one.stop] += 1
+            filled = sum(one.stop - one.start for one in slices)
             if filled != wanted[rule.dim] and rule.kind != "vocab":
                 self._wrong.append(f"{rule.megatron_name}: {filled} of {wanted[rule.dim]} entries are filled")
 

@@ -183,7 +183,7 @@ def _gpus(config: Config | None) -> Finding:
 
 
 def _sglang(config: Config | None) -> Finding:
-    """Return whether servers can be started with the interpreter of the recipe, or this one."""
+    """Try whether servers can be started with the interpreter of the recipe, or this one."""
     needed = config is not None and config.engine.kind == "sglang" and not config.engine.sglang.urls
     if config is None or not needed:
         try:
@@ -216,7 +216,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Return whether the code that a model writes can be shut in."""
+    """Try whether the code that a model writes can be shut in."""
     try:
         Sandbox().check()
     except SandboxError as error:
@@ -232,8 +232,8 @@ def _slurm() -> Finding:
 def _recipe(config: Config) -> Iterator[Finding]:
     """Yield what the checks of a start say, and room on the disk."""
     report = check(config)
-    for subject, found in report.passed:
-        yield Finding("ok", f"recipe: {subject}", found)
+    for subject, value in report.passed:
+        yield Finding("ok", f"recipe: {subject}", value)
     for problem in (*report.warnings, *report.problems):
         state: State = "broken" if problem in report.problems else "absent"
         yield Finding(state, f"recipe: {problem.field}", f"{problem.got}; allowed: {problem.allowed}", problem.fix)

@@ -78,13 +78,13 @@ def recorded_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     folder = next((path / name for name in ("rollouts", "answers") if (path / name).is_dir()), path)
-    found = sorted(folder.glob("*.parquet"))
-    if not found:
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
         raise DataError(
             f"{path}: has no recorded rollouts; allowed: a run directory, one of an evaluation, a folder of their "
             "Parquet files, or one file"
         )
-    return found
+    return files
 
 
 def shorten(files: Sequence[Path], out: Path, rules: Rules) -> Counts:
@@ -188,11 +188,11 @@ def _rows(
         if len(texts.answers) <= len(longer):
             continue
         del waiting[group_id]
-        right = _said(texts.answers[best], rules)
+        right = _completion(texts.answers[best], rules)
         if rules.kind == "sft":
             yield {"prompt": texts.prompt, "completion": right, "prompt_id": texts.prompt_id}
         for other in longer:
-            wrong = _said(texts.answers[other], rules)
+            wrong = _completion(texts.answers[other], rules)
             yield {"prompt": texts.prompt, "chosen": right, "rejected": wrong, "prompt_id": texts.prompt_id}
 
 
@@ -202,7 +202,7 @@ def _prompt(row: Mapping[str, Any], rules: Rules) -> object:
     return json.loads(row["messages"]) if row["messages"] else [{"role": "user", "content": row["prompt"]}]
 
 
-def _said(text: str, rules: Rules) -> object:
+def _completion(text: str, rules: Rules) -> object:
     return text if rules.prompt_text is not None else [{"role": "assistant", "content": text}]
 
 

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -83,10 +83,11 @@ def test_an_exact_loss_is_left_alone(case_pool, right):
     ],
 )
 def test_a_rank_that_dies_or_waits_for_ever_is_a_finding_with_its_cause(monkeypatch, name, words):
+    from megatron_daro.workshop.check_loss import cases as tried
     from megatron_daro.workshop.check_loss import pool, search
 
     monkeypatch.setattr(pool, "ANSWER_S", 20)
-    monkeypatch.setattr(search, "AXES", {"ranks": search.AXES["a rank without trained tokens"]})
+    monkeypatch.setattr(tried, "AXES", {"ranks": tried.AXES["a rank without trained tokens"]})
     with pool.CasePool() as cases:
         report = search.check(f"buggy_losses:{name}", pool=cases, flags=(True,), seconds=0)
         assert "call it on every rank of its group" in report.cause and words in report.error
@@ -96,17 +97,18 @@ def test_a_rank_that_dies_or_waits_for_ever_is_a_finding_with_its_cause(monkeypa
 
 
 def test_where_ranks_see_whole_samples_every_case_has_them_whole():
-    from megatron_daro.workshop.check_loss.search import AXES, axes
+    from megatron_daro.workshop.check_loss.cases import AXES, axes
 
     for whole in (True, False):
         assert [case.whole for _, case in axes(per_token=True, whole=whole)] == [whole] * len(AXES)
 
 
 def test_threads_of_layouts_that_are_over_do_not_gather_in_the_ranks():
-    from megatron_daro.workshop.check_loss import pool, search
+    from megatron_daro.workshop.check_loss import pool
+    from megatron_daro.workshop.check_loss.cases import AXES
 
     before = set(psutil.Process().children(recursive=True))
-    layouts = [search.AXES[name] for name in ("data parallel", "context parallel", "tensor parallel")]
+    layouts = [AXES[name] for name in ("data parallel", "context parallel", "tensor parallel")]
     with pool.CasePool() as cases:
         counts = []
         for case in layouts * 3:
@@ -127,11 +129,12 @@ def test_random_cases_are_exact_for_daro(case_pool):
 
 @pytest.mark.heavy
 def test_a_case_survives_json_and_runs_under_torchrun(case_pool, tmp_path):
-    from megatron_daro.workshop.check_loss.records import as_json, from_json
-    from megatron_daro.workshop.check_loss.search import check, write_script
+    from megatron_daro.workshop.check_loss.cases import from_json
+    from megatron_daro.workshop.check_loss.script import write_script
+    from megatron_daro.workshop.check_loss.search import check
 
     report = check("buggy_losses:megatron_lm_906", pool=case_pool, flags=(False,), seconds=0)
-    assert from_json(json.loads(json.dumps(as_json(report.case)))) == report.case
+    assert from_json(json.loads(json.dumps(asdict(report.case)))) == report.case
     script = tmp_path / "case.py"
     write_script(script, "buggy_losses:megatron_lm_906", report.case, report.cause)
     done = subprocess.run(
@@ -156,13 +159,13 @@ def _environment():
 
 def test_experts_are_reduced_over_their_own_ranks(case_pool):
     """An exact loss is exact with experts on other ranks; one that takes their group for all ranks is not."""
-    from megatron_daro.workshop.check_loss import search
-    from megatron_daro.workshop.check_loss.search import difference
+    from megatron_daro.workshop.check_loss.cases import AXES
+    from megatron_daro.workshop.check_loss.outcomes import difference
 
-    names = [name for name in search.AXES if "expert" in name]
+    names = [name for name in AXES if "expert" in name]
     assert len(names) == 3
     for name, flag in itertools.product(names, (True, False)):
-        case = replace(search.AXES[name], per_token=flag)
+        case = replace(AXES[name], per_token=flag)
         for function, exact in (
             ("megatron_daro.workshop.check_loss.shipped:daro", True),
             ("buggy_losses:experts_group", False),
@@ -174,13 +177,13 @@ def test_experts_are_reduced_over_their_own_ranks(case_pool):
 
 
 def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch):
-    from megatron_daro.workshop.check_loss import search
+    from megatron_daro.workshop.check_loss.cases import base
     from megatron_daro.workshop.check_loss.search import check
 
     report = check("megatron_daro.workshop.check_loss.shipped:_sample_sums", pool=case_pool, flags=(True,), seconds=0)
     assert "fails on one process" in report.cause
     assert "Traceback" in report.error
-    outcome = case_pool.run(search.base(per_token=True), "megatron_daro.workshop.check_loss.shipped:ppo")
+    outcome = case_pool.run(base(per_token=True), "megatron_daro.workshop.check_loss.shipped:ppo")
     assert not outcome.error
 
 
@@ -196,17 +199,17 @@ def test_what_differs_only_once_is_not_blamed_on_the_layout(case_pool, name, wor
 
 
 def test_simpler_cases_are_valid():
-    from megatron_daro.workshop.check_loss import search
+    from megatron_daro.workshop.check_loss.cases import base, random_case, simpler
 
     for seed in range(40):
-        case = search.random_case(seed, per_token=True)
+        case = random_case(seed, per_token=True)
         assert case.seed == seed, "its numbers are its own, too"
-        for smaller in [case, *search.simpler(case)]:
+        for smaller in [case, *simpler(case)]:
             assert len({len(rank) for rank in smaller.schedule}) == 1
             assert all(micro_batch for rank in smaller.schedule for micro_batch in rank)
             assert smaller.world_size <= 4
-        assert case not in list(search.simpler(case))
-    assert list(search.simpler(replace(search.base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
+        assert case not in list(simpler(case))
+    assert list(simpler(replace(base(per_token=True), schedule=(((0,),),), responses=(1,) * 8))) == []
 
 
 def test_what_is_no_function_is_refused():
@@ -218,10 +221,10 @@ def test_what_is_no_function_is_refused():
 
 
 def test_a_trace_has_the_advantages_that_the_function_was_handed(case_pool):
-    from megatron_daro.workshop.check_loss import search
-    from megatron_daro.workshop.check_loss.records import step_samples
+    from megatron_daro.workshop.check_loss.cases import base
+    from megatron_daro.workshop.check_loss.samples import step_samples
 
-    case = search.base(per_token=True)
+    case = base(per_token=True)
     traces = case_pool.run(case, "megatron_daro.workshop.check_loss.shipped:daro").traces
     advantages_N, seen = step_samples(case).advantages_N, set()
     for trace in traces:
@@ -232,7 +235,7 @@ def test_a_trace_has_the_advantages_that_the_function_was_handed(case_pool):
 
 
 def test_each_case_has_what_its_name_says():
-    from megatron_daro.workshop.check_loss.search import AXES
+    from megatron_daro.workshop.check_loss.cases import AXES
 
     for name, case in AXES.items():
         sizes = {"expert": case.expert, "context": case.context, "tensor": case.tensor, "pipeline": case.pipeline}

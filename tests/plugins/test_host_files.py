@@ -15,8 +15,10 @@ import pytest
 from host_logs import GROUPS, STEPS, K
 
 from megatron_daro.errors import DataError
-from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
-from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump
+from megatron_daro.workshop.analyze.columns import Wanted
+from megatron_daro.workshop.analyze.dump import infer_rollouts_per_prompt, read_dump
+from megatron_daro.workshop.analyze.files import files_of
+from megatron_daro.workshop.analyze.rows import open_file
 from megatron_daro.workshop.report.host_metrics import load_host_run
 
 HERE = Path(__file__).parent
@@ -43,9 +45,8 @@ def check_weights(run):
 def check_dump(folder):
     files = files_of(folder)
     assert len(files) == STEPS
-    columns = choose_columns(files[0], {}, None)
-    k = infer_rollouts_per_prompt(rows_of(files[0], columns))
-    dump = read_dump([rows_of(file, columns) for file in files], k)
+    k = infer_rollouts_per_prompt(open_file(files[0], Wanted())[1])
+    dump = read_dump([open_file(file, Wanted())[1] for file in files], k)
     assert k == K and dump.rollouts == STEPS * K * len(GROUPS) and not dump.incomplete
     for right in range(K + 1):
         there = [answers for _, answers in GROUPS if sum(ok for _, ok in answers) == right]
@@ -54,7 +55,7 @@ def check_dump(folder):
         assert (float(dump.total.right_tokens[right]), float(dump.total.wrong_tokens[right])) == tuple(
             STEPS * n for n in tokens
         )
-    return columns
+    return open_file(files[0], Wanted())[0]
 
 
 def test_nemo_rls_logger_and_dump(tmp_path):

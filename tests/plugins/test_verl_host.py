@@ -262,8 +262,10 @@ def test_the_first_step_compares_with_verls_own_loss(adapter, monkeypatch, scale
 def test_analyze_reads_what_verl_writes(tmp_path):
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    from megatron_daro.workshop.analyze.rows import choose_columns, files_of, rows_of
-    from megatron_daro.workshop.analyze.views import infer_rollouts_per_prompt, read_dump
+    from megatron_daro.workshop.analyze.columns import Wanted
+    from megatron_daro.workshop.analyze.dump import infer_rollouts_per_prompt, read_dump
+    from megatron_daro.workshop.analyze.files import files_of
+    from megatron_daro.workshop.analyze.rows import open_file
 
     whole = batches.samples(0)
     scores = [float(s.correct) for s in whole]
@@ -271,9 +273,9 @@ def test_analyze_reads_what_verl_writes(tmp_path):
     texts = ["x" * len(s.response) for s in whole]
     RayPPOTrainer._write_generations([s.uid for s in whole], texts, ["1"] * len(whole), scores, extra, tmp_path, 7)
     files = files_of(tmp_path)
-    columns = choose_columns(files[0], {}, None)
+    columns, rows = open_file(files[0], Wanted())
     assert (columns.names, files[0].name) == (["input", "output", "acc"], "7.jsonl")
-    assert infer_rollouts_per_prompt(rows_of(files[0], columns)) == K
-    dump = read_dump([rows_of(files[0], columns)], K)
+    assert infer_rollouts_per_prompt(rows) == K
+    dump = read_dump([open_file(files[0], Wanted())[1]], K)
     assert float(dump.total.groups.sum()) == batches.GROUPS
     assert float(dump.total.right_tokens.sum()) == sum(len(s.response) for s in whole if s.correct)

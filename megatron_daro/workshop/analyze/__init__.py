@@ -1,5 +1,7 @@
 """What DARO would do with rollouts that somebody recorded: no model, no training.
 
-Place in the data flow: files of this package, verl or slime (or any JSONL or Parquet with named columns) -> one row per
-rollout -> sums per pass rate -> a table. Memory holds the groups that are not complete yet, never the rollouts.
+    files of a dump (`files`, `host_lines`, `torch_files`) -> Rows (`rows`, `columns`, `lengths`)
+      -> sums per pass rate (`dump`) -> losses, weights, shares of the gradient (`views`) -> `tables`, `page`
+
+`behaviour` says what an answer does beside being right or wrong, of evaluations too.
 """

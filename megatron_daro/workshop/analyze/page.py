@@ -12,9 +12,11 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.workshop.analyze.views import Dump, View
+from megatron_daro.workshop.analyze.dump import Dump
+from megatron_daro.workshop.analyze.tables import bins_table, shares_table
+from megatron_daro.workshop.analyze.views import View
 from megatron_daro.workshop.report.conversations import turns_table
-from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, pass_rate_ticks
+from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Trace, pass_rate_ticks
 
 _MOST_WASTED = 0.3
 """Share of tokens without signal from which on it is worth a change of the data or of sampling."""
@@ -45,14 +47,14 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
     return Page(
         title=f"What these rollouts teach: {name}",
         subtitle=f"{dump.rollouts:,} rollouts, {groups}. Left out: {', '.join(left_out) or 'nothing'}.",
-        sections=[Section("By pass rate", _plots(view, k, unit))],
+        sections=[Section("By pass rate", _plots(view, unit))],
         template="analysis.html.j2",
         values={
-            "headline": headline(view, k, unit),
+            "headline": headline(view, unit),
             "cards": _cards(view, unit, tokens_per_gpu_hour),
-            "advice": advice(view, k),
-            "bins": _bins_table(view, k, unit),
-            "shares": _shares_table(view, k),
+            "advice": advice(view),
+            "bins": bins_table(view, unit),
+            "shares": shares_table(view),
             "turns": turns_table(dump.turns),
             "rollouts_per_prompt": k,
             "unit": unit,
@@ -60,9 +62,10 @@ def analysis_page(path: Path, dump: Dump, view: View, unit: str, tokens_per_gpu_
     )
 
 
-def headline(view: View, k: int, unit: str) -> str:
+def headline(view: View, unit: str) -> str:
     """Return what the dump says in one sentence."""
-    wasted = f"{_wasted(view):.1%} of your {unit} taught nothing"
+    k = view.rollouts_per_prompt
+    wasted = f"{view.wasted_share:.1%} of your {unit} taught nothing"
     share = _share(view, "grpo")
     if not float(share.sum()):
         return f"{wasted}: no group has both right and wrong answers."
@@ -71,9 +74,9 @@ def headline(view: View, k: int, unit: str) -> str:
     return f"{wasted}; {amount} of GRPO's gradient comes from problems that were solved {top} of {k} times."
 
 
-def advice(view: View, k: int) -> list[str]:
+def advice(view: View) -> list[str]:
     """Return what to try, from these numbers alone."""
-    lines = []
+    lines, k = [], view.rollouts_per_prompt
     tokens, total = view.tokens, max(float(view.tokens.sum()), 1.0)
     never, always = float(tokens[0]) / total, float(tokens[-1]) / total
     if never + always >= _MOST_WASTED:
@@ -97,7 +100,7 @@ def advice(view: View, k: int) -> list[str]:
             f"GRPO would give one pass rate {max(inner) / min(inner):.1f} times the gradient of another; the plot of "
             "shares shows who gives them more alike (daro with magnitude token: equal by construction)."
         )
-    right, wrong = _mean_length(view.right_length, view, k), _mean_length(view.wrong_length, view, k)
+    right, wrong = _mean_length(view.right_length, view), _mean_length(view.wrong_length, view)
     if right and wrong and wrong >= _LONGER * right:
         lines.append(
             f"Wrong answers are {wrong / right:.1f} times as long as right ones: a mean over each answer's own tokens "
@@ -110,13 +113,9 @@ def _share(view: View, algorithm: str) -> Tensor:
     return next(share for names, share in view.shares.items() if algorithm in names.split(", "))
 
 
-def _wasted(view: View) -> float:
-    return view.wasted_tokens / max(float(view.tokens.sum()), 1.0)
-
-
-def _mean_length(lengths: Tensor, view: View, k: int) -> float:
+def _mean_length(lengths: Tensor, view: View) -> float:
     """Return the mean over the pass rates with signal, each by its groups; 0 where there are none."""
-    inner = slice(1, k)
+    inner = slice(1, view.rollouts_per_prompt)
     groups = view.groups[inner]
     return float((lengths[inner].nan_to_num() * groups).sum() / groups.sum()) if float(groups.sum()) else 0.0
 
@@ -128,14 +127,15 @@ def _cards(view: View, unit: str, tokens_per_gpu_hour: float | None) -> list[tup
         f"{view.wasted_tokens / tokens_per_gpu_hour:,.1f} GPU-hours" if tokens_per_gpu_hour else "in groups at 0 or 1"
     )
     return [
-        (f"{unit} that taught nothing", f"{_wasted(view):.1%}", cost),
+        (f"{unit} that taught nothing", f"{view.wasted_share:.1%}", cost),
         ("groups with signal", f"{1 - (never + always) / max(whole, 1):.1%}", "both right and wrong answers"),
         ("never solved", f"{never / max(whole, 1):.1%}", "of the groups"),
         ("always solved", f"{always / max(whole, 1):.1%}", "of the groups"),
     ]
 
 
-def _plots(view: View, k: int, unit: str) -> list[Plot]:
+def _plots(view: View, unit: str) -> list[Plot]:
+    k = view.rollouts_per_prompt
     bins = list(range(k + 1))
     axis = {"title": {"text": "pass rate (right / rollouts)"}} | pass_rate_ticks(bins, k)
     tokens = view.tokens / view.tokens.sum().clamp(min=1)
@@ -190,19 +190,3 @@ def _line(x: Sequence[int], values: Tensor, name: str, colour: int) -> Trace:
 
 def _numbers(values: Tensor) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
-
-
-def _bins_table(view: View, k: int, unit: str) -> Table:
-    rows = []
-    for i in range(k + 1):
-        inner = 0 < i < k and float(view.tokens[i]) > 0
-        lengths = [f"{float(x[i]):,.0f}" if math.isfinite(x[i]) else "" for x in (view.right_length, view.wrong_length)]
-        learnt = [f"{float(x[i]):.3f}" if inner else "" for x in (view.loss, view.weight_learnt, view.weight_rest)]
-        rows.append([f"{i}/{k}", f"{float(view.groups[i]):,.0f}", f"{float(view.tokens[i]):,.0f}", *lengths, *learnt])
-    header = ["pass rate", "groups", unit, f"{unit} of right", "of wrong", "loss", "weight learnt", "at rest"]
-    return Table(header, rows, number_columns=7)
-
-
-def _shares_table(view: View, k: int) -> Table:
-    rows = [[f"{i}/{k}", *(f"{float(share[i]):.1%}" for share in view.shares.values())] for i in range(1, k)]
-    return Table(["pass rate", *view.shares], rows, number_columns=len(view.shares))

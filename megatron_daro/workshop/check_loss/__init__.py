@@ -1,7 +1,11 @@
 """The parallel oracle: is somebody's loss exact under DP, CP, TP, PP and micro-batches, against one process?
 
-Place in the data flow: a function that Megatron's schedules call -> many small cases on gloo processes -> the smallest
-case that differs, its likely cause, and a script that repeats it. The same function on one process with one micro-batch
+    search -> a Case (`cases`) -> CasePool (`pool`) -> each rank (`rank`): the case's numbers (`samples`), a small model
+      ^        (`token_model`), Megatron's own schedule, the checked function, which gets a LossBatch and a StepInfo
+      |        (`records`)
+      +-- Outcome (`outcomes`): gradients, and what the loss does to each position -> a likely cause (`causes`)
+
+The smallest case that differs is written as a script (`script`). The same function on one process with one micro-batch
 in float64 is the reference, so any weighting of tokens is allowed, as long as it does not depend on the layout.
-docs/plugins.md has the contract of the function and a worked example.
+docs/check_loss.md has the contract of the function and a worked example; `shipped` has this package's own losses.
 """

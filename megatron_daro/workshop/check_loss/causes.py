@@ -11,35 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megatron_daro.workshop.check_loss.records import Case, Outcome, Trace
+from megatron_daro.workshop.check_loss.cases import Case
+from megatron_daro.workshop.check_loss.outcomes import Outcome, Trace, constant_ratio
 
 _SAME = 1e-4
 Position = tuple[int, int]
 """Sample and place in its response."""
-
-
-def constant_ratio(gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float | None:
-    """Return the factor between two gradients; None where they differ by more than a factor."""
-    got = torch.cat([gradients[name].flatten() for name in wanted])
-    want = torch.cat([tensor.flatten() for tensor in wanted.values()])
-    if not bool(torch.isfinite(got).all()) or not float(want.norm()):
-        return None
-    ratio = float(got @ want / (want @ want))
-    return ratio if float((got - ratio * want).norm()) < _SAME * float(got.norm()) else None
+Unit = tuple[int, int, int]
+"""Data-parallel rank, micro-batch, context-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one position adds to the step's gradient, per unit of its log-prob's. unit: data-parallel rank, micro-batch,
-    context-parallel rank. border: the first or last of what this rank holds of a sample."""
+    """What one position adds to the step's gradient, per unit of its log-prob's. border: the first or last of what this
+    rank holds of a sample."""
 
     coefficient: float
     old: float
     advantage: float
     trained: bool
-    unit: tuple[int, int, int]
+    unit: Unit
     border: bool
 
 
@@ -69,14 +61,22 @@ def _at_border(samples: Sequence[int], places: Sequence[int], i: int) -> bool:
     return False
 
 
+def _largest(shares_of_positions: Mapping[Position, Share]) -> float:
+    return max((abs(share.coefficient) for share in shares_of_positions.values()), default=0.0)
+
+
+def _has_gradient(share: Share, largest: float) -> bool:
+    return abs(share.coefficient) > _SAME * largest
+
+
 def single_process_cause(masked: Outcome, case: Case) -> str:
-    """Return what is wrong with a loss on one process already: positions that the mask leaves out are trained."""
+    """Say what is wrong with a loss on one process already: positions that the mask leaves out are trained."""
     own = shares(case, masked)
-    largest = max((abs(s.coefficient) for s in own.values()), default=0.0)
-    outside = {key for key, s in own.items() if not s.trained and abs(s.coefficient) > _SAME * largest}
+    largest = _largest(own)
+    outside = {key for key, share in own.items() if not share.trained and _has_gradient(share, largest)}
     if not outside:
         return ""
-    silent = {key for key, s in own.items() if s.trained and abs(s.coefficient) <= _SAME * largest}
+    silent = {key for key, share in own.items() if share.trained and not _has_gradient(share, largest)}
     for gap in (-1, 1):
         moved = {(sample, place + gap) for sample, place in silent}
         if silent and all((sample, place - gap) in own for sample, place in outside) and moved & outside:
@@ -85,23 +85,64 @@ def single_process_cause(masked: Outcome, case: Case) -> str:
 
 
 def lost_tokens_cause(on_policy: Outcome, case: Case) -> str:
-    """Return a shift by which the first or the last token of every sample has no gradient, at ratios of 1."""
+    """Name a shift by which the first or the last token of every sample has no gradient, at ratios of 1."""
     own = shares(case, on_policy)
-    largest = max((abs(s.coefficient) for s in own.values()), default=0.0)
+    largest = _largest(own)
     trained: dict[int, list[int]] = {}
     for (sample, place), share in own.items():
         if share.trained:
             trained.setdefault(sample, []).append(place)
     several = {sample: sorted(places) for sample, places in trained.items() if len(places) > 1}
-    silent = {key for key in ((s, p) for s, ps in several.items() for p in ps) if not _has(own[key], largest)}
+    silent = {
+        (sample, place)
+        for sample, places in several.items()
+        for place in places
+        if not _has_gradient(own[sample, place], largest)
+    }
     for name, which in (("first", 0), ("last", -1)):
         if several and silent == {(sample, places[which]) for sample, places in several.items()}:
             return _SHIFTED.format(where=f"the {name} trained token of every sample has no gradient, all others have")
     return ""
 
 
-def _has(share: Share, largest: float) -> bool:
-    return abs(share.coefficient) > _SAME * largest
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The shares of a layout beside those of one process. largest: coefficient on one process."""
+
+    own: Mapping[Position, Share]
+    reference: Mapping[Position, Share]
+    largest: float
+
+    def has_gradient(self, share: Share) -> bool:
+        return _has_gradient(share, self.largest)
+
+    def trained(self) -> list[Position]:
+        return [key for key, share in self.own.items() if share.trained and key in self.reference]
+
+    def differing(self) -> set[Position]:
+        """Return the trained positions whose coefficients differ."""
+        gaps = {key: self.own[key].coefficient - self.reference[key].coefficient for key in self.trained()}
+        return {key for key, gap in gaps.items() if abs(gap) > _SAME * self.largest}
+
+    def is_silent(self, unit: Unit) -> bool:
+        """Whether nothing of a unit is trained, though some of it is on one process."""
+        keys = [key for key in self.trained() if self.own[key].unit == unit]
+        return all(not self.has_gradient(self.own[key]) for key in keys) and any(
+            self.has_gradient(self.reference[key]) for key in keys
+        )
+
+    def scales(self) -> Sequence[float]:
+        """Return the factor of each unit, sorted; none where one of them has more than one factor, or all hold one
+        position, of which this says nothing."""
+        factors: dict[Unit, list[float]] = {}
+        for key in self.trained():
+            if self.has_gradient(self.reference[key]):
+                ratio = self.own[key].coefficient / self.reference[key].coefficient
+                factors.setdefault(self.own[key].unit, []).append(ratio)
+        uneven = any(max(unit) - min(unit) > _SAME * max(map(abs, unit)) for unit in factors.values())
+        if uneven or all(len(unit) == 1 for unit in factors.values()):
+            return ()
+        return sorted(unit[0] for unit in factors.values())
 
 
 def likely_cause(
@@ -111,9 +152,9 @@ def likely_cause(
     *,
     plain: Sequence[Trace] = (),
     part: float | None = None,
-    ordered: bool = False,
+    order_matters: bool = False,
 ) -> str:
-    """Return what most likely makes this case differ.
+    """Say what most likely makes this case differ.
 
     Args:
         case: that does, with few axes.
@@ -121,45 +162,44 @@ def likely_cause(
         wanted: that of the same samples on one process.
         plain: traces of all samples on one process.
         part: the constant factor of a smaller case, where this one has none.
-        ordered: whether another order of the samples in one micro-batch changes the gradient as well.
+        order_matters: another order of the samples in one micro-batch changes the gradient as well.
     """
     finite = all(bool(g.isfinite().all()) for g in outcome.gradients.values())
     if case.poison or not finite:
         return _MASK + ": 0 * NaN is NaN; choose with torch.where before anything is multiplied"
-    own, reference = shares(case, outcome), shares(case.reference(), wanted)
-    largest = max((abs(s.coefficient) for s in reference.values()), default=0.0)
-    if not largest:
+    reference = shares(case.reference(), wanted)
+    compared = _Comparison(shares(case, outcome), reference, _largest(reference))
+    if not compared.largest:
         return f"the whole step on one process is not trained, though it is in this layout: {_LIMIT}"
-    if any(not s.trained and _has(s, largest) for s in own.values()):
+    if any(not share.trained and compared.has_gradient(share) for share in compared.own.values()):
         return f"{_MASK}: padded positions are trained" if case.padding else _MASK
     if case.padding and case.context == 1 and case.world_size == 1:
         return "padded positions are counted in a denominator: count the mask, not the positions"
-    if cause := _by_position(own, reference, largest):
+    if cause := _by_position(compared):
         return cause
     ratio = constant_ratio(outcome.gradients, wanted.gradients)
-    if ratio is None and ordered:
+    if ratio is None and order_matters:
         return _ACROSS_SAMPLES
-    return _by_layout(case, ratio, plain, part, _scales(own, reference, largest))
+    return _by_layout(case, ratio, plain, part, compared.scales())
 
 
-def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float) -> str:
-    """Return a cause that shows in which positions differ, and how."""
-    trained = [key for key, share in own.items() if share.trained and key in reference]
-    differ = {k for k in trained if abs(own[k].coefficient - reference[k].coefficient) > _SAME * largest}
-    if not differ:
+def _by_position(compared: _Comparison) -> str:
+    """Name a cause that shows in which positions differ, and how."""
+    own, differing = compared.own, compared.differing()
+    if not differing:
         return ""
-    if _only_borders_differ(own, trained, differ):
+    if _only_borders_differ(compared, differing):
         return _SHIFTED.format(where="only positions at the border of a part differ, all others are right")
-    if any(_reads_old_of(gap, own, reference, differ, largest) for gap in (-1, 1)):
+    if any(_reads_old_of(gap, compared, differing) for gap in (-1, 1)):
         return _SHIFTED.format(where="ratios are to the old log-prob of the position beside")
-    units = {own[key].unit for key in trained}
-    silent = {unit for unit in units if _is_silent(unit, own, reference, largest)}
-    if all(own[key].unit in silent for key in differ):
+    units = {own[key].unit for key in compared.trained()}
+    silent = {unit for unit in units if compared.is_silent(unit)}
+    if all(own[key].unit in silent for key in differing):
         if silent == units:
             return f"no micro-batch is trained, though the whole step is on one process: {_LIMIT}"
         data, micro_batch, _ = min(silent)
         return f"micro-batch {micro_batch + 1} of data-parallel rank {data} is not trained: {_LIMIT}"
-    if not _scales(own, reference, largest) and _has_others_advantages(own, reference, differ, largest):
+    if not compared.scales() and _has_others_advantages(compared, differing):
         return (
             "advantages are taken by position and not by sample: tokens have those of other samples; take columns of "
             "the same samples, in the order of the micro-batch"
@@ -167,95 +207,59 @@ def _by_position(own: Mapping[Position, Share], reference: Mapping[Position, Sha
     return ""
 
 
-def _only_borders_differ(own: Mapping[Position, Share], trained: Sequence[Position], differ: set[Position]) -> bool:
+def _only_borders_differ(compared: _Comparison, differing: set[Position]) -> bool:
     """Whether only positions at borders differ, in most parts beside others that are right: a part that is wrong as a
     whole, however short, shows no shift."""
-    parts: dict[tuple[tuple[int, int, int], int], list[Position]] = {}
-    for key in trained:
-        parts.setdefault((own[key].unit, key[0]), []).append(key)
-    wrong = [keys for keys in parts.values() if differ.intersection(keys)]
-    partly = [keys for keys in wrong if not differ.issuperset(keys)]
-    return all(own[key].border for key in differ) and 2 * len(partly) > len(wrong)
+    parts: dict[tuple[Unit, int], list[Position]] = {}
+    for key in compared.trained():
+        parts.setdefault((compared.own[key].unit, key[0]), []).append(key)
+    wrong = [keys for keys in parts.values() if differing.intersection(keys)]
+    partly = [keys for keys in wrong if not differing.issuperset(keys)]
+    return all(compared.own[key].border for key in differing) and 2 * len(partly) > len(wrong)
 
 
-def _scales(own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float) -> Sequence[float]:
-    """Return the factor of each micro-batch on each rank, sorted; none where one of them has more than one factor, or
-    all hold one position, of which this says nothing."""
-    factors: dict[tuple[int, int, int], list[float]] = {}
-    for key, share in own.items():
-        if share.trained and key in reference and _has(reference[key], largest):
-            factors.setdefault(share.unit, []).append(share.coefficient / reference[key].coefficient)
-    uneven = any(max(unit) - min(unit) > _SAME * max(map(abs, unit)) for unit in factors.values())
-    if uneven or all(len(unit) == 1 for unit in factors.values()):
-        return ()
-    return sorted(unit[0] for unit in factors.values())
-
-
-def _reads_old_of(
-    gap: int,
-    own: Mapping[Position, Share],
-    reference: Mapping[Position, Share],
-    differ: set[Position],
-    largest: float,
-) -> bool:
+def _reads_old_of(gap: int, compared: _Comparison, differing: set[Position]) -> bool:
     """Whether most of the positions that differ do so as the old log-prob of the one `gap` behind would make them."""
+    own, reference = compared.own, compared.reference
     fits = tried = 0
-    for sample, place in differ:
+    for sample, place in differing:
         beside = own.get((sample, place + gap))
         got, want = own[sample, place].coefficient, reference[sample, place].coefficient
-        if beside is None or not _has(reference[sample, place], largest) or got * want <= 0:
+        if beside is None or not compared.has_gradient(reference[sample, place]) or got * want <= 0:
             continue
         tried += 1
         fits += abs(math.log(got / want) - (own[sample, place].old - beside.old)) < 1e-3
     return tried >= 4 and fits > tried / 2
 
 
-def _is_silent(
-    unit: tuple[int, int, int], own: Mapping[Position, Share], reference: Mapping[Position, Share], largest: float
-) -> bool:
-    keys = [key for key, share in own.items() if share.unit == unit and share.trained and key in reference]
-    quiet = all(not _has(own[key], largest) for key in keys)
-    return quiet and any(_has(reference[key], largest) for key in keys)
-
-
-def _has_others_advantages(
-    own: Mapping[Position, Share], reference: Mapping[Position, Share], differ: set[Position], largest: float
-) -> bool:
+def _has_others_advantages(compared: _Comparison, differing: set[Position]) -> bool:
     """Whether most of the positions that differ do so as the advantage of another sample would make them."""
+    own, reference = compared.own, compared.reference
     every = torch.tensor(sorted({share.advantage for key, share in own.items() if key[0] >= 0}), dtype=torch.float64)
     fits = tried = 0
-    for key in differ:
-        got, want, advantage = own[key].coefficient, reference[key].coefficient, own[key].advantage
-        if not _has(own[key], largest) or not _has(reference[key], largest):
+    for key in differing:
+        if not compared.has_gradient(own[key]) or not compared.has_gradient(reference[key]):
             continue
         tried += 1
-        fits += bool(((every - got / want * advantage).abs() < 1e-6).any())
+        wanted = own[key].coefficient / reference[key].coefficient * own[key].advantage
+        fits += bool(((every - wanted).abs() < 1e-6).any())
     return tried >= 4 and fits > 0.6 * tried
 
 
 def _by_layout(
     case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None, scales: Sequence[float]
 ) -> str:
-    """Return a cause from the axes that the case still has, and the factor of its gradient, or those of its parts."""
-    sizes = {
-        "micro-batches": case.num_micro_batches,
-        "data": case.data,
-        "context": case.context,
-        "tensor": case.tensor,
-        "pipeline": case.pipeline,
-        "expert": case.expert,
-    }
-    active = {name: size for name, size in sizes.items() if size > 1}
-    if not active:
+    """Name a cause from the axes that the case still has, and the factor of its gradient, or those of its parts."""
+    if not case.axes:
         return "the order or the masks of the samples alone change it: something is taken by position, not by sample"
     if case.per_token and ratio is not None and (returned := _constant_number(plain)):
         return (
             f"the number of tokens that is returned is {returned:g} in each micro-batch, not that of its trained "
             "tokens: with calculate_per_token_loss Megatron divides by their sum; return batch.mask_T.sum()"
         )
-    name, size = next(iter(active.items()))
-    if len(active) > 1:
-        together = " and ".join(f"{n} {s}" for n, s in active.items())
+    name, size = next(iter(case.axes.items()))
+    if len(case.axes) > 1:
+        together = " and ".join(f"{n} {s}" for n, s in case.axes.items())
         confused = "a factor or a denominator of one stands in the place of the other"
         if ratio is None:
             return f"not certain: it fails with {together} together, by no constant factor; perhaps {confused}"
@@ -306,6 +310,10 @@ NOT_REPEATABLE = (
     "depends on something that is not in its inputs, such as state kept from call to call or random numbers"
 )
 
+HUNG = (
+    "ranks wait for each other or ended in a collective (see the error): most likely it is called on some of them "
+    "only, such as those that have tokens or are of a stage; call it on every rank of its group, in the same order"
+)
 _LIMIT = (
     "its loss is dropped, or a limit (clamp, max) on what is summed over a micro-batch or a rank ends its gradient; "
     "limit only what is of one token or one sample"

@@ -21,7 +21,9 @@ from torch import Tensor
 from megatron_daro.errors import AlgorithmError
 from megatron_daro.ports import reserve_port
 from megatron_daro.temporary import use_own_sockets
-from megatron_daro.workshop.check_loss.records import Case, LossFunction, Outcome, Trace
+from megatron_daro.workshop.check_loss.cases import Case
+from megatron_daro.workshop.check_loss.outcomes import Outcome, Trace
+from megatron_daro.workshop.check_loss.records import LossFunction
 
 RANKS, ANSWER_S = 4, 120
 _Answer = tuple[dict[str, Tensor], list[Trace]]

@@ -1,9 +1,7 @@
 """One rank of a case: a small model of two stages through Megatron's own schedule, with the function under test.
 
-Case and function -> gradients of this rank, in float64, reduced as Megatron reduces them.
-The model predicts a token from the token before it alone (embedding, tanh, vocabulary-parallel output): enough to split
-over tensor, pipeline and context ranks, and exact on each, so whatever differs comes from the loss. With experts, a
-token adds the row of its own expert; rows lie on expert-parallel ranks and are reduced as Megatron reduces experts.
+Case and function -> gradients of this rank, in float64, reduced as Megatron reduces them, and a trace of each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -11,29 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_daro.actor import device
 from megatron_daro.actor.parallel import Layout, initialize, shutdown
 from megatron_daro.algo.difficulty import bin_sums, token_counts
 from megatron_daro.errors import AlgorithmError
-from megatron_daro.workshop.check_loss.records import (
-    VOCAB,
-    Case,
-    LossBatch,
-    LossFunction,
-    StepInfo,
-    StepSamples,
-    Trace,
-    local_positions,
-    step_samples,
-)
+from megatron_daro.workshop.check_loss.cases import Case
+from megatron_daro.workshop.check_loss.outcomes import Trace
+from megatron_daro.workshop.check_loss.precision import Precision
+from megatron_daro.workshop.check_loss.records import LossBatch, LossFunction, StepInfo
+from megatron_daro.workshop.check_loss.samples import StepSamples, local_positions, step_samples
+from megatron_daro.workshop.check_loss.token_model import HIDDEN, TokenModel
 
 device.prepare()
 from megatron.core import parallel_state  # noqa: E402
@@ -42,86 +33,11 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel import (  # noqa: E402
-    copy_to_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
-from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-HIDDEN, EXPERTS, TIMEOUT_S = 4, 2, 30
-
-
-class _Group(Protocol):
-    group: dist.ProcessGroup
-
-
-class _AllExperts(torch.autograd.Function):
-    """Rows of all experts on each expert-parallel rank; their gradients are summed over the ranks' tokens."""
-
-    @staticmethod
-    def forward(ctx: _Group, rows_ED: Tensor) -> Tensor:
-        """[experts of this rank, D] -> [EXPERTS, D]."""
-        ctx.group = parallel_state.get_expert_model_parallel_group()
-        parts = [torch.empty_like(rows_ED) for _ in range(dist.get_world_size(ctx.group))]
-        dist.all_gather(parts, rows_ED.contiguous(), group=ctx.group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: _Group, *gradients: Tensor) -> Tensor:
-        """Sum over the ranks, as the way back of a token dispatcher does, and keep the own rows."""
-        total_ED = gradients[0].clone()
-        dist.all_reduce(total_ED, group=ctx.group)
-        return total_ED.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
-
-
-class TokenModel(MegatronModule):
-    """Embedding on the first stage, output rows on the last; both where there is one stage."""
-
-    def __init__(self, config: TransformerConfig, seed: int, experts: int = 0) -> None:
-        """Make this rank's parameters: rows of the output are split over tensor-parallel ranks, experts over EP."""
-        super().__init__(config)
-        generator = torch.Generator().manual_seed(seed)
-        embedding = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-        output = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-        self.model_type = ModelType.encoder_or_decoder
-        self.share_embeddings_and_output_weights = False
-        self.pre_process, self.post_process = (
-            parallel_state.is_pipeline_first_stage(),
-            parallel_state.is_pipeline_last_stage(),
-        )
-        if self.pre_process:
-            self.embedding = torch.nn.Parameter(embedding)
-        if self.pre_process and experts:
-            rows_ED = torch.randn(EXPERTS, HIDDEN, generator=generator, dtype=torch.float64)
-            rank = parallel_state.get_expert_model_parallel_rank() if experts > 1 else 0
-            self.experts = torch.nn.Parameter(rows_ED.chunk(experts)[rank].clone())
-            self.alone = experts == 1
-            setattr(self.experts, "allreduce", self.alone)  # noqa: B010  (how Megatron knows parameters of experts)
-        if self.post_process:
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            rows = VOCAB // parallel_state.get_tensor_model_parallel_world_size()
-            self.output = torch.nn.Parameter(output[rank * rows : (rank + 1) * rows].clone())
-        self.received: Tensor | None = None
-
-    def set_input_tensor(self, tensor: list[Tensor] | Tensor | None) -> None:
-        """Take what the stage before sent."""
-        self.received = tensor[0] if isinstance(tensor, list) else tensor
-
-    def forward(self, inputs_T: Tensor) -> Tensor:
-        """[T] token ids -> hidden states [T, 1, D] or, on the last stage, logits [T, 1, V / TP]."""
-        hidden = self._embedded(inputs_T)[:, None] if self.pre_process else self.received
-        assert hidden is not None
-        if not self.post_process:
-            return hidden
-        return torch.nn.functional.linear(copy_to_tensor_model_parallel_region(hidden), self.output)
-
-    def _embedded(self, inputs_T: Tensor) -> Tensor:
-        if not hasattr(self, "experts"):
-            return torch.tanh(self.embedding[inputs_T])
-        rows_ED = self.experts if self.alone else _AllExperts.apply(self.experts)
-        return torch.tanh(self.embedding[inputs_T] + rows_ED[inputs_T % EXPERTS])
+TIMEOUT_S = 30
 
 
 def join(case: Case, rank: int = 0, init_method: str | None = None) -> None:
@@ -291,36 +207,6 @@ def _gathered(places: list[Tensor], held: list[Tensor], logprobs_T: Tensor) -> T
     dist.all_reduce(all_T, group=parallel_state.get_context_parallel_group())
     whole_T = own_T + (all_T - own_T.detach())
     return torch.cat([whole_T[:total], logprobs_T[len(index) :]])
-
-
-class Precision(TorchDispatchMode):
-    """Notes in which shorter floating types a function computes; widen: and computes in float64 instead."""
-
-    def __init__(self, *, widen: bool) -> None:
-        """Note nothing yet."""
-        super().__init__()
-        self.types: set[str] = set()
-        self._widen = widen
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        """Run one operator."""
-        kwargs = dict(kwargs or {})
-        if self._widen and kwargs.get("dtype") in _SHORTER:
-            kwargs["dtype"] = torch.float64
-        out = func(*args, **kwargs)
-        given = {id(arg) for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)}
-        return tree_map(lambda value: self._noted(value, given), out)
-
-    def _noted(self, value: object, given: set[int]) -> object:
-        if not isinstance(value, Tensor) or value.dtype not in _SHORTER:
-            return value
-        self.types.add(str(value.dtype).removeprefix("torch."))
-        return value.double() if self._widen and id(value) not in given else value
-
-
-_SHORTER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _batch(

@@ -1,5 +1,7 @@
-"""`megatron-daro convert`: checkpoints of Hugging Face and of Megatron into each other, by the tables of `convert/`.
+"""Checkpoints between Hugging Face's format and Megatron's, in both directions, and the mean of several.
 
-Place in the data flow: a checkpoint -> `plan` (megatron_daro.convert.plan) -> `conversion` with `jobs` in worker
-processes -> a verified checkpoint with its card.
+`megatron-daro convert` -> a Plan (convert/plan.py) -> `conversion`, which has worker processes (`processes`) write each
+file (`jobs`) into a folder that becomes the target (`partial`), compares what it wrote (`comparison`, `forward_check`),
+and leaves a card of every tensor (`card`). `average` is the mean; `model_config` finds the config.json of a Megatron
+checkpoint.
 """

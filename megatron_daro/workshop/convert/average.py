@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from megatron_daro import durable
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, shard_name, write_index
-from megatron_daro.convert.plan import PIECE_BYTES
+from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, new_directory, shard_name, write_index
+from megatron_daro.convert.plan import PIECE_BYTES, grouped
 from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import ConfigError, ModelError, disk_fault
-from megatron_daro.workshop.convert.conversion import replaceable
-from megatron_daro.workshop.convert.jobs import cast, windows
+from megatron_daro.workshop.convert.partial import replaceable
+from megatron_daro.workshop.convert.rows import cast, windows
 
 NOTE_FILE = "average.json"
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
@@ -80,26 +77,18 @@ def average(
         raise ConfigError(f"--average: got {got}; allowed: different directories; fix: name each once")
     target = replaceable(out)
     check_vocabulary(sources)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     with ExitStack() as stack:
         opened = [stack.enter_context(HFCheckpoint(source)) for source in sources]
         check_tensors(opened)
         try:
-            partial.mkdir(parents=True)
-            num_bytes = _write(opened, weights, partial, max_shard_bytes, progress)
-            copy_model_files(sources[0], partial, None)
-            made_of = [{"path": str(s.absolute()), "weight": w} for s, w in zip(sources, weights, strict=True)]
-            durable.write(partial / NOTE_FILE, json.dumps({"average_of": made_of}, indent=1) + "\n")
-            durable.sync_folder(partial)
-            partial.rename(target)
-            durable.sync(target.parent)
+            with new_directory(target) as folder:
+                num_bytes = _write(opened, weights, folder, max_shard_bytes, progress)
+                copy_model_files(sources[0], folder, None)
+                made_of = [{"path": str(s.absolute()), "weight": w} for s, w in zip(sources, weights, strict=True)]
+                durable.write(folder / NOTE_FILE, json.dumps({"average_of": made_of}, indent=1) + "\n")
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
             cause, advice = disk_fault(error, target.parent)
             raise ModelError(f"{target} was not written: {cause}; {advice}") from error
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
     return num_bytes
 
 
@@ -164,7 +153,9 @@ def _write(
     progress: Callable[[str, int], None],
 ) -> int:
     first, done = opened[0], 0
-    files = list(_files(first, max_shard_bytes))
+    files = list(
+        grouped(first.names(), max_shard_bytes, lambda name: math.prod(first.shape(name)) * first.dtype(name).itemsize)
+    )
     for number, names in enumerate(files):
         header = [(name, first.dtype(name), first.shape(name)) for name in names]
         with FileWriter(folder / shard_name(number, len(files)), header, metadata={"format": "pt"}) as writer:
@@ -175,19 +166,6 @@ def _write(
                     progress("averaging", done)
     write_index(folder, {name: shard_name(i, len(files)) for i, names in enumerate(files) for name in names}, done)
     return done
-
-
-def _files(tensors: HFCheckpoint, most_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of each file."""
-    number, filled, places = 0, 0, []
-    for name in tensors.names():
-        size = math.prod(tensors.shape(name)) * tensors.dtype(name).itemsize
-        if filled and filled + size > most_bytes:
-            number, filled = number + 1, 0
-        filled += size
-        places.append((number, name))
-    for _, group in groupby(places, lambda place: place[0]):
-        yield [name for _, name in group]
 
 
 def _means(opened: Sequence[HFCheckpoint], weights: Sequence[float], name: str) -> Iterator[torch.Tensor]:

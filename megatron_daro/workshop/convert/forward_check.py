@@ -52,8 +52,8 @@ def compare_logits(hf: Path, megatron: Path, cast: str | None = None) -> str:
     expected_TV = _transformers_logits(hf, tokens, rounding)
     if not expected_TV.isfinite().all():
         raise CheckpointError(_why_not_finite(hf))
-    found_TV = _megatron_logits(megatron, shape, tokens, rounding)
-    difference, scale = float((found_TV - expected_TV).abs().max()), float(expected_TV.abs().max())
+    actual_TV = _megatron_logits(megatron, shape, tokens, rounding)
+    difference, scale = float((actual_TV - expected_TV).abs().max()), float(expected_TV.abs().max())
     if not difference <= TOLERANCE * max(scale, 1.0):
         raise CheckpointError(
             f"the logits of {megatron} and {hf} differ by {difference:.3g} (largest logit {scale:.3g}); the conversion "

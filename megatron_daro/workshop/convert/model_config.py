@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.inert_pickle import Inert, InertUnpickler
 from megatron_daro.convert.megatron_weights import checkpoint_directory
 from megatron_daro.convert.plan import ModelConfig
-from megatron_daro.convert.torch_dist import COMMON_FILE, Record, RestrictedUnpickler
+from megatron_daro.convert.torch_dist import COMMON_FILE
 from megatron_daro.errors import CheckpointError, ModelError
 from megatron_daro.families import families
 from megatron_daro.workshop.convert.conversion import HF_FOLDER
@@ -112,33 +113,6 @@ def find_config_folder(megatron: Path) -> Path:
     )
 
 
-class _Inert(Record):
-    """Whatever class or function a pickle names: takes anything and does nothing."""
-
-    def __new__(cls, *arguments: object, **named: object) -> _Inert:
-        record = super().__new__(cls)
-        assert isinstance(record, cls)
-        return record
-
-    def __init__(self, *arguments: object, **named: object) -> None:
-        """Take any arguments."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Take an entry."""
-
-    def append(self, value: object) -> None:
-        """Take an element."""
-
-    def extend(self, values: object) -> None:
-        """Take elements."""
-
-
-class _InertUnpickler(RestrictedUnpickler):
-    def find_class(self, module: str, name: str) -> object:
-        """Return a record for every name: nothing of the pickle is imported or run."""
-        return _Inert
-
-
 def read_arguments(folder: Path) -> dict[str, Any] | None:
     """Return Megatron-LM's arguments out of a checkpoint's `common.pt`, values of classes as inert records.
 
@@ -158,13 +132,13 @@ def read_arguments(folder: Path) -> dict[str, Any] | None:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = archive.read(name)
-        state = _InertUnpickler(content, {}, path).load()
+        state = InertUnpickler(content, path).load()
     except Exception as error:  # a pickle of any bytes can fail in any way; nothing was run
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}; the checkpoint is torn. {_GIVE}"
         ) from None
     arguments = state.get("args") if isinstance(state, dict) else None
-    return arguments.fields if isinstance(arguments, Record) and arguments.fields else None
+    return arguments.fields if isinstance(arguments, Inert) and arguments.fields else None
 
 
 def config_from_arguments(arguments: Mapping[str, Any], where: Path) -> dict[str, Any]:

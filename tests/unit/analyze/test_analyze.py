@@ -73,7 +73,7 @@ def table(printed):
         printed(path, *options)
         rows = {}
         for line in printed.lines:
-            first, *numbers = re.findall(r"-?\d[\d./]*", line) or [""]
+            first, *numbers = re.findall(r"-?\d[\d./]*", line.replace(",", "")) or [""]
             if re.fullmatch(r"\d+/\d+", first) and len(numbers) > 2:
                 rows.setdefault(first, list(map(float, numbers)))
         return rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_daro.cli import main
-from megatron_daro.workshop.check_loss.records import SampleColumns, local_positions
+from megatron_daro.workshop.check_loss.samples import SampleColumns, local_positions
 
 LOSSES = """
 import torch

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_daro.cli import main
 from megatron_daro.workshop.check_loss import search
-from megatron_daro.workshop.check_loss.records import Case
+from megatron_daro.workshop.check_loss.cases import Case
 
 LOSS = "my_losses:daro"
 CASE = Case(1, 1, 2, (((0, 1),),), (3, 3), (4, 4))

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.convert.checkpoint_keys import global_boxes
 from megatron_daro.convert.mapping import (
     TensorRule,
     critic_config,
-    global_boxes,
     global_name,
     hf_tensor_shapes,
     hf_to_megatron,
@@ -238,7 +238,7 @@ def test_pieces_use_every_entry_once_and_shard_is_made_of_them(kind, tp_size, gr
     used = {name: torch.zeros(d) for name, d in zip(names, dims, strict=True)}
     for rank in range(tp_size):
         parts = []
-        for piece in rule.pieces(rank, tp_size):
+        for piece in rule.slices(rank, tp_size):
             length = piece.stop - piece.start
             used[names[piece.source]].narrow(rule.dim, piece.start, length).add_(1)
             parts.append(tensors[names[piece.source]].narrow(rule.dim, piece.start, length))

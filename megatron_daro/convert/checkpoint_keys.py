@@ -1,0 +1,91 @@
+"""What Megatron's distributed checkpoints call each parameter: a key, and a place along the prepended axes.
+
+Layers are the first axis of one tensor per parameter of a layer, experts the second; a checkpoint may also hold each
+layer under its own key (`non_homogeneous_layers`, and newer Megatron with `singleton_local_shards`). Source:
+megatron/core/transformer/transformer_block.py and moe/experts.py, `sharded_state_dict`, 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_daro.convert.mapping import TensorRule
+
+_EXPERT_WEIGHT = re.compile(
+    r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)\d+)$"
+)
+
+_EXPERTS_NORM, _DENSE_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBox:
+    """A parameter within a global tensor: `index` along the prepended axes, whose sizes are `sizes`."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    layer_key: str | None = None
+    """The key where each layer has its own; the first axis is then absent."""
+
+    @property
+    def name(self) -> str:
+        """The key with its index, for people."""
+        return self.key + "".join(f"[{i}]" for i in self.index)
+
+    def without_layers(self) -> GlobalBox:
+        """Return the same parameter in a checkpoint with a key for each layer."""
+        return self if self.layer_key is None else GlobalBox(self.layer_key, self.index[1:], self.sizes[1:])
+
+
+def other_name(box: GlobalBox) -> GlobalBox | None:
+    """Return the box under the other name that Megatron-core gives the same parameter; None where there is none.
+
+    The norm before a layer's experts: with Transformer Engine's layers the key is that of the module, with Megatron's
+    own the one that a dense layer's norm has (gpt_layer_specs.py, `sharded_state_dict_keys_map`, 0.16.1).
+    """
+    if not box.key.endswith(_EXPERTS_NORM):
+        return None
+    keys = [key and key.removesuffix(_EXPERTS_NORM) + _DENSE_NORM for key in (box.key, box.layer_key)]
+    return GlobalBox(keys[0] or "", box.index, box.sizes, keys[1])
+
+
+def possible_boxes(box: GlobalBox) -> list[GlobalBox]:
+    """Return all names and shapes under which checkpoints may hold a parameter, the most usual first."""
+    return [candidate for own in (box, other_name(box)) if own is not None for candidate in (own, own.without_layers())]
+
+
+def global_boxes(rules: Sequence[TensorRule]) -> list[GlobalBox]:
+    """Return the box of each rule's parameter.
+
+    Args:
+        rules: of a whole model, with Transformer Engine's names, which are those of checkpoints.
+    """
+    layers = 1 + max((rule.layer for rule in rules if rule.layer is not None), default=-1)
+    experts = 1 + max((rule.expert for rule in rules if rule.expert is not None), default=-1)
+    boxes = [_box(rule, layers, experts) for rule in rules]
+    of_layer: dict[int, set[str]] = {}
+    for rule, box in zip(rules, boxes, strict=True):
+        if rule.layer is not None:
+            of_layer.setdefault(rule.layer, set()).add(box.key)
+    if len({frozenset(keys) for keys in of_layer.values()}) > 1:  # dense layers among layers of experts
+        return [box.without_layers() for box in boxes]
+    return boxes
+
+
+def _box(rule: TensorRule, layers: int, experts: int) -> GlobalBox:
+    if rule.layer is None:
+        return GlobalBox(rule.megatron_name)
+    name = rule.megatron_name.removeprefix(f"decoder.layers.{rule.layer}.")
+    index, sizes = (rule.layer,), (layers,)
+    if rule.expert is None:
+        return GlobalBox(f"decoder.layers.{name}", index, sizes, f"decoder.layers.{rule.layer}.{name}")
+    match = _EXPERT_WEIGHT.match(name)
+    if match is None:
+        raise AssertionError(f"{rule.megatron_name} has expert {rule.expert}, but not the name of an expert's weight")
+    name = f"{match[1]}.experts.{match[2] or match[3]}"
+    return GlobalBox(
+        f"decoder.layers.{name}", (*index, rule.expert), (*sizes, experts), f"decoder.layers.{rule.layer}.{name}"
+    )

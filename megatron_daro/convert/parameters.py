@@ -1,0 +1,98 @@
+"""The parameters of Megatron-core's decoder, the same for every family, by role.
+
+Names are Megatron-core 0.16.1's: those of its local layers, and those under Transformer Engine, whose linear layers
+hold the weight of the norm before them and which keeps a rank's experts as numbered weights of one grouped linear
+layer. convert/mapping.py joins the table with a family's names (families/table.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_daro.config.model_shape import ModelShape
+
+Kind = Literal["copy", "vocab", "qkv", "gate_up", "rows", "columns"]
+"""How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
+key-value group), gate_up (rows of each of the two), rows, columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter. `sizes`: of each Hugging Face tensor, by the names of `dimensions`.
+
+    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number.
+    """
+
+    role: str
+    name: str
+    kind: Kind
+    sizes: tuple[tuple[str, ...], ...]
+    fused_name: str = ""
+
+
+_QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
+
+EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
+FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
+OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
+ATTENTION = (
+    Parameter(
+        "attention_norm",
+        "input_layernorm.weight",
+        "copy",
+        (("hidden",),),
+        fused_name="self_attention.linear_qkv.layer_norm_weight",
+    ),
+    Parameter("qkv", "self_attention.linear_qkv.weight", "qkv", _QKV),
+    Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
+    Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
+    Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
+    Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "query"),)),
+)
+DENSE_MLP = (
+    Parameter(
+        "mlp_norm",
+        "pre_mlp_layernorm.weight",
+        "copy",
+        (("hidden",),),
+        fused_name="mlp.linear_fc1.layer_norm_weight",
+    ),
+    Parameter("gate_up", "mlp.linear_fc1.weight", "gate_up", (("ffn", "hidden"),) * 2),
+    Parameter("down", "mlp.linear_fc2.weight", "columns", (("hidden", "ffn"),)),
+)
+ROUTER = (
+    Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
+    Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
+)
+EXPERT = (
+    Parameter(
+        "expert_gate_up",
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "gate_up",
+        (("expert_ffn", "hidden"),) * 2,
+        fused_name="mlp.experts.linear_fc1.weight{expert}",
+    ),
+    Parameter(
+        "expert_down",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "columns",
+        (("hidden", "expert_ffn"),),
+        fused_name="mlp.experts.linear_fc2.weight{expert}",
+    ),
+)
+
+
+def dimensions(shape: ModelShape) -> dict[str, int]:
+    """Return the sizes that the table's dimensions stand for."""
+    experts = shape.experts
+    return {
+        "hidden": shape.hidden,
+        "query": shape.heads * shape.head_dim,
+        "key": shape.kv_heads * shape.head_dim,
+        "head": shape.head_dim,
+        "ffn": shape.ffn,
+        "vocab": shape.vocab,
+        "experts": experts.number if experts else 0,
+        "expert_ffn": experts.ffn if experts else 0,
+    }

@@ -1,0 +1,105 @@
+"""Rows of tensors on their way: read, cast and hashed a piece at a time, in memory that is taken once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_daro.convert.safetensors_file import bytes_of
+from megatron_daro.errors import ModelError
+
+
+def windows(shape: tuple[int, ...], dtype: torch.dtype, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield rows [start, stop) of a tensor, at most so many bytes (or one row) at a time."""
+    row_bytes = dtype.itemsize
+    for size in shape[1:]:
+        row_bytes *= size
+    most = max(1, most_bytes // max(row_bytes, 1))
+    for start in range(0, shape[0], most):
+        yield start, min(start + most, shape[0])
+
+
+def cast(values: Tensor, target: Tensor, name: str) -> Tensor:
+    """Fill a tensor of another dtype with values, and return it.
+
+    Raises:
+        ModelError: a finite value is infinite there. One look at the largest and the smallest value finds it.
+    """
+    target.copy_(values)
+    limit = torch.finfo(target.dtype).max
+    if limit >= torch.finfo(values.dtype).max:
+        return target
+    least, most = map(float, values.aminmax())  # as Python's numbers: bf16 would round the limit up
+    if not (-limit <= least and most <= limit) and bool((target.isinf() & values.isfinite()).any()):
+        largest = float(values[values.isfinite()].abs().max())
+        raise ModelError(
+            f"{name} holds {largest:.4g}, and the largest number of {str(target.dtype).removeprefix('torch.')} is "
+            f"{limit:.4g}: the cast would make it infinite. Choose another --dtype; bf16 and fp32 reach 3.4e38"
+        )
+    return target
+
+
+class Hash(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the hash of what was taken."""
+
+
+class RowHash:
+    """SHA-256 of a tensor whose rows come in order; what did not come so is read for it at the end.
+
+    Args:
+        rows: that were taken already. taken: the hash of them.
+    """
+
+    def __init__(self, rows: int = 0, taken: Hash | None = None) -> None:
+        self._hash = taken or hashlib.sha256()
+        self._next = rows
+        self._is_in_order = True
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Take rows [start, start + len(values))."""
+        self._is_in_order = self._is_in_order and start == self._next
+        if self._is_in_order:
+            self._hash.update(bytes_of(values))
+            self._next += len(values)
+
+    def digest(self, windows: Sequence[tuple[int, int]], read: Callable[[int, int], Tensor]) -> str:
+        """Return the hash of the whole tensor, hexadecimal.
+
+        Args:
+            windows: all rows of it, in order, as (start, stop). read: returns such rows.
+        """
+        if not self._is_in_order:
+            return RowHash().digest(windows, read)
+        for start, stop in windows:
+            if stop > self._next:
+                self.add(self._next, read(max(start, self._next), stop))
+        return self._hash.hexdigest()
+
+
+class Scratch:
+    """Memory for the rows that are on their way, taken once: fresh memory costs the system more than reading into it.
+
+    Args:
+        num_bytes: at the beginning; grows to the largest piece.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def shaped(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in this memory; it holds until the next call."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._bytes):
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes[:num_bytes].view(dtype).view(tuple(shape))
