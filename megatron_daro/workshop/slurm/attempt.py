@@ -26,7 +26,7 @@ class Attempt:
     node: this one's name; first: whether it is the first of `nodes`. job: its number in Slurm. number, directory: of
     this start; the nodes share the directory. gpus, cores: of the node; cores: None for as many processes as there are.
     free_disk_gib: that run_dir must have. check_s: until every node must have reported; stall_s: without a new step;
-    term_grace_s: after SIGTERM. may_lose: nodes. interface, addresses: of the network, by the name of a node. train:
+    term_grace_s: after SIGTERM. may_lose: nodes. interface: of the network; addresses: of nodes, by their names. train:
     arguments of `megatron-daro train`.
     """
 
@@ -45,8 +45,8 @@ class Attempt:
     term_grace_s: float
     may_lose: int
     interface: str | None
-    addresses: dict[str, str]
-    train: tuple[str, ...]
+    addresses: Sequence[tuple[str, str]]
+    train: Sequence[str]
 
     @property
     def temporary(self) -> Path:
@@ -66,39 +66,35 @@ class Attempt:
 def read_attempt(arguments: Sequence[str] | None, about: str) -> Attempt:
     """Read the command line that the batch script gives to srun, and the environment that srun gives to a node."""
     parser = argparse.ArgumentParser(prog="megatron_daro.workshop.slurm.node", description=about)
-    parser.add_argument("--attempt-dir", type=Path, required=True)
-    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--attempt-dir", dest="directory", type=Path, required=True)
+    parser.add_argument("--attempt", dest="number", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--cores", type=int, help="of a node without GPUs; unset: as many processes as there are")
     parser.add_argument("--free-disk-gib", type=float, required=True)
-    parser.add_argument("--check-minutes", type=float, required=True)
-    parser.add_argument("--stall-minutes", type=float, required=True)
+    parser.add_argument("--check-minutes", dest="check_s", type=_minutes, required=True)
+    parser.add_argument("--stall-minutes", dest="stall_s", type=_minutes, required=True)
     parser.add_argument("--term-grace-s", type=float, required=True)
     parser.add_argument("--may-lose", type=int, default=0)
     parser.add_argument("--interface")
-    parser.add_argument("--address", action="append", default=[], metavar="NODE=ADDRESS")
+    parser.add_argument("--address", dest="addresses", action="append", default=[], type=_pair, metavar="NODE=ADDRESS")
     parser.add_argument("train", nargs="+", help="after --: arguments of `megatron-daro train`")
-    options = parser.parse_args(arguments)
-    return Attempt(
+    parser.set_defaults(
         node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         first=os.environ.get("SLURM_PROCID", "0") == "0",
         nodes=int(os.environ.get("SLURM_NNODES", "1")),
         job=os.environ.get("SLURM_JOB_ID", str(os.getpid())),
-        number=options.attempt,
-        directory=options.attempt_dir,
-        run_dir=options.run_dir,
-        gpus=options.gpus,
-        cores=options.cores,
-        free_disk_gib=options.free_disk_gib,
-        check_s=60 * options.check_minutes,
-        stall_s=60 * options.stall_minutes,
-        term_grace_s=options.term_grace_s,
-        may_lose=options.may_lose,
-        interface=options.interface,
-        addresses=dict(pair.split("=", 1) for pair in options.address),
-        train=tuple(options.train),
     )
+    return Attempt(**vars(parser.parse_args(arguments)))
+
+
+def _minutes(text: str) -> float:
+    return 60 * float(text)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, address = text.partition("=")
+    return name, address
 
 
 Kind = Literal["finished", "saved", "stopped", "node_lost", "bad_nodes", "unstarted", "gpu_fault", "ended", "failed"]

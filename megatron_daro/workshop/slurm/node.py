@@ -63,7 +63,7 @@ async def _run(attempt: Attempt) -> int:
     for left in Path(tempfile.gettempdir()).glob(f"daro{attempt.job}_*"):  # of an attempt that was killed on this node
         shutil.rmtree(left, ignore_errors=True)
     try:
-        ray = RayNode(attempt, own_address(attempt.node, attempt.addresses, attempt.interface))
+        ray = RayNode(attempt, own_address(attempt.node, dict(attempt.addresses), attempt.interface))
         ending = await (_first(attempt, ray, requests) if attempt.first else _other(attempt, ray, requests))
     except EndedError as error:
         ending = Ending("ended", str(error))
