@@ -77,7 +77,6 @@ whole = {
             "pre-commit>=4,<5",
         ],
         "wandb": ["wandb>=0.20"],
-        "curate": ["scikit-learn>=1.5,<2"],
     },
     "entry_points": {
         "console_scripts": ["megatron-daro=megatron_daro.__main__:main"],

@@ -50,9 +50,9 @@ def submit(
 
     site = submission.with_detected_gpu_option(read_cluster_file(cluster))
     options = overrides or []
-    hardware = submission.hardware_of(site, submission.nodes_of(resolve(recipe, options), site))
-    config, checks = resolve_and_check(recipe, options, hardware)
-    signal_before_s, remarks = _signal_before_s(config, site, submission.nodes_of(config, site))
+    nodes = submission.nodes_of(resolve(recipe, options), site)
+    config, checks = resolve_and_check(recipe, options, submission.hardware_of(site, nodes))
+    signal_before_s, remarks = _signal_before_s(config, site, nodes)
     job = submission.job_of(config, recipe, options, site, max(signal_before_s, submission.LEAST_SIGNAL_S))
     for warning in (*checks.warnings, *remarks):
         typer.echo(f"warning: {warning}", err=True)
@@ -61,11 +61,11 @@ def submit(
         return
     submission.check_cluster(job, site)
     if test_only:
-        typer.echo(submission.tried(job, site))
+        typer.echo(submission.ask_slurm(job, site))
         return
     submission.require_no_other_job(job)
     if test_only is None:
-        submission.tried(job, site)
+        submission.ask_slurm(job, site)
     _show(job, site, submission.submit(job, site, chain=chain))
 
 

@@ -40,7 +40,6 @@ FORBIDDEN = [re.compile(pattern) for pattern in [*map(re.escape, HOSTS), *MACHIN
 NOT_REQUIRED = {
     "transformer_engine": "extra gpu",
     "wandb": "extra wandb",
-    "sklearn": "extra curate",
     "pydantic_core": "pinned by pydantic",
     "annotated_types": "part of pydantic's interface",
     "markupsafe": "part of jinja2's interface",
@@ -119,7 +118,7 @@ def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_setup_and_requirements_agree(setup_arguments):
     assert setup_arguments["install_requires"] == list(declared().values())
-    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb", "curate"}
+    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb"}
     assert all(re.search(r"[=<>]", line) for line in declared().values()), "every requirement has a tested range"
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     packages = {ROOT / name.replace(".", "/") for name in setup_arguments["packages"]}

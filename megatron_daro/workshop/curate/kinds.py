@@ -1,20 +1,22 @@
-"""What kind of problem a row is: one that asks for a proof, one with a sentence as answer, its language, its topic.
+"""Kinds of problems that are no good for training: the text tells them, or the verifier does.
 
-Rules on the text alone: words and scripts, no model. A proof is no answer that a verifier can check, and a sentence is
-right only where it is repeated word for word; languages that are not asked for and topics of which there are too many
-go. Where a rule cannot tell, the row stays.
+A proof is no answer, and a sentence is right only where it is repeated word for word; a verifier must read every gold
+and find it equal to itself; an answer that anybody would try (a letter, yes or no, a small number) teaches guessing.
+Where a rule cannot tell, the row stays.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from hashlib import blake2b
+from typing import Literal
 
-from megatron_daro.errors import ConfigError
-from megatron_daro.workshop.curate.rows import Decisions, Row
+from megatron_daro.reward.normal_form import canonical
+from megatron_daro.reward.pool import RewardPool
+from megatron_daro.workshop.curate.decisions import Decisions
+from megatron_daro.workshop.curate.rows import Row
 
 _PROOF_GOLD = re.compile(
     r"(?:see\s+(?:the\s+)?)?(?:proof|solution|explanation|above|below)|(?:it\s+is\s+)?prove[nd]|q\.?\s*e\.?\s*d\.?"
@@ -35,7 +37,7 @@ _ASKS_ANSWER = re.compile(
 _SPACE = re.compile(r"[\s.:!\u3002]+")
 
 
-def is_proof(statement: str, answers: Sequence[str]) -> bool:
+def _is_proof(statement: str, answers: Sequence[str]) -> bool:
     """Return whether a problem asks for a proof: its gold says so, or it asks to prove and for nothing else."""
     if any(_PROOF_GOLD.fullmatch(_SPACE.sub(" ", answer).strip()) for answer in answers):
         return True
@@ -46,7 +48,7 @@ def drop_proofs(rows: Sequence[Row], decisions: Decisions) -> None:
     """Drop rows that ask for a proof."""
     for row in decisions.kept():
         prompt = rows[row].prompt
-        if is_proof(prompt.statement, prompt.answers):
+        if _is_proof(prompt.statement, prompt.answers):
             decisions.drop(row, "proof", f"gold: {prompt.answer}")
 
 
@@ -57,7 +59,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
-def words_of(answer: str) -> int:
+def _words_of(answer: str) -> int:
     """Return how many words of a language stand in an answer; of Chinese, Japanese and Korean two characters are one.
 
     Formulas, commands of LaTeX and single letters are none.
@@ -68,258 +70,80 @@ def words_of(answer: str) -> int:
     return len(_WORD.findall(_IDEOGRAPH.sub(" ", text))) + math.ceil(ideographs / 2)
 
 
-def drop_sentences(rows: Sequence[Row], decisions: Decisions, most_words: int) -> None:
-    """Drop rows of which every gold has more words than this: free text, right only where it is repeated."""
+_MOST_WORDS = 3
+"""Of an answer that is no sentence."""
+
+
+def drop_free_text(rows: Sequence[Row], decisions: Decisions) -> None:
+    """Drop rows of which every gold is a sentence."""
     for row in decisions.kept():
-        answers = rows[row].prompt.answers
-        if all(words_of(answer) > most_words for answer in answers):
-            decisions.drop(row, "free_text", f"{words_of(answers[0])} words: {answers[0]}")
+        words = [_words_of(answer) for answer in rows[row].prompt.answers]
+        if min(words) > _MOST_WORDS:
+            decisions.drop(row, "free_text", f"{words[0]} words: {rows[row].prompt.answer}")
 
 
-_SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("ja", re.compile("[\u3040-\u30ff]")),
-    ("ko", re.compile("[\u1100-\u11ff\uac00-\ud7af]")),
-    ("zh", re.compile("[\u3400-\u9fff]")),
-    ("ru", re.compile("[\u0400-\u04ff]")),
-    ("ar", re.compile("[\u0600-\u06ff]")),
-    ("el", re.compile("[\u0370-\u03ff]{2,}")),
-    ("hi", re.compile("[\u0900-\u097f]")),
-    ("th", re.compile("[\u0e00-\u0e7f]")),
-    ("he", re.compile("[\u0590-\u05ff]")),
-)
-_COMMON = {
-    "en": "the of and is in to that what are how find for with if be each many on there by",
-    "fr": "le la les des et est une dans que pour sont avec du au quel quelle soit combien",
-    "de": "der die das und ist ein eine von mit den wie sind f\u00fcr auf zu wenn werden",
-    "es": "el la los las de y es una en que por para con son cu\u00e1ntos cu\u00e1l si",
-    "it": "il la le di e \u00e8 una che per con sono quanti quale trovare nel della",
-    "pt": "o a os as de e \u00e9 uma em que para com s\u00e3o quantos qual se",
-    "vi": "c\u1ee7a l\u00e0 v\u00e0 c\u00e1c m\u1ed9t c\u00f3 cho trong s\u1ed1 v\u1edbi t\u00ednh",
-    "pl": "jest i w z na \u017ce si\u0119 do ile oraz dla liczba",
-    "tr": "ve bir bu i\u00e7in ile ka\u00e7 olan say\u0131s\u0131",
-    "nl": "de het een en van is dat met hoeveel zijn voor",
-}
-_WORDS = {name: frozenset(words.split()) for name, words in _COMMON.items()}
-LANGUAGES = tuple(dict.fromkeys((*(name for name, _ in _SCRIPTS), *_COMMON)))
-"""ISO 639-1 codes of what `language_of` tells apart."""
-_LEAST_SCRIPT, _LEAST_WORDS = 0.1, 2
+ANSWER_FORMS = {"math": "\\boxed{{answer}}", "integer": "Answer: {answer}", "exact": "#### {answer}"}
+"""Verifier -> how an answer is written for it."""
+_MOST_WORKERS = 8
+"""Processes of the verifier; one takes about 100 MiB."""
 
 
-def language_of(text: str) -> str | None:
-    """Return the language of a problem's text as a code of LANGUAGES; None where nothing tells it: a formula, say.
-
-    A script is told by its letters, a language in Latin letters by its most frequent words.
-    """
-    plain = _COMMAND.sub(" ", _MATHS.sub(" ", text)).lower()
-    letters = sum(character.isalpha() for character in plain)
-    for name, script in _SCRIPTS:
-        if letters and sum(map(len, script.findall(plain))) >= _LEAST_SCRIPT * letters:
-            return name
-    words = Counter(re.findall(r"[^\W\d_]+", plain))
-    scores = {name: sum(words[word] for word in common) for name, common in _WORDS.items()}
-    best = max(scores, key=lambda name: scores[name])
-    ties = sum(score == scores[best] for score in scores.values())
-    return best if scores[best] >= _LEAST_WORDS and ties == 1 else None
-
-
-def drop_languages(rows: Sequence[Row], decisions: Decisions, kept: Sequence[str]) -> None:
-    """Drop rows in another language than these; one whose language nothing tells stays."""
-    for row in decisions.kept():
-        language = language_of(rows[row].prompt.statement)
-        if language is not None and language not in kept:
-            decisions.drop(row, "language", language)
-
-
-TOPICS: dict[str, list[str]] = {
-    "geometry": [
-        "triangle",
-        "circle",
-        "angle",
-        "square",
-        "rectangle",
-        "polygon",
-        "perpendicular",
-        "radius",
-        "diameter",
-        "area",
-        "perimeter",
-        "volume",
-        "sphere",
-        "cube",
-        "tangent",
-        "chord",
-        "inscribed",
-        "circumscribed",
-        "bisector",
-        "median",
-        "altitude",
-        "parallelogram",
-        "trapezoid",
-        "hexagon",
-        "vertex",
-        "vertices",
-        "cone",
-        "cylinder",
-        "\\triangle",
-        "\\angle",
-        "\\perp",
-        "\\parallel",
-        "三角形",
-        "圆",
-        "面积",
-    ],
-    "number theory": [
-        "divisible",
-        "divisor",
-        "divisors",
-        "prime",
-        "primes",
-        "remainder",
-        "modulo",
-        "congruent",
-        "gcd",
-        "lcm",
-        "\\gcd",
-        "\\lcm",
-        "\\pmod",
-        "\\bmod",
-        "digit",
-        "digits",
-        "multiple",
-        "multiples",
-        "integer",
-        "integers",
-        "coprime",
-        "factorization",
-        "整数",
-        "质数",
-        "余数",
-    ],
-    "counting and probability": [
-        "probability",
-        "ways",
-        "choose",
-        "arrange",
-        "arrangements",
-        "permutation",
-        "permutations",
-        "combinations",
-        "random",
-        "randomly",
-        "dice",
-        "die",
-        "coin",
-        "expected",
-        "subsets",
-        "committee",
-        "\\binom",
-        "distinct",
-        "tournament",
-        "coloring",
-        "概率",
-        "排列",
-    ],
-    "calculus": [
-        "derivative",
-        "integral",
-        "limit",
-        "\\int",
-        "\\lim",
-        "\\frac{d",
-        "converges",
-        "diverges",
-        "differentiable",
-        "maclaurin",
-        "taylor",
-        "\\partial",
-        "导数",
-        "积分",
-    ],
-    "algebra": [
-        "equation",
-        "polynomial",
-        "roots",
-        "root",
-        "function",
-        "sequence",
-        "sum",
-        "product",
-        "solve",
-        "real",
-        "solutions",
-        "coefficient",
-        "matrix",
-        "logarithm",
-        "\\log",
-        "quadratic",
-        "inequality",
-        "arithmetic",
-        "geometric",
-        "expression",
-        "simplify",
-        "\\sqrt",
-        "方程",
-        "函数",
-    ],
-}
-"""Topic -> words that speak for it."""
-OTHER = "other"
-_TOKENS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]+")
-
-
-def topic_of(row: Row) -> str:
-    """Return the topic of a problem: its category where the file has one, else that for which most of its words
-    speak."""
-    if row.prompt.category:
-        return row.prompt.category
-    statement = row.prompt.statement.lower()
-    words = Counter(_TOKENS.findall(statement))
-    scores = {
-        topic: sum(words[word] if word.isascii() else statement.count(word) for word in marks)
-        for topic, marks in TOPICS.items()
-    }
-    best = max(scores, key=lambda topic: scores[topic])
-    return best if scores[best] else OTHER
-
-
-def drop_surplus_topics(rows: Sequence[Row], decisions: Decisions, most: float) -> None:
-    """Drop rows so that no topic has more than a share of what is left; which of a topic follows from the texts alone.
+def drop_unverifiable(rows: Sequence[Row], decisions: Decisions, verifier: str) -> None:
+    """Drop rows of which the verifier cannot read a gold, or does not find it equal to itself within its limits.
 
     Args:
-        most: the largest share, above 0 and up to 1.
-
-    Raises:
-        ConfigError: there are too few topics for it.
+        rows: every row that was read.
+        decisions: what was dropped so far; written to.
+        verifier: a key of ANSWER_FORMS.
     """
-    of_topic: dict[str, list[int]] = defaultdict(list)
+    kept = decisions.kept()
+    golds = list(dict.fromkeys(answer for row in kept for answer in rows[row].prompt.answers))
+    workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS) if verifier == "math" else 0
+    with RewardPool(verifier, workers) as pool:
+        problems = {golds[i]: reason for i, reason in pool.check_golds(golds).items()}
+        usable = [gold for gold in golds if gold not in problems]
+        verdicts = pool.score([(ANSWER_FORMS[verifier].replace("{answer}", gold), gold) for gold in usable])
+    problems |= {gold: v.reason for gold, v in zip(usable, verdicts, strict=True) if not v.correct}
+    for row in kept:
+        wrong = next((answer for answer in rows[row].prompt.answers if answer in problems), None)
+        if wrong is not None:
+            decisions.drop(row, "unverifiable", f"{problems[wrong]}: {wrong}")
+
+
+Guess = Literal["choice", "yes_no", "true_false", "small_integer"]
+GUESSES: tuple[Guess, ...] = ("choice", "yes_no", "true_false", "small_integer")
+_LARGEST_GUESS = 10
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|rm|bf)\s*|[{}()\s.:*]|\\[()\[\]]")
+_CHOICE = re.compile(r"[A-Ja-j]")
+_OPTIONS = re.compile(r"\(\s*A\s*\).*\(\s*B\s*\)|\bA\s*[.):].*\bB\s*[.):]|\\text(?:bf)?\s*\{\s*\(?A\)?", re.DOTALL)
+_WHOLE = re.compile(r"[-+]?\d+")
+
+
+def drop_guessable(rows: Sequence[Row], decisions: Decisions, kinds: Sequence[str]) -> None:
+    """Drop rows of which a gold is a guess of one of these kinds."""
     for row in decisions.kept():
-        of_topic[topic_of(rows[row])].append(row)
-    if not of_topic:
-        return
-    sizes = {topic: len(members) for topic, members in of_topic.items()}
-    cap = largest_cap(list(sizes.values()), most)
-    if cap == 0:
-        raise ConfigError(
-            f"--most-per-topic: got {most:g} with {len(sizes)} topics ({', '.join(sorted(sizes))}); allowed: at least "
-            f"{1 / len(sizes):.2g}; fix: raise it, or leave it out"
-        )
-    for topic, members in of_topic.items():
-        ordered = sorted(members, key=lambda row: (_hash(rows[row]), row))
-        for row in ordered[cap:]:
-            decisions.drop(row, "topic", f"{topic}: {sizes[topic]} of {sum(sizes.values())}")
+        prompt = rows[row].prompt
+        guesses = ((guess_of(answer, prompt.statement), answer) for answer in prompt.answers)
+        hit = next(((kind, answer) for kind, answer in guesses if kind in kinds), None)
+        if hit:
+            decisions.drop(row, "guessable", f"{hit[0]}: {hit[1]}")
 
 
-def largest_cap(sizes: Sequence[int], most: float) -> int:
-    """Return the largest c for which min(size, c) of each topic leaves none above its share; 0: there is none."""
-    low, high = 0, max(sizes)
-    if high <= most * sum(sizes):
-        return high
-    for cap in range(high, low, -1):
-        left = [min(size, cap) for size in sizes]
-        if max(left) <= most * sum(left):
-            return cap
-    return 0
+def guess_of(answer: str, statement: str) -> Guess | None:
+    """Return what kind of guess hits an answer; None: none does.
 
-
-def _hash(row: Row) -> bytes:
-    return blake2b(row.prompt.statement.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    A letter is a choice where it stands in brackets or a text wrapper, or the statement lists options: elsewhere it is
+    a symbol.
+    """
+    text = canonical(answer)
+    plain = _WRAPPER.sub("", text)
+    word = plain.lower()
+    if word in ("yes", "no"):
+        return "yes_no"
+    if word in ("true", "false"):
+        return "true_false"
+    if _CHOICE.fullmatch(plain) and (plain != text or (plain.isupper() and _OPTIONS.search(statement))):
+        return "choice"
+    if _WHOLE.fullmatch(text) and abs(int(text[:20])) <= _LARGEST_GUESS:
+        return "small_integer"
+    return None

@@ -1,12 +1,16 @@
 """How the nodes of a job find each other and stay in touch: a file in the shared directory, then one TCP line each.
 
-The first node writes `head.json` (address, port, secret; readable by the user only) and
-listens; every other node reads it, reports its health, gets an order, and keeps the line open for as long as it lives.
-So a shared directory that is not shared, a closed network, and a node that is lost or frozen are each seen and named.
-Messages are JSON, one a line.
+    first node (Greeter)                                   another one (reach_head, Line)
+    listens, writes head.json: address, port, secret   ->  reads it, connects
+                                                       <-  name, secret, time, what its health check found
+    all there and well: "join", where Ray is           ->  joins Ray
+                                                       <-  "joined"; then "alive" every BEAT_S
+    after a failed training: "check"                   ->  looks at its GPUs
+                                                       <-  "checked", with what it found
+    "end", or the line is closed                       ->  ends
 
-Health is what must hold on a node before it joins: its GPUs, their memory, the disk. Each answer is a sentence that
-ends a job, so it names what is there and what is needed. Writes one small file, and removes it.
+So a shared directory that is not shared, a closed network, and a node that is lost or frozen are each seen and named.
+Messages are JSON, one a line; head.json is readable by the user only.
 """
 
 from __future__ import annotations
@@ -15,120 +19,17 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 import psutil
 
-from megatron_daro.config.hardware import rocm_rows
-from megatron_daro.errors import DeadlineError, WorkerError, disk_fault
-
-_ECC = "ecc.errors.uncorrected.volatile.total"
-_NVIDIA_SMI = ["nvidia-smi", f"--query-gpu=index,memory.total,memory.used,{_ECC}", "--format=csv,noheader,nounits"]
-_TIMEOUT_S = 30
-MOST_USED_SHARE = 0.1
-"""Share of a GPU's memory that may be in use before the job starts."""
-TRIAL_BYTES = 2**20
-MOST_CLOCK_OFFSET_S = 5.0
-"""Clocks of two nodes may differ by this much: logs and file times are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """gpus of the node; free_disk_gib in run_dir."""
-
-    gpus: int
-    free_disk_gib: float
-    run_dir: Path
-
-
-def problems(wanted: Wanted) -> list[str]:
-    """Return what is wrong with this node; empty if nothing is."""
-    return [*gpu_problems(wanted.gpus), *_disk_problems(wanted)]
-
-
-def clock_problems(offset_s: float) -> list[str]:
-    """Return what is wrong with a clock that is `offset_s` ahead of the first node's."""
-    if abs(offset_s) <= MOST_CLOCK_OFFSET_S:
-        return []
-    return [f"its clock is {offset_s:+.0f} s off the first node's; at most {MOST_CLOCK_OFFSET_S:g} s are allowed"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """Of its driver's tool: memory in MiB, and errors of it that could not be corrected."""
-
-    index: str
-    total: int
-    used: int
-    errors: int = 0
-
-
-def gpu_problems(count: int, *, used: bool = False) -> list[str]:
-    """Return what is wrong with the GPUs of this node.
-
-    Args:
-        count: how many there must be. used: whether a run may be on them.
-    """
-    if not count:
-        return []
-    rocm = not shutil.which("nvidia-smi") and shutil.which("rocm-smi") is not None
-    tool = "rocm-smi" if rocm else _NVIDIA_SMI[0]
-    try:
-        gpus = _rocm_gpus() if rocm else _nvidia_gpus()
-    except FileNotFoundError:
-        return [f"{count} GPUs were asked for, and there is neither nvidia-smi nor rocm-smi"]
-    except subprocess.TimeoutExpired:
-        return [f"{tool} gave no answer in {_TIMEOUT_S} s: a GPU or its driver hangs"]
-    except subprocess.CalledProcessError as error:
-        return [f"{tool} failed: {(error.stdout + error.stderr).strip()[:200]}"]
-    problems = [f"{count} GPUs were asked for, and {tool} shows {len(gpus)}"] if len(gpus) < count else []
-    for gpu in gpus:
-        if not used and gpu.used > MOST_USED_SHARE * gpu.total:
-            problems.append(f"GPU {gpu.index} has {gpu.used} of {gpu.total} MiB in use before the job began")
-        if gpu.errors:
-            problems.append(f"GPU {gpu.index} has {gpu.errors} memory errors that could not be corrected (ECC)")
-    return problems
-
-
-def _nvidia_gpus() -> list[_Gpu]:
-    rows = [[cell.strip() for cell in line.split(",")] for line in _printed(_NVIDIA_SMI) if line.count(",") >= 2]
-    return [_Gpu(row[0], *(int(cell) if cell.isdecimal() else 0 for cell in row[1:4])) for row in rows]
-
-
-def _rocm_gpus() -> list[_Gpu]:
-    rows = rocm_rows(_TIMEOUT_S)
-    return [_Gpu(card.removeprefix("card"), int(total) >> 20, int(used) >> 20) for card, total, used in rows]
-
-
-def _printed(command: list[str]) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    return [line.strip() for line in done.stdout.splitlines()]
-
-
-def _disk_problems(wanted: Wanted) -> Iterator[str]:
-    directory = wanted.run_dir
-    trial = directory / f".trial_{os.uname().nodename}_{os.getpid()}"
-    try:
-        free = shutil.disk_usage(directory).free
-        with trial.open("wb") as file:
-            file.write(bytes(TRIAL_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        yield disk_fault(error, directory)[0]
-        return
-    finally:
-        trial.unlink(missing_ok=True)
-    if free < wanted.free_disk_gib * 2**30:
-        yield f"{directory} has {free / 2**30:.1f} GiB free; free_disk_gib asks for {wanted.free_disk_gib:g}"
-
+from megatron_daro.errors import DeadlineError, WorkerError
+from megatron_daro.workshop.slurm.health import clock_problems
 
 HEAD_FILE = "head.json"
 _POLL_S = 0.2
@@ -231,10 +132,10 @@ class Greeter:
             pass
         return sorted(self.members)
 
-    async def order(self, order: str, address: str = "", temporary: str = "") -> None:
+    async def order(self, message: Message) -> None:
         """Tell every node what to do."""
         for member in list(self.members.values()):
-            await _send(member.writer, Message(order=order, address=address, temporary=temporary))
+            await _send(member.writer, message)
 
     async def all_joined(self, limit_s: float) -> None:
         """Wait until each node has joined Ray.
@@ -257,7 +158,7 @@ class Greeter:
         """Let every node check its GPUs; return what each found, None for those that do not answer in time."""
         for member in self.members.values():
             member.checked.clear()
-        await self.order("check")
+        await self.order(Message(order="check"))
         answers = [asyncio.ensure_future(member.checked.wait()) for member in self.members.values()]
         if answers:
             await asyncio.wait(answers, timeout=limit_s)
@@ -268,7 +169,7 @@ class Greeter:
     async def close(self) -> None:
         """Tell all nodes to end, and close the lines."""
         self._closing = True
-        await self.order("end")
+        await self.order(Message(order="end"))
         for member in self.members.values():
             member.writer.close()
         if self._server:
@@ -293,7 +194,7 @@ class Greeter:
         async with self._changed:
             self._changed.notify_all()
         try:
-            while (message := await _in_time(reader)) is not None:
+            while (message := await _receive(reader, FROZEN_S)) is not None:
                 self._hear(member, message)
             self._lose(member, f"{name} was lost: its connection to the first node ended")
         except TimeoutError:
@@ -407,15 +308,11 @@ async def _send(writer: asyncio.StreamWriter, message: Message) -> None:
         return  # the other side is gone; whoever reads from it says so
 
 
-async def _in_time(reader: asyncio.StreamReader) -> Message | None:
-    """Return the next message; None at the end. Raises TimeoutError: the other side is frozen."""
-    async with asyncio.timeout(FROZEN_S):
-        return await _receive(reader)
-
-
-async def _receive(reader: asyncio.StreamReader) -> Message | None:
+async def _receive(reader: asyncio.StreamReader, limit_s: float | None = None) -> Message | None:
+    """Return the next message; None at the end. Raises TimeoutError: the other side said nothing for so long."""
     try:
-        line = await reader.readline()
+        async with asyncio.timeout(limit_s):
+            line = await reader.readline()
         message = json.loads(line) if line.endswith(b"\n") else None
     except (ConnectionError, ValueError):
         return None

@@ -28,11 +28,6 @@ SCRIPT_FILE = "job.sbatch"
 LEAST_SIGNAL_S = 300
 
 
-def gpus_of(config: Config) -> int:
-    """Return the GPUs that the recipe needs: one for each rank, and those of the servers that it starts."""
-    return demand_of(config).gpus
-
-
 def nodes_of(config: Config, cluster: ClusterFile) -> int:
     """Return the nodes of the job.
 
@@ -48,7 +43,7 @@ def nodes_of(config: Config, cluster: ClusterFile) -> int:
                 f"cpus_per_node: got {cores}; allowed: a core for each rank and server; {why}; fix: raise it"
             )
         return cluster.nodes
-    needed = gpus_of(config)
+    needed = demand_of(config).gpus
     least = -(-needed // cluster.gpus_per_node)
     if cluster.nodes is not None and cluster.nodes < least:
         raise ConfigError(
@@ -180,8 +175,8 @@ def require_no_other_job(job: Job) -> None:
             )
 
 
-def tried(job: Job, cluster: ClusterFile) -> str:
-    """Return what Slurm says about the job without taking it.
+def ask_slurm(job: Job, cluster: ClusterFile) -> str:
+    """Return what Slurm says about the job, without handing it over.
 
     Raises:
         ConfigError: it would refuse the job.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from curated_rows import PLAIN
 
 LONG = "A bag holds 12 red marbles and 5 blue ones. How many marbles does the bag hold in total?"
@@ -17,20 +16,9 @@ def test_the_first_of_equal_problems_stays(curate):
     assert found.statistics["dropped"] == {"duplicate": 2}
 
 
-@pytest.mark.parametrize(
-    ("conflicts", "answers", "kept", "counts"),
-    [
-        ("drop", ("17", "18", "17"), [], {"conflict": 3}),
-        ("keep_first", ("17", "18", "17"), [1], {"duplicate": 1, "conflict": 1}),
-        ("majority", ("17", "18", "17"), [1], {"duplicate": 1, "conflict": 1}),
-        ("majority", ("1", "2", "2", "3"), [2], {"duplicate": 1, "conflict": 2}),
-        ("majority", ("17", "18"), [], {"conflict": 2}),  # a draw
-    ],
-)
-def test_equal_problems_that_disagree(curate, conflicts, answers, kept, counts):
-    rows = [(LONG, answer) for answer in answers]
-    found = curate(*rows, PLAIN, options=f"--conflicts {conflicts}")
-    assert found.kept == [*kept, len(rows) + 1] and found.statistics["dropped"] == counts
+def test_equal_problems_that_disagree_all_go(curate):
+    found = curate(*((LONG, answer) for answer in ("17", "18", "17")), PLAIN)
+    assert found.dropped == {1: ("conflict", 2), 2: ("conflict", 1), 3: ("conflict", 2)}
 
 
 def test_answers_are_compared_by_value_and_alternatives_in_any_order(curate):
@@ -41,7 +29,7 @@ def test_answers_are_compared_by_value_and_alternatives_in_any_order(curate):
         rows += [(f"Find the value of w in task {number}.", answer) for answer in pair]
     rows += [("Find two values.", "1", "2"), ("Find two values.", "2", "1.0")]
     rows += [("Find all values.", "1", "2"), ("Find all values.", "1")]
-    found = curate(*rows, options="--no-near")
+    found = curate(*rows, options="--drop proof")
     first = 2 * len(same)
     expected = dict.fromkeys(range(2, first + 1, 2), "duplicate")
     expected |= dict.fromkeys(range(first + 1, first + 5), "conflict")
@@ -62,17 +50,17 @@ def test_nearly_equal_problems_need_the_same_numbers_and_answers(curate):
     )
     assert found.dropped == {2: ("near_duplicate", 1)} and "box" in found.details[2]
     assert [note[:2] for note in found.notes] == [(4, "other_answer")]
-    assert curate((LONG, "17"), (LONG.replace("bag", "box", 1), "17"), options="--no-near").kept == [1, 2]
+    assert curate((LONG, "17"), (LONG.replace("bag", "box", 1), "17"), options="--drop proof").kept == [1, 2]
 
 
 def test_what_is_a_copy_of_a_dropped_row_only_stays(curate):
     rows = [(LONG, "no number"), (LONG.replace("bag", "box"), "17"), (LONG, "17")]
-    found = curate(*rows, options="--verifier integer --workers 1")
+    found = curate(*rows, options="--verifier integer")
     assert found.reasons == {1: "unverifiable", 3: "near_duplicate"} and found.dropped[3][1] == 2
 
 
 def test_what_training_takes_for_the_same_problem_is_the_same(curate):
-    found = curate(("Find the fi ves", "1"), ("Find the fives", "1"), ("find the fives!", "1"), options="--no-near")
+    found = curate(("Find the fi ves", "1"), ("Find the fives", "1"), ("find the fives!", "1"), options="--drop proof")
     assert found.dropped == {2: ("duplicate", 1)}
     found = curate(("$", "1"), ("?", "2"), ("$", "1"))  # without words: equal to its own text only
     assert found.dropped == {3: ("duplicate", 1)}

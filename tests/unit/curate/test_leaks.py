@@ -46,8 +46,7 @@ def test_other_problems_stay(curate):
 def test_a_long_run_of_words_is_noted_or_dropped(curate):
     rows = [(TRAIN.replace("3 hours", "4 hours"), "240"), PLAIN]
     assert [note[:3] for note in curate(*rows, held_out=HELD_OUT).notes] == [(1, "overlap", "exam:1")]
-    assert curate(*rows, options="--drop-overlaps", held_out=HELD_OUT).reasons == {1: "overlap"}
-    assert curate(*rows, options="--ngram 30", held_out=HELD_OUT).notes == []
+    assert curate(*rows, options="--drop overlap", held_out=HELD_OUT).reasons == {1: "overlap"}
 
 
 @pytest.mark.parametrize(("number", "noted"), [(10, 10), (11, 0)])
@@ -73,6 +72,6 @@ def names(count, first=0):
 def test_in_other_words_a_short_problem_leaks_with_its_answer_only(curate, count, changed, answer, leaks):
     """From 25 words on, nine tenths of which agree, the answer does not matter."""
     text = " ".join([*names(count - changed), *names(changed, 300)])
-    found = curate((text, answer), PLAIN, options="--ngram 99", held_out=[(" ".join(names(count)), "1")])
+    found = curate((text, answer), PLAIN, held_out=[(" ".join(names(count)), "1")])
     assert (found.reasons == {1: "leak"}) is leaks
     assert leaks or [note[0] for note in found.notes] == [1]

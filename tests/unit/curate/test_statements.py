@@ -43,13 +43,13 @@ OTHER = [
 
 def test_spellings_of_one_problem_are_equal_and_other_problems_are_not(curate):
     rows = [(text, str(i)) for i, pair in enumerate([*SAME, *OTHER]) for text in pair]
-    found = curate(*rows, options="--no-near")
+    found = curate(*rows, options="--drop proof")
     assert found.dropped == {number: ("duplicate", number - 1) for number in range(2, 2 * len(SAME) + 1, 2)}
 
 
 def test_a_drawing_behind_the_form_of_the_answer_belongs_to_the_problem(curate):
     text = "What is the area of the region drawn below? Express your answer as a fraction. [asy] draw({}); [/asy]"
-    assert curate((text.format(1), "1"), (text.format(2), "1"), options="--no-near").kept == [1, 2]
+    assert curate((text.format(1), "1"), (text.format(2), "1"), options="--drop proof").kept == [1, 2]
 
 
 def test_lines_that_a_file_repeats_do_not_count(curate):
@@ -57,11 +57,11 @@ def test_lines_that_a_file_repeats_do_not_count(curate):
     frame = "Solve the following.\n\n{}\n\nRemember the box."
     rows = [(frame.format(f"What is {i} + {i}?"), str(2 * i)) for i in range(20)]
     held_out = [("What is 3 + 3?", "6")]
-    assert curate(*rows, ("What is 4 + 4?", "8"), options="--no-near", held_out=held_out).dropped == {
+    assert curate(*rows, ("What is 4 + 4?", "8"), options="--drop proof", held_out=held_out).dropped == {
         4: ("leak", "exam:1"),
         21: ("duplicate", 5),
     }
-    found = curate(*rows[:9], ("What is 4 + 4?", "8"), options="--no-near", held_out=held_out)
+    found = curate(*rows[:9], ("What is 4 + 4?", "8"), options="--drop proof", held_out=held_out)
     assert 10 in found.kept
 
 

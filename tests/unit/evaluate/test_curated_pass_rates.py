@@ -88,18 +88,6 @@ def test_weights_of_servers_are_known_where_they_were_never_changed(tmp_path, mo
     assert report.pass_rates[prompts[0].id].rate == 0.0
 
 
-def test_what_the_model_guesses_goes_before_it_is_sampled(tmp_path, model, asked):
-    options = ["--template", "data", "rollout.max_response_tokens=5", "data.template='{prompt}?'"]
-    assert curate(tmp_path, "--hf", str(model), *options, "--guess-tries", "2") == 0
-    guessing, sampling = (plan.config for plan in asked)
-    assert guessing.data.eval[0].rollouts_per_prompt == 2 and not guessing.reward.strict and sampling.reward.strict
-    assert guessing.rollout.max_response_tokens == 64 and sampling.rollout.max_response_tokens == 5
-    found = json.loads((tmp_path / "out" / "statistics.json").read_text())
-    # Digits 1 to 6 are right at the first try; 0 never is, and the last problem fits no template.
-    assert found["dropped"] == {"guessed": 6, "unsampled": 1} and found["kept"] == 1
-    assert found["rules"]["guess_tries"] == 2
-
-
 RANGES = ("0.5", "0.9:0.1", "a:b", "-1:1", "nan:1")
 
 
@@ -108,7 +96,6 @@ RANGES = ("0.5", "0.9:0.1", "a:b", "-1:1", "nan:1")
     [
         (["--pass-rate", "0:0.5"], "--pass-rate"),  # without a model
         (["engine.seed=1"], "engine.seed=1"),
-        (["--guess-tries", "8"], "--guess-tries"),
         (["--hf", "{model}", "--urls", "http://127.0.0.1:1"], "--urls"),
         (["--hf", "{model}", "--verifier", "none"], "--verifier"),
         (["--hf", "{model}", "--temperature", "0"], "--samples"),

@@ -12,13 +12,13 @@ from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
+from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.workshop.plan.gpus import find_gpu
 from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.memory import HEADROOM, trainer_memory
 from megatron_daro.workshop.plan.times import micro_batches_of
 from megatron_daro.workshop.plan.workload import workload_of
-from megatron_daro.workshop.slurm.submission import gpus_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = [*sorted((ROOT / "examples" / "recipes").glob("*.yaml")), ROOT / "examples" / "lab" / "at-1.5b.yaml"]
@@ -62,7 +62,7 @@ def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
     assert main(["train", str(recipe), "--dry-run"]) == 0, capsys.readouterr().err
     config = resolve(recipe)
     shape, actor, gpu = read_model_shape(model), config.actor, find_gpu("h100-80g")
-    assert gpus_of(config) <= config.cluster.nodes * (config.cluster.gpus_per_node or 0)
+    assert demand_of(config).gpus <= config.cluster.nodes * (config.cluster.gpus_per_node or 0)
     layout = ModelLayout.of(actor)
     workload = workload_of(config, shape)
     data = actor.data_parallel

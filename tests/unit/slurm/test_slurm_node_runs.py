@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.workshop.slurm import node, rendezvous, training
+from megatron_daro.workshop.slurm import node, ray_start, rendezvous, training
 
 RUNS = "echo 'Ray runtime started.'; exec sleep 60"
 TRAINS = "echo 'run: runs/a, 6 steps'"
@@ -188,7 +188,7 @@ def test_ray_is_started_again_where_its_port_is_taken_or_it_was_slow(attempt, wo
 
 
 def test_a_start_of_ray_that_takes_too_long_is_ended_with_what_it_started(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(training.start_ray, "__kwdefaults__", {"joins": "", "limit_s": 2.0})
+    monkeypatch.setattr(ray_start, "RAY_START_S", 2.0)
     one = attempt(ray=f"[ $(wc -l <asked) -gt 1 ] || {{ sleep 600 & echo $! >child; wait; }}; {RUNS}")
     one.start()
     assert one.ended()[0] == "finished"

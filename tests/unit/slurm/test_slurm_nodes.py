@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.workshop.slurm import rendezvous
+from megatron_daro.workshop.slurm import health
 from megatron_daro.workshop.slurm.rendezvous import HEAD_FILE, Greeter, Message, own_address, reach_head, write_private
 
 
@@ -40,42 +40,42 @@ def tool(tmp_path, monkeypatch):
 )
 def test_gpus_are_counted_and_must_be_empty_and_without_errors(tmp_path, tool, script, said):
     tool(script)
-    problems = rendezvous.problems(rendezvous.Wanted(2, 0, tmp_path))
+    problems = health.problems(health.Wanted(2, 0, tmp_path))
     assert len(problems) == bool(said) and all(words in problems[0] for words in said)
 
 
 def test_gpus_of_amd_are_counted_and_must_be_empty(tool):
     header = "device,VRAM Total Memory (B),VRAM Total Used Memory (B)"
     tool(f"printf '{header}\\ncard0,206141652992,297795584\\ncard1,206141652992,200000000000\\n\\n'", "rocm-smi")
-    missing, used = rendezvous.gpu_problems(3)
+    missing, used = health.gpu_problems(3)
     assert "3 GPUs" in missing and "shows 2" in missing and "GPU 1" in used and "190734" in used
-    assert rendezvous.gpu_problems(2, used=True) == []
+    assert health.gpu_problems(2, used=True) == []
 
 
 def test_a_node_without_a_tool_that_shows_gpus_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    (problem,) = rendezvous.problems(rendezvous.Wanted(8, 0, tmp_path))
+    (problem,) = health.problems(health.Wanted(8, 0, tmp_path))
     assert "nvidia-smi" in problem and "rocm-smi" in problem
-    assert rendezvous.problems(rendezvous.Wanted(0, 0, tmp_path)) == []
+    assert health.problems(health.Wanted(0, 0, tmp_path)) == []
 
 
 def test_the_disk_must_have_room_be_there_and_take_what_is_written(tmp_path, monkeypatch):
     """A quota or a full disk shows only where something is written."""
-    (full,) = rendezvous.problems(rendezvous.Wanted(0, 1e9, tmp_path))
+    (full,) = health.problems(health.Wanted(0, 1e9, tmp_path))
     assert str(tmp_path) in full and "free_disk_gib" in full
-    (gone,) = rendezvous.problems(rendezvous.Wanted(0, 0, tmp_path / "gone"))
+    (gone,) = health.problems(health.Wanted(0, 0, tmp_path / "gone"))
     assert str(tmp_path / "gone") in gone
 
     def no_quota(number):
         raise OSError(122, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "fsync", no_quota)
-    (refused,) = rendezvous.problems(rendezvous.Wanted(0, 0, tmp_path))
+    (refused,) = health.problems(health.Wanted(0, 0, tmp_path))
     assert "Disk quota exceeded" in refused and list(tmp_path.iterdir()) == []
 
 
 def test_clocks_far_apart_are_a_problem():
-    assert rendezvous.clock_problems(1.0) == [] and "-60 s" in rendezvous.clock_problems(-60.0)[0]
+    assert health.clock_problems(1.0) == [] and "-60 s" in health.clock_problems(-60.0)[0]
 
 
 def test_addresses_come_from_the_file_the_card_or_the_host():

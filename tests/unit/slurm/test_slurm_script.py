@@ -16,9 +16,9 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile, read_cluster_file
 from megatron_daro.workshop.slurm.script import Job, script_of
 from megatron_daro.workshop.slurm.submission import (
+    ask_slurm,
     job_of,
     nodes_of,
-    tried,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,9 +141,9 @@ def test_a_refused_account_is_said_with_the_accounts_there_are(tmp_path, monkeyp
     sbatch = f"echo '{REFUSED}' >&2; exit 1"
     monkeypatch.setenv("PATH", commands(tmp_path, sbatch=sbatch, sacctmgr="printf 'root\\nresearch\\nroot\\n'"))
     with pytest.raises(ConfigError, match=r"account: got 'reserch'.*research, root"):
-        tried(JOB, cluster(account="reserch"))
+        ask_slurm(JOB, cluster(account="reserch"))
     with pytest.raises(ConfigError, match="account"):
-        tried(JOB, cluster())
+        ask_slurm(JOB, cluster())
 
 
 @pytest.mark.parametrize(

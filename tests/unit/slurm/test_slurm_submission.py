@@ -67,7 +67,7 @@ def test_slurms_own_opinion_of_a_job_is_returned_and_it_gets_the_script(tmp_path
     """`sbatch --test-only` says when it would run on standard error."""
     slurm("sbatch", f"cat >{tmp_path}/given; echo 'sbatch: Job 7 to start at 2026-01-01' >&2")
     job = job_in(tmp_path)
-    assert submission.tried(job, cluster()) == "sbatch: Job 7 to start at 2026-01-01"
+    assert submission.ask_slurm(job, cluster()) == "sbatch: Job 7 to start at 2026-01-01"
     assert (tmp_path / "given").read_text() == script_of(job, cluster()) and calls(tmp_path) == ["--test-only"]
 
 
@@ -75,7 +75,7 @@ def test_slurms_own_opinion_of_a_job_is_returned_and_it_gets_the_script(tmp_path
 def test_nodes_that_are_only_down_for_now_are_no_reason_not_to_submit(tmp_path, slurm, words, hint):
     slurm("sbatch", f"echo '{words}' >&2; exit 1")
     with pytest.raises(ConfigError) as caught:
-        submission.tried(job_in(tmp_path), cluster())
+        submission.ask_slurm(job_in(tmp_path), cluster())
     assert words in str(caught.value)
     assert ("--no-test-only" in str(caught.value)) is hint
 
