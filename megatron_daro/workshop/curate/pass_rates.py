@@ -23,8 +23,8 @@ from megatron_daro.runtime.inputs import weights_digest
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.types import Prompt
 from megatron_daro.workshop.curate.rows import Decisions, Row
-from megatron_daro.workshop.evaluate import answers, measuring
-from megatron_daro.workshop.evaluate.measuring import MeasuredModel
+from megatron_daro.workshop.evaluate import answers, measuring, models
+from megatron_daro.workshop.evaluate.models import MeasuredModel
 
 Key = tuple[str, str, tuple[str, ...]]
 """What tells two kept problems apart, also after they were read from a file: text, chat, golds."""
@@ -154,7 +154,7 @@ class Sampling:
 
 def model_of(hf: Path | None, urls: Sequence[str]) -> MeasuredModel:
     """Return the model of a Hugging Face directory, or of servers that run. Raises ConfigError, EngineError."""
-    return measuring.of_directory(hf) if hf else measuring.of_servers(urls, None)
+    return models.of_directory(hf) if hf else models.of_servers(urls, None)
 
 
 def configuration(model: MeasuredModel, problems: Path, out: Path, sampling: Sampling) -> Config:
