@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from megatron_daro.observe.terminal import StderrNotices
+
 if TYPE_CHECKING:
     from megatron_daro.config.sections import EvalTemplate
     from megatron_daro.workshop.curate.offline import Rules
@@ -265,7 +267,7 @@ def _sample(
     with interruptible():
         weights = model_of(model.hf, model.urls)
         config = configuration(weights, folder / "problems.jsonl", folder, model.sampling)
-        measured, settings = measure_pass_rates(config, weights, _Terminal())
+        measured, settings = measure_pass_rates(config, weights, StderrNotices())
     fields = pass_rates.apply(rows, decisions, measured, settings, pass_rates.read_range(model.pass_rate))
     return fields, {"pass_rates": pass_rates.summary_of(measured, settings)}
 
@@ -280,18 +282,8 @@ def _guess(model: _Model, rows: Sequence[Row], decisions: Decisions, folder: Pat
     with interruptible():
         weights = pass_rates.model_of(model.hf, model.urls)
         config = pass_rates.guessing(weights, folder / "problems.jsonl", folder, model.sampling, model.guess_tries)
-        measured, _ = pass_rates.measure_pass_rates(config, weights, _Terminal())
+        measured, _ = pass_rates.measure_pass_rates(config, weights, StderrNotices())
     pass_rates.drop_guessed(rows, decisions, measured, model.guess_tries)
-
-
-class _Terminal:
-    """Tells a person."""
-
-    def notice(self, message: str) -> None:
-        typer.echo(message, err=True)
-
-    def warn(self, message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
 
 
 def _evaluation_sets(against: Sequence[Path] | None) -> dict[str, list[Row]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_daro.errors import ConfigError
+from megatron_daro.observe.terminal import StderrNotices
 
 if TYPE_CHECKING:
     from megatron_daro.config import Config, EvalSet
@@ -84,7 +85,7 @@ def evaluate(
     servers = [url for text in urls or () for url in text.split(",") if url]
     target = out or _default_out(hf, checkpoint)
     with interruptible():
-        notices = _Terminal()
+        notices = StderrNotices()
         model, base = _model_and_base(hf, checkpoint, servers, config_file, overrides, target, notices)
         chosen = _chosen_sets(base, suite, suite_dir, sets or [])
         _check_samples(samples or [], chosen)
@@ -113,16 +114,6 @@ def _compare(a: Path, b: Path, out: Path | None) -> None:
     for remark in comparison.remarks:
         typer.echo(f"differs: {remark}")
     typer.echo(f"written: {target}")
-
-
-class _Terminal:
-    """Tells a person."""
-
-    def notice(self, message: str) -> None:
-        typer.echo(message, err=True)
-
-    def warn(self, message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
 
 
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
