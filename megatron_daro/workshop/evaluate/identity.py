@@ -6,6 +6,7 @@ verifiers is rejected by name. More samples or other sets may be asked for later
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,13 @@ def check_or_write(out: Path, made_of: Mapping[str, Any]) -> None:
     beside = path.with_name(f"{FILE}.tmp")
     durable.write(beside, json.dumps({"format": _FORMAT, **made_of, "sets": sets}, indent=2) + "\n")
     beside.replace(path)
+
+
+def template_date(out: Path, named: datetime.date | None) -> datetime.date:
+    """Return the day that chat templates take for today: the one that is named, else that of the evaluation which goes
+    on in this directory, else today's. Prompts with another date would be others."""
+    saved = read(out).get("template_date") if (out / FILE).is_file() else None
+    return named or (datetime.date.fromisoformat(saved) if saved else datetime.date.today())
 
 
 def read(out: Path) -> dict[str, Any]:

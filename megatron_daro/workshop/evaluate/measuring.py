@@ -7,6 +7,7 @@ Nothing is started where every answer is kept already.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import time
 from collections import Counter
@@ -141,16 +142,17 @@ def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]
         allowed = "false: nobody sends weights here, and servers that wait for blocks start with random ones"
         problem = Problem("engine.sglang.fp8_blocks", "true", allowed, "set engine.sglang.fp8_blocks=false")
         raise config_error("an evaluation", [problem])
+    date = identity.template_date(plan.out, config.data.template_date)
     own_templates = any(one.template == "data" for one in config.data.eval)
     tokenizer = load_tokenizer(
         config.model.path,
         config.model.trust_remote_code,
         chat_template=own_templates and config.data.prompt_template == "chat",
-        date=config.data.template_date,
+        date=date,
     )
     stops = answer_stops(config, tokenizer)
     sets = held_out_sets(config.data, tokenizer, notices)
-    identity.check_or_write(plan.out, _made_of(plan, stops))
+    identity.check_or_write(plan.out, _made_of(plan, stops, date))
     seed = config.engine.seed or 0
     questions = questions_of(sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stops=stops)
     _ask_until_whole(plan, tokenizer, questions, notices)
@@ -248,7 +250,7 @@ class _Told:
         )
 
 
-def _made_of(plan: Plan, stops: Stops) -> dict[str, Any]:
+def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
     """Return what decides the answers and their verdicts."""
     config = plan.config
     return {
@@ -264,6 +266,7 @@ def _made_of(plan: Plan, stops: Stops) -> dict[str, Any]:
             }
             for one in config.data.eval
         },
+        "template_date": date.isoformat(),
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_token_ids": list(stops.token_ids),
         **({"stop": list(stops.texts)} if stops.texts else {}),
