@@ -47,7 +47,8 @@ from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.garbage import spare_event_loop
-from megatron_daro.observe.metrics import MetricsLog, Phases
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.runtime import parts

@@ -29,8 +29,9 @@ from megatron_daro.data.templates import HeldOut
 from megatron_daro.engine.sglang.generation import calls
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt
-from megatron_daro.workshop.evaluate.answers import AnswerStore, Question, questions_of, requests
+from megatron_daro.workshop.evaluate.answers import AnswerStore
 from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests
 
 SERVERS, DISTINCT, LIMIT_S, GOAL = 2, 4, 60.0, 1.1
 

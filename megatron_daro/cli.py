@@ -30,6 +30,7 @@ from megatron_daro.commands.plan import plan
 from megatron_daro.commands.shorten import shorten
 from megatron_daro.commands.submit import submit
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
+from megatron_daro.observe.logs import safe_text
 
 if TYPE_CHECKING:
     from megatron_daro.config import CheckReport, Config, Hardware
@@ -128,10 +129,10 @@ def train(
         model = (
             f"in the checkpoints; the same command with --resume trainer.export_hf=true writes {hf_dir}, for vLLM etc."
         )
-    typer.echo(printable(f"model: {model}"))
+    typer.echo(safe_text(f"model: {model}"))
     report_file = f"{run_dir}/report.html"
     last = f"run: {run_dir}, {outcome.step} steps; next: megatron-daro report {run_dir}, which writes {report_file}"
-    typer.echo(printable(last))
+    typer.echo(safe_text(last))
 
 
 def report(
@@ -186,7 +187,7 @@ def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: boo
         typer.echo(to_yaml(config), nl=False)
         typer.echo(_check_list(checks), nl=False)
     for warning in checks.warnings:
-        typer.echo(f"warning: {printable(str(warning))}", err=True)
+        typer.echo(f"warning: {safe_text(str(warning))}", err=True)
     return config
 
 
@@ -213,19 +214,14 @@ def _dry_run(config: Config, *, resume: bool, replay: Path | None, owns_process:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     lines = dry_run(config, resume=resume, replay=replay)
-    typer.echo(printable("\n".join(["# Start", *(f"#   {line}" for line in lines)])))
+    typer.echo(safe_text("\n".join(["# Start", *(f"#   {line}" for line in lines)])))
 
 
 def _check_list(checks: CheckReport) -> str:
     """Return the checks as YAML comments, so that the whole output of --dry-run is a configuration file."""
     lines = [f"#   ok       {subject}: {found}" for subject, found in checks.passed]
     lines += [f"#   warning  {warning}" for warning in checks.warnings]
-    return printable("\n".join(["# Checks", *lines])) + "\n"
-
-
-def printable(text: str) -> str:
-    """Text without control characters other than line breaks: messages may hold what a model or a file said."""
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return safe_text("\n".join(["# Checks", *lines])) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -302,7 +298,7 @@ def _one_line(error: DaroError) -> str:
 def _fail(message: str, code: int) -> int:
     with suppress(OSError):  # nobody may be reading
         sys.stdout.flush()
-    print(printable(message), file=sys.stderr, flush=True)
+    print(safe_text(message), file=sys.stderr, flush=True)
     return code
 
 

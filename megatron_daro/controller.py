@@ -21,7 +21,7 @@ from typing import Any, Literal
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
-from megatron_daro.observe.metrics import DriftWatch
+from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations

@@ -30,7 +30,8 @@ from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.embedded import EmbeddedEngine
 from megatron_daro.errors import ConfigError, SyncError
-from megatron_daro.observe.metrics import MetricsLog, Phases
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluations

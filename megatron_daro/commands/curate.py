@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megatron_daro.errors import ConfigError
+from megatron_daro.observe.terminal import StderrNotices
 
 if TYPE_CHECKING:
     from megatron_daro.workshop.curate.decisions import Decisions
     from megatron_daro.workshop.curate.pass_rates import Sampling
     from megatron_daro.workshop.curate.rows import Row
-    from megatron_daro.workshop.evaluate.measuring import MeasuredModel
+    from megatron_daro.workshop.evaluate.models import MeasuredModel
 
 SUITE_DIR = Path("eval_data")
 """Where the evaluation suite is looked for when no set is named."""
@@ -163,18 +164,8 @@ def _sample(
     kept = [rows[row] for row in decisions.kept()]
     typer.echo(f"asking for {sampling.samples} answers to each of {len(kept)} problems; kept in {folder} as they come")
     with interruptible():
-        measured = pass_rates.measure(kept, model, sampling, folder, _Terminal())
+        measured = pass_rates.measure(kept, model, sampling, folder, StderrNotices())
     return pass_rates.apply(rows, decisions, measured, bounds), {"pass_rates": measured.statistics()}
-
-
-class _Terminal:
-    """Tells a person."""
-
-    def notice(self, message: str) -> None:
-        typer.echo(message, err=True)
-
-    def warn(self, message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
 
 
 def _print(out: Path, statistics: Mapping[str, Any]) -> None:

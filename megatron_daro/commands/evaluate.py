@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_daro.errors import ConfigError
+from megatron_daro.observe.terminal import StderrNotices
 
 if TYPE_CHECKING:
     from megatron_daro.config import Config, EvalSet
     from megatron_daro.rollout.protocol import Notices
-    from megatron_daro.workshop.evaluate.measuring import MeasuredModel
+    from megatron_daro.workshop.evaluate.models import MeasuredModel
 
 Arguments = Annotated[
     list[str] | None,
@@ -84,7 +85,7 @@ def evaluate(
     servers = [url for text in urls or () for url in text.split(",") if url]
     target = out or _default_out(hf, checkpoint)
     with interruptible():
-        notices = _Terminal()
+        notices = StderrNotices()
         model, base = _model_and_base(hf, checkpoint, servers, config_file, overrides, target, notices)
         chosen = _chosen_sets(base, suite, suite_dir, sets or [])
         _check_samples(samples or [], chosen)
@@ -115,16 +116,6 @@ def _compare(a: Path, b: Path, out: Path | None) -> None:
     typer.echo(f"written: {target}")
 
 
-class _Terminal:
-    """Tells a person."""
-
-    def notice(self, message: str) -> None:
-        typer.echo(message, err=True)
-
-    def warn(self, message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
-
-
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the configuration file, where the first argument is one, and the overrides."""
     if arguments and "=" not in arguments[0]:
@@ -152,7 +143,7 @@ def _model_and_base(
     """Return the model that is asked, and the configuration that was given or that a checkpoint's run has."""
     from megatron_daro.config import resolve
     from megatron_daro.workshop.convert.model_config import find_config_folder
-    from megatron_daro.workshop.evaluate import measuring
+    from megatron_daro.workshop.evaluate import models
 
     if sum(map(bool, (hf, checkpoint, urls))) != 1:
         given = [name for name, one in (("--hf", hf), ("--checkpoint", checkpoint), ("--urls", urls)) if one]
@@ -167,17 +158,17 @@ def _model_and_base(
     base = resolve(config_file, overrides) if config_file else None
     if checkpoint:
         folder = base.model.path if base else find_config_folder(checkpoint)
-        return measuring.of_checkpoint(checkpoint, folder, out, notices), base
+        return models.of_checkpoint(checkpoint, folder, out, notices), base
     if hf:
-        return measuring.of_directory(hf), base
+        return models.of_directory(hf), base
     named = any(text.startswith("model.path=") for text in overrides)
     path = Path(_value(overrides, "model.path")) if named else base.model.path if base else None
-    return measuring.of_servers(urls, path), base
+    return models.of_servers(urls, path), base
 
 
 def _chosen_sets(base: Config | None, suite: str | None, folder: Path, texts: Sequence[str]) -> list[EvalSet]:
     """Return the sets of the command line; without any, those of the configuration."""
-    from megatron_daro.workshop.evaluate.asking import check_names, named_sets, suite_sets
+    from megatron_daro.workshop.evaluate.suites import check_names, named_sets, suite_sets
 
     chosen = [*(suite_sets(suite, folder) if suite else []), *named_sets(texts)]
     chosen = chosen or list(base.data.eval if base else ())

@@ -5,7 +5,8 @@ reads model output as data: whatever it prints is escaped first. The HTML report
 """
 
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.observe.metrics import MetricsLog, Phases, comparable, read_metrics
+from megatron_daro.observe.metrics import MetricsLog, comparable, read_metrics
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 
 __all__ = ["MetricsLog", "Phases", "Progress", "comparable", "read_metrics", "safe_text"]

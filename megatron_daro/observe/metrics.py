@@ -1,15 +1,8 @@
-"""One record of metrics per optimizer step: metrics.jsonl, and TensorBoard and Weights & Biases as views of it.
+"""One record of metrics per optimizer step: RUN/metrics.jsonl, which TensorBoard and Weights & Biases show too.
 
-Key names and units: docs/metrics.md. Everything that depends on the clock lives under `timing/` and `throughput/`, so
-the rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps
-that do not increase, and files damaged anywhere but in their last line.
-
-Phases of a step are timed by `PhaseTimes`: they may overlap (generation beside training), and one may run in several
-coroutines or threads at once; its time is that during which at least one of them ran, so none exceeds its step.
-
-`DriftWatch` looks at how far the engine's log-probs are from the trainer's and warns when they drift apart. A run stays
-healthy with a constant small mismatch (other kernels, another dtype); what precedes a collapse is growth. It warns once
-per drift, never about a single step. A resumed run learns its baseline anew from its first steps.
+Key names and units: docs/metrics.md. What depends on the clock lives under `timing/` and `throughput/`, so that the
+rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps that do
+not increase, and files damaged anywhere but in their last line.
 """
 
 from __future__ import annotations
@@ -17,116 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from statistics import median
 from types import TracebackType
-from typing import Any, Protocol, Self, SupportsFloat
+from typing import Any, Self, SupportsFloat
 
 from megatron_daro import durable
-from megatron_daro.errors import ConfigError, DataError, disk_fault
-
-_WANDB_ID_FILE = "wandb_run_id"
-
-
-class Sink(Protocol):
-    """A view of the metrics."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one step."""
-
-    def truncate_after(self, step: int) -> None:
-        """Hides the steps after `step`; they will be written again."""
-
-    def close(self) -> None:
-        """Flushes and closes."""
-
-
-class TensorBoardSink:
-    """Scalars as event files."""
-
-    def __init__(self, directory: Path) -> None:
-        """Args: directory: where event files go; created if missing."""
-        try:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ConfigError(
-                "observe.tensorboard is true but tensorboard cannot be imported "
-                f"({error}); install it (pip install tensorboard) or set observe.tensorboard=false"
-            ) from error
-        self._writer = EventFileWriter(str(directory))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one event that holds every scalar of the step."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-
-    def truncate_after(self, step: int) -> None:
-        """Add a session start: TensorBoard then discards what it read of later steps."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """One Weights & Biases run."""
-
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Args: run_dir: where wandb keeps its files. settings: arguments of `wandb.init`."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "observe.wandb is enabled but the package wandb is not installed; "
-                "install the extra (pip install 'megatron-daro[wandb]') or set observe.wandb.enabled=false"
-            ) from error
-        try:
-            self._run = wandb.init(**_wandb_arguments(run_dir, settings))
-        except Exception as error:
-            raise ConfigError(
-                f"observe.wandb: wandb.init({', '.join(sorted(settings))}) failed: {error}; "
-                "check the settings and the login, or set observe.wandb.mode=offline"
-            ) from error
-        (run_dir / _WANDB_ID_FILE).write_text(self._run.id)
-        # The step is a metric of its own: wandb's internal step cannot go back, and a resumed run must.
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step."""
-        self._run.log({"step": step, **metrics})
-
-    def truncate_after(self, step: int) -> None:
-        """Nothing to do: repeated steps are logged again under the same `step` and the later value is drawn."""
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
-
-
-def _wandb_arguments(run_dir: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `wandb.init`: a run directory that already has a wandb run goes on with it."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    arguments = {"dir": str(run_dir), "name": run_dir.resolve().name} | given
-    id_file = run_dir / _WANDB_ID_FILE
-    if id_file.is_file() and "id" not in arguments:
-        arguments |= {"id": id_file.read_text().strip(), "resume": "allow"}
-    return arguments
-
+from megatron_daro.errors import DataError, disk_fault
+from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
 
 FILE_NAME = "metrics.jsonl"
 NONFINITE_KEY = "observe/nonfinite_values"
@@ -220,7 +113,7 @@ class MetricsLog:
         return len(lines) - len(kept)
 
     def close(self) -> None:
-        """Flushes and closes everything; a second call does nothing."""
+        """Flush and close everything; a second call does nothing."""
         for sink in self._sinks:
             sink.close()
         self._sinks = []
@@ -252,7 +145,7 @@ class MetricsLog:
             raise DataError(f"{self.path}: step {step} could not be written, {cause}; {advice}") from error
 
     def _rewrite(self, lines: list[_Line]) -> int | None:
-        """Leaves exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""
+        """Leave exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""
         content = b"".join(line.raw + b"\n" for line in lines)
         if content != self.path.read_bytes():
             temporary = self.path.with_suffix(".jsonl.tmp")
@@ -297,7 +190,7 @@ def _record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _order(key: str) -> list[tuple[int, int, str]]:
-    """Sorts paths part by part, numbers by value: difficulty/loss/2 comes before difficulty/loss/10."""
+    """Sort paths part by part, numbers by value: difficulty/loss/2 comes before difficulty/loss/10."""
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in key.split("/")]
 
 
@@ -344,193 +237,3 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     valid = isinstance(record, dict) and isinstance(record.get("step"), int)
     return record if valid else None
-
-
-ATTEMPT_VARIABLE = "MEGATRON_DARO_ATTEMPT"
-"""Set by what starts a run again and again: the number of this start, from 1, which goes into the metrics."""
-
-
-class _Stopwatch:
-    """Adds up the time during which at least one user holds it open."""
-
-    def __init__(self) -> None:
-        self.open_count = 0
-        self.opened_at = 0.0
-        self.total_s = 0.0
-
-    def enter(self, now: float) -> None:
-        if self.open_count == 0:
-            self.opened_at = now
-        self.open_count += 1
-
-    def leave(self, now: float) -> None:
-        self.open_count -= 1
-        if self.open_count == 0:
-            self.total_s += now - self.opened_at
-
-    def take(self, now: float) -> float:
-        """Return the total so far; an open measurement is split here and goes on."""
-        total = self.total_s
-        if self.open_count:
-            total += now - self.opened_at
-            self.opened_at = now
-        self.total_s = 0.0
-        return total
-
-
-class Phases:
-    """Wall time by phase since the last `collect`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args: clock: returns seconds and never goes back."""
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._watches: dict[str, _Stopwatch] = {}
-        self._any = _Stopwatch()
-        self._since = clock()
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Count the time of the `with` body under `timing/{name}_s`, also when the body raises or is cancelled."""
-        with self._lock:
-            now = self._clock()
-            watch = self._watches.setdefault(name, _Stopwatch())
-            watch.enter(now)
-            self._any.enter(now)
-        try:
-            yield
-        finally:
-            with self._lock:
-                now = self._clock()
-                watch.leave(now)
-                self._any.leave(now)
-
-    def active(self) -> tuple[str, ...]:
-        """Names of the phases that run now, in order of first use."""
-        with self._lock:
-            return tuple(name for name, watch in self._watches.items() if watch.open_count)
-
-    def collect(self) -> dict[str, float]:
-        """Close the step and start the next one.
-
-        Returns:
-            Seconds: `timing/{name}_s` for every phase ever measured (0.0 where it did not run), `timing/step_s` since
-            the last call, and `timing/other_s`, the part of the step in which no phase ran. A phase that is still
-            running is split: its time so far counts here, the rest in the next step. `timing/attempt` comes along
-            where ATTEMPT_VARIABLE is set.
-        """
-        with self._lock:
-            now = self._clock()
-            times = {f"timing/{name}_s": watch.take(now) for name, watch in self._watches.items()}
-            step_s = now - self._since
-            times["timing/other_s"] = max(0.0, step_s - self._any.take(now))
-            times["timing/step_s"] = step_s
-            if attempt := os.environ.get(ATTEMPT_VARIABLE):
-                times["timing/attempt"] = float(attempt)
-            self._since = now
-            return times
-
-
-# The limits below are chosen, not measured on long runs: better a late warning than one that people learn to ignore.
-BASELINE_STEPS = 8
-"""Finite steps whose median is normal for this run: a median of eight is not moved by two odd steps."""
-FACTOR = 3.0
-"""Growth over the baseline that is a drift; batches of other lengths and prompts move the mean by less."""
-PATIENCE = 3
-"""Steps in a row above the limit before a warning, and below it before the drift counts as over."""
-LIMITS = {"mismatch/kl": (0.01, 0.1), "mismatch/logprob_abs_mean": (0.05, 0.3)}
-"""Metric -> (floor, ceiling) of its limit, in nats per token. Below the floor nothing is wrong, whatever the growth:
-the largest difference of any token between a bf16 server and transformers was 0.06, so a mean of 0.05 is no rounding.
-Above the ceiling something is wrong, also if the run began like that: the usual ratio is off by a third."""
-CORRECTED = "mismatch/corrected_fraction"
-CORRECTED_LIMIT = 0.2
-"""Share of tokens that a correction may change: it is meant for outliers; beyond a fifth it shapes the gradient."""
-_STALENESS = "rollout/staleness_mean"
-
-
-@dataclass(slots=True)
-class DriftWatch:
-    """The watch of one run.
-
-    correction: `algorithm.correction.kind`; empty: not known.
-    """
-
-    correction: str = ""
-    _baseline: dict[str, list[float]] = field(default_factory=dict)
-    _above: int = 0
-    _below: int = 0
-    _warned: bool = False
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Take one step's metrics in.
-
-        Args:
-            step: optimizer step. metrics: any; a step without mismatch metrics says nothing.
-
-        Returns:
-            A warning with the likely reason, once per drift; None otherwise.
-        """
-        seen = {key: metrics[key] for key in (*LIMITS, CORRECTED) if key in metrics}
-        if not seen:
-            return None
-        broken = [key for key, value in seen.items() if not math.isfinite(value)]
-        high = {key: limit for key, value in seen.items() if value > (limit := self._limit(key))}
-        self._learn(seen)
-        if not broken and not high:
-            self._above, self._below = 0, self._below + 1
-            self._warned = self._warned and self._below < PATIENCE
-            return None
-        self._above, self._below = self._above + 1, 0
-        if self._warned or not (broken or self._above >= PATIENCE):
-            return None
-        self._warned = True
-        if broken:
-            return f"step {step}: {' and '.join(broken)} not finite. {_NOT_FINITE}"
-        measured = ", ".join(f"{key} {seen[key]:.3g} (limit {limit:.3g})" for key, limit in high.items())
-        text = f"step {step}: engine and trainer disagree about the same tokens for {self._above} steps: {measured}"
-        return f"{text}. {self._reason(high, metrics.get(_STALENESS, 0.0))}"
-
-    def _limit(self, key: str) -> float:
-        """Return what the value may be; before the baseline is known, the ceiling."""
-        if key == CORRECTED:
-            return CORRECTED_LIMIT
-        floor, ceiling = LIMITS[key]
-        values = self._baseline.get(key, [])
-        if len(values) < BASELINE_STEPS:
-            return ceiling
-        return min(max(floor, FACTOR * median(values)), ceiling)
-
-    def _learn(self, seen: Mapping[str, float]) -> None:
-        for key, value in seen.items():
-            values = self._baseline.setdefault(key, [])
-            if key in LIMITS and math.isfinite(value) and len(values) < BASELINE_STEPS:
-                values.append(value)
-
-    def _reason(self, high: Mapping[str, float], staleness: float) -> str:
-        """Return the likely cause and what to do, by circumstance."""
-        if set(high) == {CORRECTED}:
-            return (
-                "The correction changes so many tokens that it shapes the gradient: lower rollout.max_staleness or "
-                "the learning rate, or widen algorithm.correction (cap, low, high)"
-            )
-        if staleness > 0 and self.correction in ("", "none"):
-            return (
-                f"Likely the age of the rollouts ({staleness:.2g} batches) without a correction: set "
-                "algorithm.correction.kind=tis, or lower rollout.max_staleness"
-            )
-        if staleness > 0:
-            return (
-                f"Likely the age of the rollouts ({staleness:.2g} batches), which the correction {self.correction} "
-                "cannot make good: lower rollout.max_staleness or the learning rate"
-            )
-        return (
-            "The rollouts are fresh, so it is not their age: likely the numerics of the engine (dtype, quantization, "
-            "attention backend, MoE routing) or weights that did not arrive whole. Compare the dtypes of engine and "
-            "actor; algorithm.correction.kind=tis bounds the harm"
-        )
-
-
-_NOT_FINITE = (
-    "A log-prob of the engine or of the trainer is NaN or infinite: look at the rollouts of this step, and at the "
-    "dtype and temperature of the engine"
-)

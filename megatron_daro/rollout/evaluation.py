@@ -19,7 +19,7 @@ from dataclasses import replace
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.observe.metrics import Phases
+from megatron_daro.observe.phases import Phases
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
 from megatron_daro.rollout.summary import pass_at_k

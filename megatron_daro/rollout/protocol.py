@@ -130,7 +130,7 @@ class Notices(Protocol):
 
 
 class PhaseTimer(Protocol):
-    """Measures the time of a named phase; `observe.trace.Phases` is one."""
+    """Measures the time of a named phase; `observe.phases.Phases` is one."""
 
     def measure(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the `with` body under this name."""
@@ -189,7 +189,7 @@ class Progress(Notices, Protocol):
 
 
 class Phases(PhaseTimer, Protocol):
-    """Time per phase; `observe.trace.Phases` is one."""
+    """Time per phase; `observe.phases.Phases` is one."""
 
     def collect(self) -> Mapping[str, float]:
         """Return `timing/*` since the last call."""

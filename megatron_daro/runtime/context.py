@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.observe import logs
-from megatron_daro.observe.metrics import Phases
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.deadlines import Deadlines
 

@@ -21,8 +21,10 @@ from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
 from megatron_daro.garbage import spare_event_loop
+from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.logs import driver_log
-from megatron_daro.observe.metrics import DriftWatch, MetricsLog, Phases
+from megatron_daro.observe.metrics import MetricsLog
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations

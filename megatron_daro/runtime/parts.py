@@ -29,7 +29,7 @@ from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.observe import logs
-from megatron_daro.observe.metrics import Phases
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.collector import RolloutCollector

@@ -2,7 +2,7 @@
 
 Arguments: SIGNAL PLACE AFTER_STEP RUN_DIR FIRED, then those of megatron-daro.
 
-PLACE is a phase of the step as observe.trace measures it ("train": when it is entered, "train:left": when it was left)
+PLACE is a phase of the step as observe.phases measures it ("train": when it is entered, "train:left": when it was left)
 "seal" (the shards of a checkpoint are written, its state and manifest are not) or "start" (all processes are there, the
 first weights are about to go to the engine). The signal is sent the first time
 PLACE is reached with step AFTER_STEP or a later one in RUN_DIR/metrics.jsonl; FIRED then holds place and step.
@@ -23,7 +23,7 @@ import driver_stacks
 
 from megatron_daro import cli, durable
 from megatron_daro.controller import Controller
-from megatron_daro.observe.metrics import Phases
+from megatron_daro.observe.phases import Phases
 
 
 @dataclass

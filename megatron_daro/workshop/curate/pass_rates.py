@@ -24,8 +24,8 @@ from megatron_daro.runtime.run_directory import owned
 from megatron_daro.types import Prompt
 from megatron_daro.workshop.curate.decisions import Decisions
 from megatron_daro.workshop.curate.rows import Row
-from megatron_daro.workshop.evaluate import answers, measuring
-from megatron_daro.workshop.evaluate.measuring import MeasuredModel
+from megatron_daro.workshop.evaluate import answers, measuring, models
+from megatron_daro.workshop.evaluate.models import MeasuredModel
 
 _SERVED_AS_LOADED = ("default", "")
 """Weight versions of a server that nobody has sent weights to."""
@@ -87,7 +87,7 @@ def read_range(text: str) -> tuple[float, float]:
 
 def model_of(hf: Path | None, urls: Sequence[str]) -> MeasuredModel:
     """Return the model of a Hugging Face directory, or of servers that run. Raises ConfigError, EngineError."""
-    return measuring.of_directory(hf) if hf else measuring.of_servers(urls, None)
+    return models.of_directory(hf) if hf else models.of_servers(urls, None)
 
 
 def measure(rows: Sequence[Row], model: MeasuredModel, sampling: Sampling, folder: Path, notices: Notices) -> Measured:

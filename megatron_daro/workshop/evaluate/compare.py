@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 
 from megatron_daro.errors import DataError
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.workshop.evaluate import answers, results
-from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE, bootstrap_means, interval
+from megatron_daro.workshop.evaluate import answers, identity
+from megatron_daro.workshop.evaluate.intervals import bootstrap_means, interval
+from megatron_daro.workshop.evaluate.results import PROBLEMS_FILE
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, Trace, write_page
 
 FLIPS = 10_000
@@ -86,7 +87,7 @@ def compare(a: Path, b: Path, *, seed: int = 0) -> Comparison:
     Raises:
         DataError: one is no evaluation or did not end, or they have no problem in common.
     """
-    summaries, rows = [results.read(one) for one in (a, b)], [_problems(one) for one in (a, b)]
+    summaries, rows = [identity.read(one) for one in (a, b)], [_problems(one) for one in (a, b)]
     common = rows[0].keys() & rows[1].keys()
     if not common:
         raise DataError(

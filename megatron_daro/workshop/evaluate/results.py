@@ -1,29 +1,19 @@
-"""From kept answers to scores: one row per problem, one summary per set, and the table that is printed.
+"""From kept answers to scores: one row per problem (problems.parquet) and one summary per set (summary.json).
 
-OUT/evaluation.json says what an evaluation is made of (configuration, files, weights), and only the same evaluation
-continues in a directory. More samples or other sets may be asked for later; what would mix answers of two models, two
-ways of asking or two verifiers is rejected by name. For maj@k a problem's answers are put into classes: correct ones
-are one class, since each was verified against a gold; others are equal where their normal form is, or where the
-verifier accepts one with the other as gold (`\frac12` and `0.5`), which is asked for the most frequent forms only.
-Rejects an evaluation of which answers are missing, and k larger than the samples.
-
-Scores are avg@k, pass@k and maj@k, with intervals by bootstrap over problems.
-Shape letters: P problems, n samples of a problem, D draws, B bootstrap resamples.
+Scores are avg@k, pass@k and maj@k with intervals; beside them how answers end, how long they are, and how many
+reflect. Rejects an evaluation of which answers are missing, and k larger than the samples.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -31,237 +21,13 @@ from megatron_daro import durable
 from megatron_daro.config.sections import EvalSet, RewardSection
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
-from megatron_daro.reward.base import StagedVerifier, VerifierSpec
-from megatron_daro.reward.factory import verifier_of
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.workshop.analyze.behaviour import Reflection, ending_of, has_code, reflects
 from megatron_daro.workshop.evaluate import answers
-from megatron_daro.workshop.evaluate.answers import Question
-
-RESAMPLES = 10_000
-DRAWS = 400
-LEVEL = 0.95
-_AT_ONCE = 2_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems with its interval, both in [0, 1] for scores."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def majority_at_k(votes: Sequence[int], right: int | None, k: int, *, seed: int, draws: int = DRAWS) -> float:
-    """Return the probability that the most frequent answer among k of the samples is the right one.
-
-    With all samples it is exact; for fewer, the mean over `draws` random subsets (seeded). Answers that tie share the
-    vote: a right one among t tied ones counts 1 / t, the expectation of breaking the tie by lot. Samples without an
-    answer have no vote; where nobody votes it is 0.
-
-    Args:
-        votes: the class of each sample's answer, -1 where there is none.
-        right: the class of the right answers; None where no sample is right.
-        k: how many vote.
-
-    Raises:
-        DataError: k is not between 1 and the number of votes.
-    """
-    n = len(votes)
-    if not 1 <= k <= n:
-        raise DataError(f"maj@{k}: got {n} samples of a problem; allowed: 1 to {n}; ask for more samples")
-    if right is None:
-        return 0.0
-    votes_n = np.asarray(votes, dtype=np.int64)
-    if k == n:
-        drawn_Dk = votes_n[None]
-    else:
-        order_Dn = np.random.default_rng(seed).random((draws, n)).argsort(axis=1)
-        drawn_Dk = votes_n[order_Dn[:, :k]]
-    counts_DC = (drawn_Dk[:, :, None] == np.arange(votes_n.max() + 1)).sum(axis=1)
-    most_D = counts_DC.max(axis=1)
-    tied_D = (counts_DC == most_D[:, None]).sum(axis=1)
-    wins_D = (counts_DC[:, right] == most_D) & (most_D > 0)
-    return float((wins_D / tied_D).mean())
-
-
-def bootstrap_means(values_P: np.ndarray, *, seed: int, name: str, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return the means of resampled problems, float64 [B]: the same for the same seed, name and values.
-
-    Args:
-        values_P: one number a problem. name: of the set, so that sets are resampled independently.
-    """
-    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    size, means = len(values_P), []
-    step = max(1, _AT_ONCE // size)
-    for start in range(0, resamples, step):
-        chosen = rng.integers(0, size, (min(step, resamples - start), size))
-        means.append(values_P[chosen].mean(axis=1))
-    return np.concatenate(means)
-
-
-def interval(means_B: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the central 95 % of resampled means (percentile bootstrap)."""
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(means_B, [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def estimate(values_P: Sequence[float], *, seed: int, name: str) -> Estimate:
-    """Return the mean over problems and its 95 % interval."""
-    values = np.asarray(values_P, dtype=np.float64)
-    return Estimate(float(values.mean()), *interval(bootstrap_means(values, seed=seed, name=name)))
-
-
-def estimate_of_sets(values_of_sets: dict[str, Sequence[float]], *, seed: int) -> Estimate:
-    """Return the mean of the sets' means, each set counting the same, resampled within each set."""
-    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in values_of_sets.items()}
-    means_B = np.mean([bootstrap_means(array, seed=seed, name=name) for name, array in arrays.items()], axis=0)
-    return Estimate(float(np.mean([array.mean() for array in arrays.values()])), *interval(means_B))
-
-
-FILE = "evaluation.json"
-_FORMAT = 1
-_FREE_OF_SET = ("samples",)
-
-
-def check_or_write(out: Path, made_of: Mapping[str, Any]) -> None:
-    """Compare with what the directory holds, and write what it will hold.
-
-    Args:
-        out: directory of the evaluation. made_of: plain values; "sets" by name, "notes" are not compared.
-
-    Raises:
-        DataError: it holds answers of another evaluation; names each difference.
-    """
-    path = out / FILE
-    saved = read(out) if path.is_file() else {}
-    if saved:
-        wrong = list(_differences(saved, made_of))
-        if wrong:
-            raise DataError(
-                f"{out}: holds answers of another evaluation: {'; '.join(wrong)}; allowed: more samples, other sets. "
-                "Use another --out"
-            )
-    sets = dict(saved.get("sets", {})) | dict(made_of["sets"])
-    beside = path.with_name(f"{FILE}.tmp")
-    durable.write(beside, json.dumps({"format": _FORMAT, **made_of, "sets": sets}, indent=2) + "\n")
-    beside.replace(path)
-
-
-def read(out: Path) -> dict[str, Any]:
-    """Return what an evaluation is made of. Raises DataError where the directory holds none."""
-    path = out / FILE
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{out}: is no directory of an evaluation ({error}); give one that megatron-daro eval wrote"
-        ) from error
-    if not isinstance(summary, dict) or summary.get("format") != _FORMAT:
-        raise DataError(f"{path}: is of another format; allowed: {_FORMAT}; evaluate again with another --out")
-    return summary
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted({*saved, *now} - {"format", "sets", "notes"}):
-        yield from _changed(key, saved.get(key), now.get(key))
-    for name in sorted(saved["sets"].keys() & now["sets"].keys()):
-        was, is_ = ({k: v for k, v in one["sets"][name].items() if k not in _FREE_OF_SET} for one in (saved, now))
-        yield from _changed(f"set {name}", was, is_)
-
-
-def _changed(name: str, was: object, is_: object) -> Iterator[str]:
-    if isinstance(was, Mapping) and isinstance(is_, Mapping):
-        for key in sorted({*was, *is_}):
-            yield from _changed(f"{name} {key}", was.get(key), is_.get(key))
-    elif was != is_:
-        yield f"{name} was {json.dumps(was)}, is {json.dumps(is_)}"
-
-
-MOST_COMPARED = 32
-"""Different wrong answers of a problem that are compared with each other; rarer ones count as different."""
-_BOXED = "math"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What of an answer decides its vote. answer: its normal form, None where it has none."""
-
-    answer: str | None
-    correct: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Votes:
-    """classes: of each sample, -1 without an answer. right: the class of right ones, None where there is none. answer:
-    the form of each class."""
-
-    classes: tuple[int, ...]
-    right: int | None
-    answers: tuple[str, ...]
-
-
-def answer_reader(section: RewardSection) -> StagedVerifier:
-    """Return the verifier, which also says what an answer's final form is."""
-    verifier = verifier_of(
-        VerifierSpec(
-            section.verifier,
-            section.strict,
-            marker=section.marker,
-            options=section.options,
-            after_thinking=section.after_thinking,
-        )
-    )
-    assert isinstance(verifier, StagedVerifier)
-    return verifier
-
-
-async def votes_of(problems: Sequence[Sequence[Sample]], scorer: Scorer, *, verifier: str) -> list[Votes]:
-    """Return the votes of each problem.
-
-    Args:
-        problems: the samples of each. scorer: says whether two wrong answers are the same. verifier: its name; only
-            `math` knows more than the normal form.
-    """
-    asked = [_pairs(samples) if verifier == _BOXED else [] for samples in problems]
-    flat = [(f"\\boxed{{{b}}}", a, "") for pairs in asked for a, b in pairs]
-    verdicts = iter(await scorer.score_async(flat) if flat else [])
-    same = [[pair for pair in pairs if next(verdicts).correct] for pairs in asked]
-    return [_votes(samples, pairs) for samples, pairs in zip(problems, same, strict=True)]
-
-
-def _pairs(samples: Sequence[Sample]) -> list[tuple[str, str]]:
-    forms = Counter(one.answer for one in samples if one.answer and not one.correct)
-    return list(combinations([form for form, _ in forms.most_common(MOST_COMPARED)], 2))
-
-
-def _votes(samples: Sequence[Sample], same: Sequence[tuple[str, str]]) -> Votes:
-    parent: dict[str, str] = {}
-
-    def root(form: str) -> str:
-        while parent.setdefault(form, form) != form:
-            form = parent[form]
-        return form
-
-    for a, b in same:
-        parent[root(b)] = root(a)
-    numbers: dict[tuple[bool, str], int] = {}
-    names: list[str] = []
-    classes = []
-    for one in samples:
-        if one.answer is None and not one.correct:
-            classes.append(-1)
-            continue
-        name = (True, "") if one.correct else (False, root(one.answer or ""))
-        if name not in numbers:
-            numbers[name] = len(numbers)
-            names.append(one.answer or "")
-        classes.append(numbers[name])
-    return Votes(tuple(classes), numbers.get((True, "")), tuple(names))
-
+from megatron_daro.workshop.evaluate.intervals import Estimate, estimate, estimate_of_sets
+from megatron_daro.workshop.evaluate.questions import Question
+from megatron_daro.workshop.evaluate.votes import Sample, Votes, answer_reader, majority_at_k, votes_of
 
 SUMMARY_FILE, PROBLEMS_FILE = "summary.json", "problems.parquet"
 _ROWS = ("text", "length", "finish_reason", "correct", "reason")

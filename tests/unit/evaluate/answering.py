@@ -16,9 +16,10 @@ from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import GroupRequest, Prompt, Rollout
-from megatron_daro.workshop.evaluate import results
-from megatron_daro.workshop.evaluate.answers import AnswerStore, Question, kept, questions_of, requests
+from megatron_daro.workshop.evaluate import identity, results
+from megatron_daro.workshop.evaluate.answers import AnswerStore, kept
 from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.questions import Question, questions_of, requests
 
 STOP = 0
 
@@ -108,7 +109,7 @@ def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
     """The directory of a whole evaluation."""
     names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
     out.mkdir()
-    results.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
+    identity.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
     found = scored(out, *sets, engine=SeededEngine(tail=tail), seed=seed)
     results.write(out, results.summarise(found, sets, (1,), seed=0), found)
     return out

@@ -16,7 +16,8 @@ from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.types import Rollout, Verdict
 from megatron_daro.workshop.evaluate import measuring
-from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore, questions_of
+from megatron_daro.workshop.evaluate.answers import Answer, AnswerStore
+from megatron_daro.workshop.evaluate.questions import questions_of
 
 
 @pytest.fixture

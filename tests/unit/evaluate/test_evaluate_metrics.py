@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.summary import pass_at_k
-from megatron_daro.workshop.evaluate.results import bootstrap_means, estimate, estimate_of_sets, interval, majority_at_k
+from megatron_daro.workshop.evaluate.intervals import bootstrap_means, estimate, estimate_of_sets, interval
+from megatron_daro.workshop.evaluate.votes import majority_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_daro.workshop.evaluate.asking import SUITES, suite_sets
+from megatron_daro.workshop.evaluate.suites import SUITES, suite_sets
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data" / "eval"

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from megatron_daro.errors import DataError
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.workshop.evaluate import results
-from megatron_daro.workshop.evaluate.results import Sample, votes_of
+from megatron_daro.workshop.evaluate import identity, results
 from megatron_daro.workshop.evaluate.tables import summary_text
+from megatron_daro.workshop.evaluate.votes import Sample, votes_of
 
 
 def test_scores_follow_from_the_answers(tmp_path):
@@ -106,18 +106,18 @@ def sets_of(**changes):
 
 def test_a_directory_takes_one_evaluation(tmp_path):
     first = {"weights": {"files": {"model.safetensors": "1"}}, "tokenizer": {"tokenizer.json": "2"}, "sets": sets_of()}
-    results.check_or_write(tmp_path, {**first, "notes": {"model": "a"}})
+    identity.check_or_write(tmp_path, {**first, "notes": {"model": "a"}})
     more = {**first, "sets": sets_of(samples=8) | {"other": {"file": "cd"}}, "notes": {"model": "b"}}
-    results.check_or_write(tmp_path, more)
-    assert results.read(tmp_path)["sets"].keys() == {"digits", "other"}
-    results.check_or_write(tmp_path, first)
-    assert results.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    identity.check_or_write(tmp_path, more)
+    assert identity.read(tmp_path)["sets"].keys() == {"digits", "other"}
+    identity.check_or_write(tmp_path, first)
+    assert identity.read(tmp_path)["sets"].keys() == {"digits", "other"}
     for changes, named in (
         ({"tokenizer": {"tokenizer.json": "3"}}, "tokenizer.json"),
         ({"weights": {"files": {"model.safetensors": "9"}}}, "model.safetensors"),
         ({"sets": sets_of(template="r1")}, "digits template"),
     ):
         with pytest.raises(DataError, match=named):
-            results.check_or_write(tmp_path, {**first, **changes})
+            identity.check_or_write(tmp_path, {**first, **changes})
     with pytest.raises(DataError, match="nowhere"):
-        results.read(tmp_path / "nowhere")
+        identity.read(tmp_path / "nowhere")

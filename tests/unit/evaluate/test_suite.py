@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.errors import ConfigError
-from megatron_daro.workshop.evaluate.asking import SUITES, check_names, named_sets, suite_sets
+from megatron_daro.workshop.evaluate.suites import SUITES, check_names, named_sets, suite_sets
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "eval"
 

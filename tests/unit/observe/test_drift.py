@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_daro.observe.metrics import BASELINE_STEPS, PATIENCE, DriftWatch
+from megatron_daro.observe.drift import BASELINE_STEPS, PATIENCE, DriftWatch
 
 KL, ABS, CORRECTED, AGE = (
     "mismatch/kl",

@@ -14,8 +14,9 @@ from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import EngineError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt
-from megatron_daro.workshop.evaluate.answers import AnswerStore, kept, questions_of, requests
+from megatron_daro.workshop.evaluate.answers import AnswerStore, kept
 from megatron_daro.workshop.evaluate.asking import Parts, ask
+from megatron_daro.workshop.evaluate.questions import questions_of, requests
 
 
 def ten_questions(samples):

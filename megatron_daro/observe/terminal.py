@@ -1,0 +1,71 @@
+"""The terminal as commands and runs use it: told in one way, and a run goes on when nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_daro.observe.logs import safe_text
+
+
+class StderrNotices:
+    """Tells a person on stderr; stdout is for results."""
+
+    def notice(self, message: str) -> None:
+        """Print a message."""
+        print(safe_text(message), file=sys.stderr, flush=True)
+
+    def warn(self, message: str) -> None:
+        """Print a warning."""
+        self.notice(f"warning: {message}")
+
+
+class RunConsole(Console):
+    """A console that may lose its reader (`| head`, a closed terminal): the run goes on without one."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program here."""
+        self._go_on_unread("its reader is gone")
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:  # a terminal that was closed, a log file on a full disk
+            self._go_on_unread(error.strerror or str(error))
+
+    def _go_on_unread(self, why: str) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError), Path(os.devnull).open("wb") as null:
+            os.dup2(null.fileno(), self.file.fileno())  # what is buffered would fail again at the end
+        with suppress(OSError):
+            print(
+                f"warning: stdout cannot be written ({why}); the run goes on, its numbers are in metrics.jsonl",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+@contextmanager
+def without_echo_of_ctrl_c() -> Iterator[None]:
+    """Keep a terminal from writing `^C` into a live panel, which rich would then redraw a line too low."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (AttributeError, OSError, ValueError, termios.error):  # closed, or no terminal
+        yield
+        return
+    flags = 3
+    changed = [*before[:flags], before[flags] & ~termios.ECHOCTL, *before[flags + 1 :]]
+    with suppress(termios.error):
+        termios.tcsetattr(terminal, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSANOW, before)

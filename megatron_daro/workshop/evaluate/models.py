@@ -1,0 +1,151 @@
+"""The model that is measured: a Hugging Face directory, a checkpoint made into one, or servers that run.
+
+Rejects torn checkpoints, directories without a model, and servers that serve different models or do not say which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_daro import durable, recovery
+from megatron_daro.engine.sglang.client import SGLangClient
+from megatron_daro.errors import ConfigError, EngineError, ModelError
+from megatron_daro.rollout.protocol import Notices
+from megatron_daro.runtime import restart_audit
+
+_CALL_S = 30.0
+_MOST_PROCESSES = 4
+_SHARD_BYTES = 5 * 10**9
+CONVERTED, _NOTE = "model", "model_of.json"
+"""In the directory of an evaluation: the Hugging Face form of the checkpoint, and of which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """path: of config.json, tokenizer, and (but with urls) the weights. weights: what tells these weights from others.
+    urls: servers that have them."""
+
+    path: Path
+    weights: Mapping[str, Any]
+    urls: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """In which the weights are kept: what is not float32 is computed in bfloat16."""
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"
+
+
+def of_directory(path: Path) -> MeasuredModel:
+    """Return the model of a Hugging Face directory. Raises ModelError where it is none."""
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"--hf: {path} has no config.json; give a Hugging Face directory (megatron-daro convert writes one)"
+        )
+    files = restart_audit.weight_files(path)
+    if not files:
+        raise ModelError(f"--hf: {path} has no *.safetensors; give a directory with weights")
+    return MeasuredModel(path, {"files": files})
+
+
+def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -> MeasuredModel:
+    """Return the model of a Megatron checkpoint, written as a Hugging Face directory to OUT/model unless it is there.
+
+    Args:
+        checkpoint: of a run (RUN/checkpoints/step_N), or of `megatron-daro convert`, or torch_dist of Megatron-LM.
+        config: folder of its model's config.json and tokenizer. out: directory of the evaluation.
+
+    Raises:
+        CheckpointError, ModelError: the checkpoint is torn, is of another model, or cannot be converted.
+    """
+    manifest, target, note = checkpoint / recovery.MANIFEST, out / CONVERTED, out / _NOTE
+    if manifest.is_file():
+        recovery.verify(checkpoint)
+        _check_tokenizer(checkpoint, config)
+        weights: dict[str, Any] = {"manifest": restart_audit.digest(manifest)}
+    else:
+        weights = {"files": {p.name: restart_audit.digest(p) for p in sorted(checkpoint.glob("*")) if p.is_file()}}
+    if _read_note(note) != weights:
+        from megatron_daro.convert.plan import plan_to_hf
+        from megatron_daro.workshop.convert.conversion import convert
+
+        notices.notice(f"{checkpoint} is written as a Hugging Face directory to {target}")
+        if target.is_dir():
+            shutil.rmtree(target)  # of another checkpoint
+        out.mkdir(parents=True, exist_ok=True)
+        processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
+        plan = plan_to_hf(checkpoint, config, None, _SHARD_BYTES)
+        convert(plan, target, processes=processes, verify=False, progress=lambda phase, done: None)
+        durable.write(note, json.dumps(weights))
+    return MeasuredModel(target, {"checkpoint": weights})
+
+
+def _read_note(note: Path) -> object:
+    """Return which checkpoint was converted; None where nothing readable says it: then it is converted again."""
+    try:
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _check_tokenizer(checkpoint: Path, config: Path) -> None:
+    """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError."""
+    saved = recovery.read_provenance(checkpoint)
+    if saved is None:
+        return
+    was, is_ = saved["bound_files"], restart_audit.tokenizer_files(config)
+    other = [name for name, digest in is_.items() if was.get(name, digest) != digest]
+    if other:
+        raise ModelError(
+            f"--checkpoint: {checkpoint} was trained with another tokenizer than that of {config} ({', '.join(other)} "
+            "differs); allowed: the model that the run began with; set model.path to it"
+        )
+
+
+def of_servers(urls: Sequence[str], path: Path | None) -> MeasuredModel:
+    """Return the model that servers have.
+
+    Args:
+        urls: of SGLang servers that run. path: of its config.json and tokenizer; None: where the servers say.
+
+    Raises:
+        EngineError: a server does not answer. ConfigError: they serve different models, or the model's files are not
+            on this machine.
+    """
+    facts = asyncio.run(_model_of_servers(urls))
+    different = {url: fact for url, fact in facts.items() if fact != facts[urls[0]]}
+    if different:
+        shown = "; ".join(
+            f"{url}: {fact['model_path']}, weights {fact['weight_version']}" for url, fact in facts.items()
+        )
+        raise ConfigError(
+            f"--urls: got servers with different models ({shown}); allowed: one model; fix: evaluate each"
+        )
+    directory = path or Path(str(facts[urls[0]]["model_path"]))
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"--urls: the servers say that their model is {directory}, which is not on this machine; allowed: a "
+            "directory with its config.json and tokenizer; fix: model.path=DIR"
+        )
+    return MeasuredModel(directory, {"served": facts[urls[0]]}, tuple(urls))
+
+
+async def _model_of_servers(urls: Sequence[str]) -> dict[str, dict[str, str]]:
+    facts = {}
+    for url in urls:
+        async with SGLangClient(url) as client:
+            try:
+                info = await client.model_info(timeout_s=_CALL_S)
+            except EngineError as error:
+                raise EngineError(
+                    f"--urls: {url} does not answer ({error}); allowed: SGLang servers that run"
+                ) from error
+        facts[url] = {key: str(info.get(key, "")) for key in ("model_path", "weight_version")}
+    return facts
