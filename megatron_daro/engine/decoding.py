@@ -246,12 +246,12 @@ class Decoding:
 
     def _repeats(self, rows_B: Tensor, length: int) -> Tensor:
         """Whether each row began to repeat itself since the last look: bool [B]. Whoever takes it cuts it there."""
-        found = []
+        repeating = []
         for n in rows_B.tolist():
             span, period = self._repeating.get(n, (length + 1, 1))
             tail_T = self._tokens_NM[n, max(0, length - span - _LOOK_FOR_REPETITION) : length].numpy()
-            found.append(length >= span and repeated_at(tail_T, span, period) is not None)
-        return torch.tensor(found, dtype=torch.bool)
+            repeating.append(length >= span and repeated_at(tail_T, span, period) is not None)
+        return torch.tensor(repeating, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
         """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""
