@@ -1,8 +1,8 @@
 """Asynchronous HTTP calls to one SGLang server, each with a deadline; and what a server says of itself.
 
-Fleet.py and update.py call servers through it; sync/broadcast.py (in the exporting ranks) too.
-It knows the native endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a
-deadline, and tells a server that cannot be reached (worth another try) from one that refuses a request (not worth it).
+The engine's parts call servers through it; the senders of sync/ (in the exporting ranks) too. It knows the native
+endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a deadline, and tells a
+server that cannot be reached (worth another try) from one that refuses a request (not worth it).
 """
 
 from __future__ import annotations
@@ -38,16 +38,6 @@ NEEDED_CALLS = (
     "/flush_cache",
     "/update_weight_version",
 )
-SYNC_CALLS = {
-    "distributed": (
-        "/init_weights_update_group",
-        "/update_weights_from_distributed",
-        "/destroy_weights_update_group",
-    ),
-    "shards": ("/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update"),
-    "disk": ("/update_weights_from_disk",),
-    "tensor": ("/update_weights_from_tensor",),
-}
 MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
@@ -101,10 +91,6 @@ class ServerFacts:
     def has_checksums(self) -> bool:
         """Whether the server can tell checksums of its tensors."""
         return "/weights_checker" in self.calls
-
-    def newer_than_tested(self) -> bool:
-        """Whether nobody has tried this version with this package."""
-        return version_number(self.version) > LAST_TESTED
 
 
 class SGLangClient:
