@@ -373,7 +373,7 @@ class ModelWeights:
 
     def close(self) -> None:
         """Leaves the group of the servers."""
-        self._sender._broadcast.close()
+        self._sender.close()
 
     def _stream(self) -> Iterable[tuple[str, Any]]:
         return named_weights(self.model) if self._named is None else self._named

@@ -3,8 +3,8 @@
 
 A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
 run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
-`MAX_RESTARTS` times. The actors are thin shells, apart from workers.py because a
-process that imports no torch starts in a fifth of the time and takes a quarter of the memory.
+`MAX_RESTARTS` times. The actors are thin shells, apart from workers.py because a process that imports no
+torch starts in a fifth of the time and takes a quarter of the memory.
 
 Verifier pools stand behind the Scorer Protocol: a group's answers go to the pool with the fewest calls under way. On
 one machine with the embedded engine the pool belongs to the driver, which saves a process. A lost pool's answers are

@@ -2,7 +2,7 @@
 
 Policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
 Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
-actors that a run outlives are in node_workers.py.
+actors that a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from megatron_daro.engine.sglang.replies import (
     BadAnswerError,
     OpenAPI,
     ServerInfo,
+    error_message,
+    error_status,
     printable,
     printable_values,
     read,
@@ -149,9 +151,8 @@ class SGLangClient:
                 if line == _DONE:
                     return
                 event = _parsed(line)
-                if isinstance(event, dict) and isinstance(event.get("error"), dict):
-                    code = event["error"].get("code")
-                    self._check(path, code if isinstance(code, int) and 400 <= code < 600 else 500, line)
+                if (status := error_status(event)) is not None:
+                    self._check(path, status, line)
                 yield event
         raise UnreachableError(f"{self.url}{path}: the stream of answers ended before its end was told")
 
@@ -236,11 +237,11 @@ class SGLangClient:
     def _check(self, path: str, status: int, content: bytes) -> None:
         """Raise what a status of 400 or more means."""
         if status >= 500:
-            failed = UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
+            failed = UnreachableError(f"{self.url}{path}: status {status}: {error_message(_parsed(content), content)}")
             failed.status = status
             raise failed
         if status >= 400:
-            raise RefusedError(f"{self.url}{path}: status {status}: {_said(content)}")
+            raise RefusedError(f"{self.url}{path}: status {status}: {error_message(_parsed(content), content)}")
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -286,17 +287,6 @@ def _parsed(content: bytes) -> object:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         return None
-
-
-def _said(content: bytes) -> str:
-    """Return the message of an error body, on one line, cut."""
-    body = _parsed(content)
-    if isinstance(body, dict):
-        inner = body.get("error", body)
-        message = inner.get("message", inner) if isinstance(inner, dict) else inner
-    else:
-        message = content.decode(errors="replace")
-    return printable(message)
 
 
 @asynccontextmanager

@@ -98,17 +98,16 @@ class SGLangEngine:
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
-        sync_dir = options.sync_dir or run_dir / "sync"
         self._updates = UpdateContext(
-            self.fleet,
-            options,
-            fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout_of_servers(options, expected.model_path) if transport_of(options.sync).rank_to_rank else None,
-            sync_dir,
-            self._probe,
-            self._supervision.death_of,
-            self.metrics,
-            warn,
+            fleet=self.fleet,
+            options=options,
+            fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
+            layout=layout_of_servers(options, expected.model_path) if transport_of(options.sync).rank_to_rank else None,
+            sync_dir=options.sync_dir or run_dir / "sync",
+            probe=self._probe,
+            death_of=self._supervision.death_of,
+            metrics=self.metrics,
+            warn=warn,
         )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None

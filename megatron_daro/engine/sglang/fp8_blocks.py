@@ -1,7 +1,7 @@
 """Servers whose matrices are fp8 blocks: how they are started, and whether both ends mean the same matrices.
 
 A matrix that one end leaves in bf16 would be read as other numbers, so what was sent as blocks is compared with what a
-server has as blocks, at the first update of each. sync/send.py makes the blocks.
+server has as blocks, at the first update of each. sync/fp8_cast.py makes the blocks.
 Source: sglang 0.5.23: srt/utils/weight_checker.py: a checksum's answer names quantized matrices always, others unless
 they are skipped, so that a skip of everything leaves the quantized ones; srt/models: which projections are fused.
 """

@@ -255,6 +255,26 @@ def read_given_logprobs(content: object, tokens: Sequence[int]) -> np.ndarray:
     return np.array(logprobs, dtype=np.float32)
 
 
+def error_message(body: object, content: bytes) -> str:
+    """What a server says of a call that it did not accept, on one line, cut.
+
+    Args:
+        body: its JSON; None where it is none. content: its bytes.
+    """
+    if not isinstance(body, dict):
+        return printable(content.decode(errors="replace"))
+    error = body.get("error", body)
+    return printable(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def error_status(event: object) -> int | None:
+    """The status that an event of a stream stands for, where it says what went wrong; None of any other event."""
+    if not isinstance(event, dict) or not isinstance(event.get("error"), dict):
+        return None
+    code = event["error"].get("code")
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
 def printable_values(content: object) -> Mapping[str, str]:
     """Return the texts of a JSON object, printable and uncut: paths are among them; nothing of anything else."""
     texts = content if isinstance(content, dict) else {}

@@ -117,10 +117,9 @@ class ServerProcess:
         self._ports = [reserve_port(self._host), reserve_port(self._host)]
         port, nccl_port = (reservation.port for reservation in self._ports)
         options = self._options
-        arguments, paths = dict(options.arguments), options.env.get("PYTHONPATH", "")
+        arguments = dict(options.arguments)
         if options.loader:
             arguments["custom_weight_loader"] = [*_listed(arguments.get("custom_weight_loader")), options.loader]
-            paths = os.pathsep.join(filter(None, [str(in_server.FOLDER), paths]))
         command = server_command(
             options.python,
             model_path=options.model_path,
@@ -132,15 +131,8 @@ class ServerProcess:
             arguments=arguments,
             part=ServerPart(options.part, options.parts, meeting or self.meeting) if options.parts > 1 else None,
         )
-        env = {**(CPU_SERVER if arguments.get("device") == "cpu" else {}), **options.env}
-        env |= {"PYTHONPATH": paths} if paths else {}
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if options.gpus is None else options.gpus
-        if options.maps_memory:
-            gpus = gpus_with_own_first(gpus)
-        if options.maps_memory or options.gpus is not None:
-            env = {"CUDA_VISIBLE_DEVICES": gpus or "", **env}
         self._process = ManagedProcess(
-            command, host=self._host, env=env, log_path=options.log_path, python=options.python
+            command, host=self._host, env=_variables(options), log_path=options.log_path, python=options.python
         )
         self._process.start()
         return f"http://{self._host}:{port}"
@@ -166,6 +158,19 @@ class ServerProcess:
         for reservation in self._ports:
             reservation.close()
         self._ports = []
+
+
+def _variables(options: LaunchOptions) -> dict[str, str]:
+    """The environment variables that a server gets beside those of every server; the user's own win."""
+    variables = {**(CPU_SERVER if options.arguments.get("device") == "cpu" else {}), **options.env}
+    if options.loader:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(in_server.FOLDER), options.env.get("PYTHONPATH")]))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if options.gpus is None else options.gpus
+    if options.maps_memory:
+        gpus = gpus_with_own_first(gpus)
+    if options.maps_memory or options.gpus is not None:
+        variables = {"CUDA_VISIBLE_DEVICES": gpus or "", **variables}
+    return variables
 
 
 def _listed(value: object) -> list[object]:

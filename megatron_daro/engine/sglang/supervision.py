@@ -115,7 +115,7 @@ class Supervision:
             self._run(self._watch(server))
 
     def _tell(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
-        """Name the first server that is still to come."""
+        """Say which server is loading: the first that is still to come."""
         ended = sum(task.done() for task in starting)
         if ended < len(starting):
             self._loads(f"server {ended + 1} of {len(starting)} loads")
@@ -211,7 +211,7 @@ class Supervision:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Wait for a watcher, which must not end; if one does, the run must not go on unwatched."""
+        """End the fleet where a watcher failed: the run must not go on unwatched."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._fleet.fail(EngineError(f"supervision of the SGLang servers failed: {task.exception()!r}"))

@@ -45,7 +45,7 @@ class Probe(Protocol):
     async def __call__(self, server: Server, verified: bool) -> ProbeAnswer: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class UpdateContext:
     """What the updates of one fleet have in common.
 
