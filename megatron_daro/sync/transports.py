@@ -82,6 +82,20 @@ class Transport:
     files: bool = False
 
 
+class _ActorSender:
+    """Buckets to Ray actors: to the embedded engines, by what gives the buckets of a stream to them."""
+
+    def __init__(self, hand_over: Callable[[Stream, SendPlan], SendReport]) -> None:
+        self._hand_over = hand_over
+
+    def send(self, stream: Stream, plan: SendPlan, *, label: str = "", group: ProcessGroup | None = None) -> SendReport:
+        """Hand the stream over; see `TransportSender`."""
+        return self._hand_over(stream, plan)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
 def _broadcast(rank: RankEnd) -> TransportSender:
     from megatron_daro.sync.broadcast import BroadcastSender
 
@@ -101,10 +115,8 @@ def _files(rank: RankEnd) -> TransportSender:
 
 
 def _actors(rank: RankEnd) -> TransportSender:
-    from megatron_daro.sync.actors import ActorSender
-
     assert rank.hand_over is not None, "this process has no actors to hand buckets to"
-    return ActorSender(rank.hand_over)
+    return _ActorSender(rank.hand_over)
 
 
 TRANSPORTS: Mapping[str, Transport] = {

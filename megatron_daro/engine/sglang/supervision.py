@@ -4,33 +4,27 @@ One watcher per server, beside the engine. When a server is fenced (by a watcher
 update), its process is ended and started again, and it returns as "joining": it gets no request until it has the
 policy's weights. Progress means that a token came out, not that a port is open; an idle server is asked for one.
 
-    launch -> first answer -> first token -> vetted (vetting.py) -> joining -> (weights) -> serving
-       ^                                                                                      |
-       +--- restart pause, process ended <------------------ fenced <-------------------------+
+    process -> first answer -> first token -> vetted (all: starting.py) -> joining -> (weights) -> serving
+       ^                                                                                             |
+       +--- pause <--- process ended <---------------------------------------------------- fenced <--+
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import vetting
-from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.servers import ServerHandle
-from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError, still_starts, unusable
-from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.engine.sglang.starting import bring_up
+from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError
+from megatron_daro.errors import EngineError
 
-_POLL_S = 0.5
-_SAY_S = 30.0
 _WATCH_S = 2.0
-_CALL_S = 10.0
-_FIRST_TOKEN_S = 60.0
+_CLOSE_S = 10.0
 _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
 # So many starts in a row after which a server served nobody, and the run waits for it no longer.
@@ -38,28 +32,6 @@ _UNSERVED_STARTS = 3
 # How long a process may take to be seen as gone after its connections broke.
 _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
 _SETTLE_POLL_S = 0.05
-
-
-@dataclass(slots=True)
-class _Wait:
-    """A wait for a server that does not generate yet; a person is told now and then what keeps it from that."""
-
-    server: str
-    tell: Callable[[str], None]
-    began: float = field(default_factory=time.monotonic)
-    next_s: float = field(default_factory=lambda: _SAY_S)
-    reason: str = "no answer yet"
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-    def go_on(self, error: EngineError) -> None:
-        """Note why it is not there yet."""
-        self.reason = str(error)
-        if self.seconds >= self.next_s:
-            self.next_s = 2 * self.next_s
-            self.tell(f"waiting for {self.server} for {self.seconds:.0f} s: {error}")
 
 
 class Supervision:
@@ -97,8 +69,8 @@ class Supervision:
         """
         starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
         for task in starting:
-            task.add_done_callback(lambda _: self._tell(starting))
-        self._tell(starting)
+            task.add_done_callback(lambda _: self._say_what_loads(starting))
+        self._say_what_loads(starting)
         try:
             failures = await asyncio.gather(*starting)
         except BaseException:
@@ -114,7 +86,7 @@ class Supervision:
         for server in self._fleet.servers:
             self._run(self._watch(server))
 
-    def _tell(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
+    def _say_what_loads(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
         """Say which server is loading: the first that is still to come."""
         ended = sum(task.done() for task in starting)
         if ended < len(starting):
@@ -161,7 +133,7 @@ class Supervision:
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CALL_S)
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         await asyncio.gather(*(handle.stop() for handle in self._handles.values()), return_exceptions=True)
         await asyncio.gather(*(server.client.close() for server in self._fleet.servers))
 
@@ -217,81 +189,9 @@ class Supervision:
             self._fleet.fail(EngineError(f"supervision of the SGLang servers failed: {task.exception()!r}"))
 
     async def _bring_up(self, server: Server) -> None:
-        """Process, first answer, first token, and whether it is what it must be. Leaves it "joining"."""
-        handle = self._handles[server.name]
-        server.unserved_starts += 1
-        url = await handle.launch()
-        await server.client.close()
-        server.client = SGLangClient(url)
-        server.versions, server.version, server.released = set(), None, frozenset()
-        wait = _Wait(f"{server.name} at {url}", self._warn)
-        try:
-            async with asyncio.timeout(self._options.start_timeout_s):
-                server.facts = await self._first_answer(server, handle, wait)
-                if not handle.restartable:
-                    await self._wake(server)
-                await self._first_token(server, handle, wait)
-        except TimeoutError:
-            raise EngineError(
-                f"{wait.server} did not generate within {wait.seconds:.0f} s ({wait.reason}); raise "
-                "engine.sglang.start_timeout_s if it is only slow"
-            ) from None
-        await self._vet(server)
-        server.reason = ""
+        """Start a server's process and wait until it may get weights. Raises as `bring_up`."""
+        await bring_up(server, self._handles[server.name], self._options, self._expected, self._warn)
         self._fleet.set_state(server, "joining")
-
-    async def _first_answer(self, server: Server, handle: ServerHandle, wait: _Wait) -> ServerFacts:
-        while True:
-            try:
-                return await server.client.facts(timeout_s=_CALL_S)
-            except UnreachableError as error:
-                reason = await handle.death()
-                if reason:
-                    raise EngineError(f"{server.name} did not start: {reason}") from None
-                if not handle.restartable and not still_starts(error):
-                    raise unusable(server.url, error) from None
-                wait.go_on(error)
-            except RefusedError as error:
-                raise unusable(server.url, error) from None
-            await asyncio.sleep(_POLL_S)
-
-    async def _wake(self, server: Server) -> None:
-        """Wake a server that ran before this run and may still be paused: its last weight update failed, or was never
-        ended."""
-        with contextlib.suppress(EngineError):  # what it lacks is said below, what hangs shows at the first token
-            await server.client.post("/continue_generation", timeout_s=_CALL_S)
-
-    async def _first_token(self, server: Server, handle: ServerHandle, wait: _Wait) -> None:
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        while True:
-            try:
-                await server.client.post("/generate", body, timeout_s=_FIRST_TOKEN_S)
-                return
-            except UnreachableError as error:
-                reason = await handle.death()
-                if reason:
-                    raise EngineError(f"{server.name} did not start: {reason}") from None
-                is_gone = isinstance(error, DisconnectedError) and not handle.restartable
-                if is_gone or (error.status and not still_starts(error)):
-                    raise EngineError(
-                        f"{wait.server} cannot generate a token ({error}); allowed: a server that answers /generate; "
-                        "look at its log"
-                    ) from None
-                wait.go_on(error)
-            await asyncio.sleep(_POLL_S)
-
-    async def _vet(self, server: Server) -> None:
-        """Raise UnusableServerError where the server cannot do what the run needs, with all reasons at once."""
-        assert server.facts is not None
-        problems = vetting.problems(
-            await vetting.report_of(server.client, server.facts, self._expected), self._expected, self._options
-        )
-        if problems:
-            field_name = "engine.sglang" if self._handles[server.name].restartable else "engine.sglang.urls"
-            message = f"{field_name}: {server.name} at {server.url} cannot be used: " + "; ".join(problems)
-            raise UnusableServerError(message)
-        if note := vetting.untested(server.facts):
-            self._warn(f"{server.name} is {note}")
 
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""
