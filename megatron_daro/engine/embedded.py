@@ -92,7 +92,7 @@ class EmbeddedEngine:
             signal.abort(group_ids)
 
     def open_update(self) -> None:
-        """Begins an update; one that was open is forgotten, with what it got."""
+        """Begin an update; one that was open is forgotten, with what it got."""
         self._stage = self._started().stage_weights()
 
     async def receive(self, bucket: WeightBucket) -> None:
@@ -120,7 +120,7 @@ class EmbeddedEngine:
         return self._stage
 
     async def close(self) -> None:
-        """Aborts everything, waits for the step that is running, and lets go of the model. May be called twice."""
+        """Abort everything, wait for the step that is running, and let go of the model. May be called twice."""
         await self.abort()
         worker, self._worker = self._worker, None
         if worker is not None:

@@ -117,7 +117,7 @@ class AnswerWorkers:
         self.workers.listen("ended", lambda ended: self._take_ended(ended))
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Has `take` called with answers that have ended, those of a few moments together."""
+        """Call `take` with answers that have ended, those of a few moments together."""
         self._take_ended = take
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:

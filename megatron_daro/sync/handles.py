@@ -55,7 +55,7 @@ class HandleSender:
 def push(
     stream: Iterable[tuple[str, Tensor]], plan: SendPlan, calls: Calls, group: dist.ProcessGroup | None = None
 ) -> SendReport:
-    """Hands out the whole stream; reads it to its end whatever happens.
+    """Hand out the whole stream; read it to its end whatever happens.
 
     Args:
         stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
@@ -71,7 +71,7 @@ def push(
 
 
 def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
-    """Hands out buckets on a GPU that have memory of their own; reads them to their end whatever happens.
+    """Hand out buckets on a GPU that have memory of their own; read them to their end whatever happens.
 
     Args:
         buckets: asking for one may be a collective of other ranks. plan: to which servers. calls: to servers.

@@ -99,7 +99,7 @@ class WeightReceiver(Protocol):
         ...
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Has `call` called with the name of each receiver that came back and needs weights."""
+        """Call `call` with the name of each receiver that comes back and needs weights."""
         ...
 
 

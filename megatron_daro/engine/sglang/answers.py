@@ -75,7 +75,7 @@ class Answers(Protocol):
         ...
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Has `take` called with answers that have ended, while others of their group are being generated."""
+        """Call `take` with answers that have ended, while others of their group are being generated."""
         ...
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
@@ -106,7 +106,7 @@ class DirectAnswers:
         self._ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
 
     def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Has `take` called with each answer that has ended."""
+        """Call `take` with each answer that has ended."""
         self._ended = take
 
     async def start(self) -> None:

@@ -198,7 +198,7 @@ class SGLangEngine:
             self.fleet.set_state(server, "serving")
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Has `call` called with the name of each server that came back."""
+        """Call `call` with the name of each server that comes back."""
         self._when_back = call
 
     def metrics(self) -> dict[str, float]:
@@ -240,7 +240,7 @@ class SGLangEngine:
         self._started = False
 
     async def _join(self, server: Server) -> None:
-        """Asks for weights for a server that came back. Before the first update, that one brings them; and where the
+        """Ask for weights for a server that came back. Before the first update, that one brings them; and where the
         trainer shares its GPUs, the next one does: in the servers' turn the trainer's weights are on the host."""
         if self._when_back and not self._expected.shares_gpus:
             await self._when_back(server.name)
@@ -362,7 +362,7 @@ class SGLangEngine:
                 task.cancel()
 
     def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
-        """Refuses tokens of weights that were never given out: the server was replaced behind our back."""
+        """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
         given = server.versions
         unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
         if given and unknown:

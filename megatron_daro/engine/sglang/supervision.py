@@ -106,7 +106,7 @@ class Supervision:
         return None
 
     def revive(self, server: Server) -> None:
-        """Brings a fenced server back, in the background."""
+        """Bring a fenced server back, in the background."""
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
@@ -138,13 +138,13 @@ class Supervision:
         await asyncio.gather(*(server.client.close() for server in self._fleet.servers))
 
     async def examine(self, server: Server) -> None:
-        """Fences the server now if its process is gone."""
+        """Fence the server now if its process is gone."""
         reason = await self._handles[server.name].death()
         if reason and server.state in ("serving", "updating", "joining"):
             self._fleet.fence(server, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
-        """Fences a server whose requests fail. If its process turns out to be gone that is the reason: its log says
+        """Fence a server whose requests fail. If its process turns out to be gone that is the reason: its log says
         more than a connection that broke; but the end of all its children takes a moment."""
         if self._handles[server.name].restartable:
             self._fleet.set_state(server, "joining")  # it gets no request meanwhile

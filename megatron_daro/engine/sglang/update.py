@@ -90,7 +90,7 @@ class ServerUpdate:
             self._fleet.set_state(server, "updating")
 
     async def prepare(self) -> SendPlan | None:
-        """Pauses the servers and opens the update on them; what is to be sent to whom."""
+        """Pause the servers and open the update on them; what is to be sent to whom."""
         servers = await self._opened()
         while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
             self._take_in(await self._fleet.returned())
@@ -118,7 +118,7 @@ class ServerUpdate:
         )
 
     async def blame(self, report: SendReport) -> None:
-        """Fences those whose fault a failed sending is, and those that cannot take part in another. All others only
+        """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only
         saw the group end; from shards to shards they have everything."""
         if report.apart:
             await self._fence_each(report)
@@ -180,7 +180,7 @@ class ServerUpdate:
         return answers
 
     def reject(self, name: str, reason: str) -> None:
-        """Fences a server whose answer to the probe is not the policy's."""
+        """Fence a server whose answer to the probe is not the policy's."""
         for server in self._taking_part():
             if server.name == name:
                 self._fleet.fence(server, f"weight update, probe: {reason}")
@@ -206,7 +206,7 @@ class ServerUpdate:
         }
 
     def abandon(self, error: SyncError) -> None:
-        """Fences all: they are paused, and nobody would wake them."""
+        """Fence all: they are paused, and nobody would wake them."""
         for server in self._taking_part():
             self._fleet.fence(server, server.reason or f"weight update: {error}")
 
