@@ -23,9 +23,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megatron_daro.engine.sglang.client import NEEDED_CALLS, SYNC_CALLS
+from megatron_daro.engine.sglang.client import NEEDED_CALLS
+from megatron_daro.sync.transports import TRANSPORTS
 
-_CALLS = (*NEEDED_CALLS, *(call for calls in SYNC_CALLS.values() for call in calls))
+_CALLS = (*NEEDED_CALLS, *(call for transport in TRANSPORTS.values() for call in transport.calls))
 _SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")
 _VERSION = b'"@version"'
 _SHORT = 100

@@ -47,7 +47,7 @@ def generation(given: argparse.Namespace, tokens_NS: Any) -> dict[str, list[floa
     """Seconds of both, a round each; every row gets the same number of tokens."""
     import torch
 
-    from megatron_daro.engine.embedded import EmbeddedGenerator
+    from megatron_daro.engine.generator import EmbeddedGenerator
     from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
     embedded = EmbeddedGenerator(

@@ -26,7 +26,7 @@ from sglang_pool import engine_of, section
 from megatron_daro.config.sections import EvalSet
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.engine.sglang.generation import calls
+from megatron_daro.engine.sglang.request import calls_of
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Prompt
 from megatron_daro.workshop.evaluate.answers import AnswerStore
@@ -53,7 +53,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 async def bare(urls: Sequence[str], asked: Sequence[Question], window: int) -> None:
     """Post, parse JSON, forget."""
-    bodies = [calls(request, f"bare-{i}", cache_key="x")[0].body for i, request in enumerate(requests(asked, ()))]
+    bodies = [calls_of(request, f"bare-{i}", cache_key="x")[0].body for i, request in enumerate(requests(asked, ()))]
     left = iter(enumerate(bodies))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

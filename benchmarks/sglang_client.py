@@ -28,10 +28,10 @@ from sglang_pool import give
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import DirectAnswers
-from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.engine.sglang.request import calls_of
+from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
 GOAL = 0.90
@@ -131,9 +131,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, l
 async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupRequest]) -> float:
     """Tokens per second of one turn of one side."""
     number = time.monotonic_ns()
-    bodies = [
-        generation.calls(request, f"bare-{number}-{i}", cache_key="bare")[0].body for i, request in enumerate(asked)
-    ]
+    bodies = [calls_of(request, f"bare-{number}-{i}", cache_key="bare")[0].body for i, request in enumerate(asked)]
     # A session of its own for each turn: like the engine's, it keeps connections no longer than the server.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         started = time.perf_counter()

@@ -59,7 +59,7 @@ def server(
     log: Path,
     *,
     seed: int = 0,
-    takes_shards: bool = False,
+    loader: str = "",
     **arguments: Any,
 ) -> LocalServer:
     """One server on loopback, not started."""
@@ -72,7 +72,7 @@ def server(
         arguments=given,
         env={},
         log_path=log,
-        takes_shards=takes_shards,
+        loader=loader,
     )
     return LocalServer(options)
 

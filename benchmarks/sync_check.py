@@ -27,9 +27,10 @@ from sglang_pool import ModelWeights
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import DirectAnswers, probe_text
-from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.engine.sglang.probe import probe_text
+from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError
 from megatron_daro.sync.check import Outcome, UpdateCheck
 

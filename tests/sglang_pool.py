@@ -26,18 +26,21 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import DirectAnswers, probe_text
-from megatron_daro.engine.sglang.servers import ExternalServer, ManagedProcess
-from megatron_daro.engine.sglang.supervision import Expected
+from megatron_daro.engine.sglang.probe import probe_text
+from megatron_daro.engine.sglang.process import ManagedProcess
+from megatron_daro.engine.sglang.servers import ExternalServer
+from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.ports import reserve_port
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync import in_server, send
+from megatron_daro.sync import files, in_server
+from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.send import Sender, noted
+from megatron_daro.sync.send import Sender
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 VARIABLE = "MEGATRON_DARO_SGLANG"
@@ -351,10 +354,10 @@ class ModelWeights:
         """From this process, over gloo or as files."""
         plan = replace(plan, bucket_bytes=self._bucket_bytes or plan.bucket_bytes)
         if plan.directory is not None:
-            send.prepare(plan)
+            files.open_checkpoint(plan)
         report = await asyncio.to_thread(self._sender.send, self._stream(), plan, label="part")
         if plan.directory is not None:
-            send.finish(plan, report.files, Path(self.model.name_or_path), "float32")
+            files.complete_checkpoint(plan, report.files, Path(self.model.name_or_path), "float32")
         return report
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
@@ -370,7 +373,7 @@ class ModelWeights:
 
     def close(self) -> None:
         """Leaves the group of the servers."""
-        self._sender._broadcast.close()
+        self._sender.close()
 
     def _stream(self) -> Iterable[tuple[str, Any]]:
         return named_weights(self.model) if self._named is None else self._named

@@ -16,11 +16,12 @@ from typing import Any
 from aiohttp import web
 from loopback_server import listen
 
-from megatron_daro.engine.sglang.client import MEMORY_CALLS, NEEDED_CALLS, SYNC_CALLS
+from megatron_daro.engine.sglang.client import MEMORY_CALLS, NEEDED_CALLS
+from megatron_daro.sync.transports import TRANSPORTS
 
 ALL_CALLS = (
     *NEEDED_CALLS,
-    *(call for calls in SYNC_CALLS.values() for call in calls),
+    *(call for transport in TRANSPORTS.values() for call in transport.calls),
     *MEMORY_CALLS,
     *("/begin_weight_update", "/end_weight_update", "/weights_checker", "/tokenize"),
 )

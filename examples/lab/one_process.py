@@ -39,7 +39,6 @@ from megatron_daro.runtime import parts
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.policy_group import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import Rollout, StepResult, TrainBatch
 
@@ -126,7 +125,7 @@ class OneEngine(EmbeddedEngine):
 
 
 class OneUpdate:
-    """One update of the engine, see `ReceiverUpdate`."""
+    """One update of the engine, see `ReceiverUpdate`; nothing is probed."""
 
     def __init__(self, engine: OneEngine, version: int) -> None:
         self._engine, self._version = engine, version
@@ -144,14 +143,6 @@ class OneUpdate:
     async def install(self, report: SendReport) -> None:
         """The weights change."""
         await self._engine.commit_update(self._version)
-
-    async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Nothing, as `EngineGroup`."""
-        return {}
-
-    def reject(self, name: str, reason: str) -> None:
-        """Not called: nothing is probed."""
-        raise SyncError(f"{name}: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
         """Nothing is left to do."""

@@ -39,7 +39,7 @@ class AbortSignal:
         self.changes = 0
 
     def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Asks the given groups to stop; None asks all."""
+        """Ask the given groups to stop; None asks all."""
         with self._lock:
             self._all = self._all or group_ids is None
             self._groups |= frozenset(group_ids or ())
@@ -202,7 +202,7 @@ class Decoding:
         return int(self._limits_N[running_N].max()) - self._step if bool(running_N.any()) else 0
 
     def compact(self) -> Tensor:
-        """Forgets the finished rows; returns the positions, in the call that ended, of those that go on (int64 [B])."""
+        """Forget the finished rows; return the positions, in the call that ended, of those that go on (int64 [B])."""
         keep_B = torch.nonzero(self._finish_N[self._present_B] == _RUNNING).flatten()
         self._present_B = self._present_B[keep_B]
         return keep_B
@@ -214,7 +214,7 @@ class Decoding:
         return tokens.copy(), logprobs.copy(), _REASONS[int(self._finish_N[n])]
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """Chooses and records one token for every row present; returns them, int64 [B]."""
+        """Choose and record one token for every row present; returns them, int64 [B]."""
         present_B, step = self._present_B, self._step
         tokens_B, logprobs_B = choose_tokens(
             logits_BV, self._uniforms_NM[present_B, step], self._temperatures_N[present_B], self._top_p_N[present_B]
@@ -246,12 +246,12 @@ class Decoding:
 
     def _repeats(self, rows_B: Tensor, length: int) -> Tensor:
         """Whether each row began to repeat itself since the last look: bool [B]. Whoever takes it cuts it there."""
-        found = []
+        repeating = []
         for n in rows_B.tolist():
             span, period = self._repeating.get(n, (length + 1, 1))
             tail_T = self._tokens_NM[n, max(0, length - span - _LOOK_FOR_REPETITION) : length].numpy()
-            found.append(length >= span and repeated_at(tail_T, span, period) is not None)
-        return torch.tensor(found, dtype=torch.bool)
+            repeating.append(length >= span and repeated_at(tail_T, span, period) is not None)
+        return torch.tensor(repeating, dtype=torch.bool)
 
     def should_end(self, rows: int) -> bool:
         """Whether a call over `rows` rows is to end now: all finished, or enough of them to drop; aborts included."""

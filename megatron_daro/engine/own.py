@@ -21,7 +21,6 @@ import numpy as np
 from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
-from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
@@ -268,7 +267,8 @@ class OwnEngine:
 
 
 class _OwnUpdate:
-    """One update: the policy writes files, the engine loads them, or it does not generate any more."""
+    """One update: the policy writes files, the engine loads them, or it does not generate any more. Nothing is probed:
+    `mismatch/kl` of the next step shows weights that were not loaded."""
 
     def __init__(self, engine: OwnEngine, version: int, directory: Path) -> None:
         self._engine, self._version, self._directory = engine, version, directory
@@ -296,14 +296,6 @@ class _OwnUpdate:
             await self._engine.load(self._directory, self._version)
         except EngineError as error:
             raise SyncError(f"weights of version {self._version} did not reach the engine: {error}") from error
-
-    async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Nothing: `mismatch/kl` of the next step shows weights that were not loaded."""
-        return {}
-
-    def reject(self, name: str, reason: str) -> None:
-        """Not called, since nothing is probed."""
-        raise SyncError(f"{name}: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
         """Remove the files and generate again."""

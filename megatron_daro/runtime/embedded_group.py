@@ -27,7 +27,6 @@ from megatron_daro.errors import DaroError, EngineError, LostReceiversError, Syn
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, end_frozen, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
-from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout
 
@@ -337,7 +336,7 @@ class EngineGroup:
 
 class _GroupUpdate:
     """One update of all replicas, or of one that came back. Those that die take no part any more: each comes back by
-    itself."""
+    itself. Nothing is probed: a replica knows every tensor that it must get, and has it or refuses."""
 
     def __init__(self, group: EngineGroup, version: int, only: _Replica | None = None) -> None:
         self._group, self._version, self._only = group, version, only
@@ -376,14 +375,6 @@ class _GroupUpdate:
         """Install the weights in every replica. Raises SyncError."""
         await self._each(lambda worker: worker.commit_update.remote(self._version))
         self._installed = True
-
-    async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Nothing: a replica knows every tensor that it must get, and has it or refuses."""
-        return {}
-
-    def reject(self, name: str, reason: str) -> None:
-        """Not called, since nothing is probed."""
-        raise self._error(f"{name}: {reason}")
 
     async def accept(self) -> Mapping[str, float]:
         """Return how often replicas were started again; those that are left generate. Raises LostReceiversError."""

@@ -1,9 +1,10 @@
-"""Equal Ray actors spread over the nodes: servers, answer workers, verifier pools and environments' (step_pools.py).
+"""Equal Ray actors spread over the nodes: answer workers (answer_workers.py), verifier pools and environments'
+(step_pools.py).
 
 A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
 run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
-`MAX_RESTARTS` times. The actors are thin shells over engine/sglang/ and reward/, apart from workers.py because a
-process that imports no torch starts in a fifth of the time and takes a quarter of the memory.
+`MAX_RESTARTS` times. The actors are thin shells, apart from workers.py because a process that imports no
+torch starts in a fifth of the time and takes a quarter of the memory.
 
 Verifier pools stand behind the Scorer Protocol: a group's answers go to the pool with the fewest calls under way. On
 one machine with the embedded engine the pool belongs to the driver, which saves a process. A lost pool's answers are
@@ -24,87 +25,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import RewardSection
-from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.engine.sglang.generation import DirectAnswers, EndedAnswer, Question
-from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, actor_class, gather, remote_class, translated
-from megatron_daro.types import Rollout, Verdict
+from megatron_daro.types import Verdict
 
-_TOGETHER_S = 0.05
-"""Answers that end within this time are told together."""
 MANY_CALLS = 100_000
 """Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""
-
-
-@remote_class(max_restarts=0, max_task_retries=0)
-class ServerWorker:
-    """One SGLang server process, or one of several of a server that is spread over nodes, on the node and with the GPUs
-    that Ray gave this actor; it ends with the actor."""
-
-    def __init__(self, options: LaunchOptions) -> None:
-        self._server = ServerProcess(options, ray.util.get_node_ip_address())
-
-    def launch(self, meeting: str = "") -> tuple[str, str]:
-        """Start the process; its URL, and where the other parts of its server meet it. meeting: that of the first."""
-        return self._server.launch(meeting), self._server.meeting
-
-    def death(self) -> str:
-        """Why the process is gone; empty while it lives."""
-        return self._server.death()
-
-    def stop(self) -> None:
-        """End the process."""
-        self._server.stop()
-
-
-@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
-class AnswerWorker:
-    """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
-
-    def __init__(
-        self,
-        number: int,
-        path: Path,
-        trust_remote_code: bool,
-        log_folder: Path | None,
-        experts: ExpertsFolder | None = None,
-    ) -> None:
-        logs.take_over(log_folder, f"answer worker {number}")
-        self._path, self._trust, self._experts = path, trust_remote_code, experts
-        self._answers: DirectAnswers | None = None
-        self._ended: list[EndedAnswer] = []
-        self._news = asyncio.Event()
-
-    async def ready(self) -> tuple[str, int]:
-        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
-        if self._answers is None:
-            decode = response_decoder(load_tokenizer(self._path, self._trust))
-            self._answers = DirectAnswers(decode, self._experts)
-            self._answers.when_ended(self._take_ended)
-        return own_place()
-
-    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
-        self._ended += ended
-        self._news.set()
-
-    async def ended(self) -> list[EndedAnswer]:
-        """Wait until answers have ended, and return all since the last call; many come in one."""
-        await self._news.wait()
-        await asyncio.sleep(_TOGETHER_S)
-        self._news.clear()
-        ended, self._ended = self._ended, []
-        return ended
-
-    async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of one group. Raises as `Answers.ask` says."""
-        assert self._answers is not None, "ask follows ready"
-        return await self._answers.ask(question)
 
 
 @remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
@@ -312,7 +243,7 @@ class NodeWorkers:
             slot.restarts += 1
             self.restarts += 1
             self._warn(f"{slot.reason}. It is started again ({slot.restarts} of {MAX_RESTARTS} times)")
-            await asyncio.sleep(min(_PAUSE_S * 2 ** (slot.restarts - 1), _LONGEST_PAUSE_S))
+            await asyncio.sleep(backoff_s(slot.restarts - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
             nodes = alive_nodes()
             if slot.node not in nodes:
                 slot.node = nodes[slot.number % len(nodes)]

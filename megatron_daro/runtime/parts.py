@@ -48,7 +48,7 @@ from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.sglang_group import SGLangGroup, Text, routed_experts
+from megatron_daro.runtime.sglang_group import Text, routed_experts, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
@@ -339,14 +339,14 @@ def rollout_engine(
     loads: Callable[[str], None],
 ) -> ReceivingEngine:
     """Return the engine of `engine.kind`. Args: loads: told what loads when it starts. Raises ConfigError for servers
-    whose environment cannot work."""
+    whose environment cannot work, and for a class of the user's that does not fit."""
     if config.engine.kind == "sglang":
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
             ends_at_texts(config, answer_stops(config, tokenizer)),
         )
-        return SGLangGroup(
+        return sglang_engine(
             config,
             text,
             run_dir=run_directory(config),
@@ -356,7 +356,13 @@ def rollout_engine(
             deadlines=placement.deadlines,
         )
     if config.engine.is_own:
-        return OwnGroup(config, tokenizer)
+        return OwnEngine(
+            config.engine.kind,
+            {"model_path": config.model.path.absolute(), **config.engine.own_arguments},
+            vocabulary=read_model_shape(config.model.path).vocab,
+            sync_dir=run_directory(config).absolute() / "engine_weights",
+            decode=response_decoder(tokenizer),
+        )
     return EngineGroup(
         config.engine,
         model_path=config.model.path.absolute(),
@@ -367,20 +373,6 @@ def rollout_engine(
         loads=loads,
         logs=log_folder(config),
     )
-
-
-class OwnGroup(OwnEngine):
-    """An engine of the user's own."""
-
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start nothing. Raises ConfigError: the class does not fit, or its constructor raised."""
-        super().__init__(
-            config.engine.kind,
-            {"model_path": config.model.path.absolute(), **config.engine.own_arguments},
-            vocabulary=read_model_shape(config.model.path).vocab,
-            sync_dir=run_directory(config).absolute() / "engine_weights",
-            decode=response_decoder(tokenizer),
-        )
 
 
 def run_directory(config: Config) -> Path:

@@ -36,9 +36,11 @@ from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
-from megatron_daro.sync import send
+from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.routes import RankRole, joined_report, routes
 from megatron_daro.sync.shard_tcp import check_offers
+from megatron_daro.sync.transports import transport_of
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 T = TypeVar("T")
@@ -309,13 +311,13 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
-        if plan.transport == "shards":
+        if transport_of(plan.transport).rank_to_rank:
             return await self._export_shards(plan)
         started, report = time.perf_counter(), SendReport()
         directory = plan.directory.absolute() if plan.directory else None
         if directory:
             plan = dataclasses.replace(plan, directory=directory)
-            await asyncio.to_thread(send.prepare, plan)
+            await asyncio.to_thread(files.open_checkpoint, plan)
         for stage in self._stages():
             report = report.joined(await self._export_stage(stage, plan))
             if report.failures:
@@ -325,7 +327,9 @@ class PolicyGroup:
             if plan.critic:
                 path = self._algorithm.critic.path or path
                 changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-            await asyncio.to_thread(send.finish, plan, report.files, path, self._actor.torch_dtype, changes)
+            await asyncio.to_thread(
+                files.complete_checkpoint, plan, report.files, path, self._actor.torch_dtype, changes
+            )
             report = dataclasses.replace(report, send_s=time.perf_counter() - started)
         return report
 
@@ -447,8 +451,8 @@ class PolicyGroup:
 
     async def _export_stage(self, stage: int, plan: SendPlan) -> SendReport:
         """Have the exporting ranks of a stage export, and those that have servers of the plan on their host send."""
-        routes = send.routes(plan, self._standings(stage))
-        members = routes.members
+        stage_routes = routes(plan, self._roles(stage))
+        members = stage_routes.members
         if members and members not in self._relayed:
             self._relayed.add(members)
             await self._all(lambda worker: worker.join_relays.remote([members]))
@@ -456,20 +460,20 @@ class PolicyGroup:
         async for rank, ((name, worker), place) in unhurried(
             enumerate(zip(self.workers.items(), self._places, strict=True))
         ):
-            if rank in routes.relays:
-                calls[name] = worker.relay.remote(routes.relays[rank], members)
+            if rank in stage_routes.relays:
+                calls[name] = worker.relay.remote(stage_routes.relays[rank], members)
             elif place.exports and place.stage == stage:
-                group = members if rank == routes.sender else ()
-                calls[name] = worker.export.remote(routes.plans.get(rank), group, critic=plan.critic)
-            if rank in routes.relays or rank in routes.plans:
+                group = members if rank == stage_routes.sender else ()
+                calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, critic=plan.critic)
+            if rank in stage_routes.relays or rank in stage_routes.plans:
                 senders[name] = rank
         results = dict(zip(calls, await gather(calls), strict=True))
-        return send.joined(routes, {rank: results[name] for name, rank in senders.items()})
+        return joined_report(stage_routes, {rank: results[name] for name, rank in senders.items()})
 
-    def _standings(self, stage: int) -> dict[int, send.Standing]:
-        """Where each rank is, seen from the export of a stage."""
+    def _roles(self, stage: int) -> dict[int, RankRole]:
+        """What each rank does, seen from the export of a stage."""
         return {
-            rank: send.Standing(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
+            rank: RankRole(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
             for rank, p in enumerate(self._places)
         }
 

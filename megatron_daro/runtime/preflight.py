@@ -26,7 +26,7 @@ from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
-from megatron_daro.engine.sglang.command import check_environments
+from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
 from megatron_daro.observe.progress import Progress
@@ -41,6 +41,7 @@ from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
+from megatron_daro.sync.transports import transport_of
 
 CONFIG_FILE = "config.yaml"
 
@@ -225,7 +226,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
             asyncio.run(_ask_servers(config.engine.sglang.urls))
-        if config.engine.sglang.sync == "shards":
+        if transport_of(config.engine.sglang.sync).rank_to_rank:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
         from megatron_daro.actor.policy import check_megatron_options
@@ -286,7 +287,7 @@ def _make_own_verifier(section: RewardSection) -> None:
 async def _ask_servers(urls: Sequence[str]) -> None:
     """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-    from megatron_daro.engine.sglang.supervision import still_starts, unusable
+    from megatron_daro.engine.sglang.vetting import still_starts, unusable
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:

@@ -1,109 +1,33 @@
-"""SGLang servers in Ray actors, behind the Engine Protocol, and the workers that ask them.
+"""The SGLang engine of a run, from its configuration: servers (ray_servers.py) and who asks them (answer_workers.py).
 
-Ray places each server with its GPUs. Before any starts, interpreters, argument names and models that cannot
-work are rejected with the field that is wrong. Answer workers send requests to servers, parse, check and decode close
-to them; the driver maps their arrays from Ray's object store without a copy. A worker that dies loses no group: its
-requests fail as LostWorkerError and the engine makes them again.
+Before any server starts, interpreters, argument names and models that cannot work are rejected with the field that is
+wrong.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.sections import SHARED_FRACTION, Config, EngineSection
-from megatron_daro.engine.sglang import supervision
-from megatron_daro.engine.sglang.command import check_environments, interpreter
+from megatron_daro.config.sections import Config, EngineSection
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import EndedAnswer, LostWorkerError, Question, probe_text
+from megatron_daro.engine.sglang.interpreter import check_environments, interpreter
+from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
-from megatron_daro.engine.sglang.supervision import Expected
-from megatron_daro.errors import EngineError
+from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.observe import logs
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.routed_experts import ExpertsFolder
+from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.cluster import Placement
-from megatron_daro.runtime.node_workers import AnswerWorker, NodeWorkers, ServerWorker, alive_nodes
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, translated
-from megatron_daro.types import Rollout
-
-# A worker answers by the deadline of the request itself; one that does not within this more is hung.
-_GRACE_S = 60.0
-
-
-class AnswerWorkers:
-    """`engine.sglang.answers.Answers`, by actors."""
-
-    def __init__(
-        self,
-        count: int | None,
-        model_path: Path,
-        trust_remote_code: bool,
-        *,
-        logs: Path | None = None,
-        experts: ExpertsFolder | None = None,
-        warn: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
-        logs: folder for their logs. experts: where those that servers chose are written to."""
-        self._count = count
-
-        def make(options: dict[str, Any], number: int) -> ActorHandle:
-            worker = actor_class(AnswerWorker).options(**options)
-            return worker.remote(number, model_path, trust_remote_code, logs, experts)
-
-        self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
-        self._started = False
-        self._take_ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
-
-    @property
-    def restarts(self) -> int:
-        """Workers that were started again."""
-        return self.workers.restarts
-
-    async def start(self) -> None:
-        """Start the processes and load the tokenizer in each; again is nothing. Raises DaroError."""
-        if self._started:
-            return
-        self._started = True
-        nodes = alive_nodes()
-        await self.workers.start([nodes[i % len(nodes)] for i in range(self._count or len(nodes))])
-        self.workers.listen("ended", lambda ended: self._take_ended(ended))
-
-    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
-        """Has `take` called with answers that have ended, those of a few moments together."""
-        self._take_ended = take
-
-    async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
-        try:
-            return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
-        except WorkerDiedError as error:
-            raise LostWorkerError(str(error)) from None
-
-    async def close(self) -> None:
-        """End the processes. May be called twice."""
-        self.workers.close()
-
-
-_LAUNCH_S = 300.0
-_CALL_S = 30.0
-
-
-_Answer = TypeVar("_Answer")
+from megatron_daro.runtime.ray_servers import RayServer
+from megatron_daro.sync.transports import transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,125 +39,62 @@ class Text:
     stops: bool = False
 
 
-class RayServer:
-    """The process of a server in a Ray actor, or its processes, one in each part of a server that is spread over nodes;
-    new actors for each start. Its place moves to another node when its own dies (Ray finds a new one for the bundle).
-    The end of one part is the end of the server: the others would wait for it for ever."""
+def sglang_engine(
+    config: Config,
+    text: Text,
+    *,
+    run_dir: Path,
+    placement: Placement,
+    warn: Callable[[str], None],
+    loads: Callable[[str], None] = lambda text: None,
+    deadlines: Deadlines,
+) -> SGLangEngine:
+    """Return the engine of a run, with its servers and answer workers; start nothing, but look at the interpreters.
 
-    restartable = True
+    Args:
+        text: how the trainer reads text. placement: where servers go. warn: tells a person. loads: told which server
+            loads. deadlines: of starts.
 
-    def __init__(
-        self,
-        parts: Sequence[LaunchOptions],
-        place: Callable[[int], dict[str, Any]],
-        gpus: Callable[[], str | None],
-    ) -> None:
-        """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
-        each start."""
-        self._parts, self._place, self._gpus = parts, place, gpus
-        self._workers: list[ActorHandle] = []
-
-    async def launch(self) -> str:
-        """Start actors and processes. Raises EngineError."""
-        await self.stop()
-        self._workers = [
-            actor_class(ServerWorker).options(**self._place(part.part)).remote(_sharing(part, self._gpus()))
-            for part in self._parts
-        ]
-        first, *others = self._workers
-        launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)
-        url, meeting = launched
-        await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
-        return url
-
-    async def death(self) -> str:
-        """Why a process or its actor is gone."""
-        if not self._workers:
-            return "it was not started"
-        reasons = await asyncio.gather(*(self._death(worker) for worker in self._workers))
-        return next(filter(None, reasons), "")
-
-    async def stop(self) -> None:
-        """End actors and processes. A process ends with its actor, also where the actor does not answer."""
-        workers, self._workers = self._workers, []
-        await asyncio.gather(*(self._stop(worker) for worker in workers))
-
-    async def _death(self, worker: ActorHandle) -> str:
-        try:
-            return await self._call(worker.death.remote(), _CALL_S)
-        except EngineError as error:
-            return str(error)
-
-    async def _stop(self, worker: ActorHandle) -> None:
-        with contextlib.suppress(EngineError):
-            await self._call(worker.stop.remote(), _CALL_S)
-        ray.kill(worker, no_restart=True)
-
-    async def _call(self, reference: Awaitable[_Answer], timeout_s: float) -> _Answer:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await reference
-        except TimeoutError:
-            raise EngineError(f"the Ray actor of a server did not answer within {timeout_s:g} s") from None
-        except RayError as error:
-            raise EngineError(str(translated("the Ray actor of a server", error))) from None
-
-
-class SGLangGroup(SGLangEngine):
-    """The servers of a run."""
-
-    def __init__(
-        self,
-        config: Config,
-        text: Text,
-        *,
-        run_dir: Path,
-        placement: Placement,
-        warn: Callable[[str], None],
-        loads: Callable[[str], None] = lambda text: None,
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing, but look at the interpreters. Args: loads: told which server loads.
-
-        Raises:
-            ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
-        """
-        options = config.engine.sglang
-        check_environments(options)
-        rollout, model_path = config.rollout, config.model.path.absolute()
-        model = json.loads((model_path / "config.json").read_text())
-        expected = Expected(
-            model_path,
-            model["model_type"],
-            config.data.max_prompt_tokens,
-            config.data.max_prompt_tokens + rollout.max_response_tokens,
-            text.encode,
-            model.get("vocab_size"),
-            placement.shares_gpus,
-            text.stops,
-        )
-        super().__init__(
-            _handles(config.engine, config, run_dir, placement, reads_text=text.stops),
-            options,
-            expected,
-            answers=AnswerWorkers(
-                options.answer_workers,
-                model_path,
-                config.model.trust_remote_code,
-                logs=run_dir.absolute() / logs.FOLDER,
-                experts=ExpertsFolder(run_dir) if config.actor.routing_replay else None,
-                warn=warn,
-                deadlines=deadlines,
-            ),
-            warn=warn,
-            loads=loads,
-            run_dir=run_dir,
-            temperature=rollout.temperature,
-            probe_tokens=probe_text(
-                min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
-                longest=config.data.max_prompt_tokens,
-            ),
-        )
+    Raises:
+        ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
+    """
+    options = config.engine.sglang
+    check_environments(options)
+    rollout, model_path = config.rollout, config.model.path.absolute()
+    model = json.loads((model_path / "config.json").read_text())
+    expected = Expected(
+        model_path,
+        model["model_type"],
+        config.data.max_prompt_tokens,
+        config.data.max_prompt_tokens + rollout.max_response_tokens,
+        text.encode,
+        model.get("vocab_size"),
+        placement.shares_gpus,
+        text.stops,
+    )
+    answers = AnswerWorkers(
+        options.answer_workers,
+        model_path,
+        config.model.trust_remote_code,
+        logs=run_dir.absolute() / logs.FOLDER,
+        experts=ExpertsFolder(run_dir) if config.actor.routing_replay else None,
+        warn=warn,
+        deadlines=deadlines,
+    )
+    return SGLangEngine(
+        _handles(config.engine, config, run_dir, placement, reads_text=text.stops),
+        options,
+        expected,
+        answers=answers,
+        warn=warn,
+        loads=loads,
+        run_dir=run_dir,
+        temperature=rollout.temperature,
+        probe_tokens=probe_text(
+            min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
+            longest=config.data.max_prompt_tokens,
+        ),
+    )
 
 
 def _handles(
@@ -247,7 +108,7 @@ def _handles(
     if config.actor.routing_replay:
         arguments = {"enable_return_routed_experts": True, **arguments}
     if options.fp8_blocks:
-        arguments |= supervision.fp8_arguments()
+        arguments |= fp8_blocks.fp8_arguments()
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     first = LaunchOptions(
@@ -259,8 +120,8 @@ def _handles(
         env=options.env,
         log_path=run_dir.absolute() / logs.FOLDER,
         parts=options.nodes,
-        maps_memory=options.sync == "tensor",
-        takes_shards=options.sync == "shards",
+        maps_memory=transport_of(options.sync).maps_memory,
+        loader=transport_of(options.sync).loader,
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
@@ -276,18 +137,6 @@ def _parts(common: LaunchOptions, number: int) -> list[LaunchOptions]:
         replace(common, seed=seed, part=part, log_path=common.log_path / logs.file_name(name))
         for part, name in enumerate(names)
     ]
-
-
-def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
-    """Return the options of a server that shares these GPUs with ranks, in turns; as they are where it shares none.
-
-    The weights of the ranks are on the GPUs beside a server's weights and cache while an update is checked, so less is
-    left for the cache than elsewhere.
-    """
-    if gpus is None or options.arguments.get("device") == "cpu":
-        return options
-    arguments = {"enable_memory_saver": True, "mem_fraction_static": SHARED_FRACTION, **options.arguments}
-    return replace(options, gpus=gpus, arguments=arguments)
 
 
 def routed_experts(config: Config) -> tuple[int, int] | None:

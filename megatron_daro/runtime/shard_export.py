@@ -16,8 +16,8 @@ from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import naming_of
 from megatron_daro.errors import ModelError
+from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
-from megatron_daro.sync.send import noted
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan, Write
 from megatron_daro.sync.shard_tcp import Offer, ShardSender

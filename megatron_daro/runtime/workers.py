@@ -2,7 +2,7 @@
 
 Policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
 Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
-actors that a run outlives are in node_workers.py.
+actors that a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class TrainWorker:
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
         from megatron_daro.actor import parallel
-        from megatron_daro.sync.send import groups_of
+        from megatron_daro.sync.relays import groups_of
 
         before = parallel.listening()
         self._relays |= groups_of(members)
@@ -251,7 +251,8 @@ class TrainWorker:
         """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
         joined."""
         from megatron_daro.actor import device
-        from megatron_daro.sync.send import push_buckets, received
+        from megatron_daro.sync.handles import push_buckets
+        from megatron_daro.sync.relays import received
 
         return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
 

@@ -245,16 +245,16 @@ class BroadcastSender:
         self._groups: dict[str, str] = {}  # address of a server -> the group that it was told to make
         self._stream = SendStream() if backend == "nccl" else NoStream()
 
-    def send(self, stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
-        """Send the whole stream; read it to its end whatever happens.
-
-        Args:
-            stream: (HF name, tensor); each item may be a collective of other ranks.
-            plan: to whom, in buckets of which size.
-
-        Returns:
-            The report; with failures the group is gone and the next call makes another.
-        """
+    def send(
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        plan: SendPlan,
+        *,
+        label: str = "",
+        group: dist.ProcessGroup | None = None,
+    ) -> SendReport:
+        """Send the whole stream; see `TransportSender`. After a failure the group is gone, and the next call makes
+        another."""
         mailbox: queue.Queue[_Packed | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))

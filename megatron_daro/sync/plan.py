@@ -20,11 +20,6 @@ Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 Calls = Callable[[], AbstractAsyncContextManager[Post]]
 """Opens what calls are made through, in one event loop: connections are used again until it is left."""
 
-Transport = Literal["distributed", "shards", "tensor", "disk", "actor"]
-"""distributed: one broadcast to all servers; shards: each rank's own to those ranks of servers that need them;
-tensor: handles of GPU memory to servers of the same host; disk: files that servers read; actor: buckets to Ray
-actors."""
-
 ORIGIN_FILE = "megatron_daro.json"
 """In a directory of files that are the result of a run: {"step": optimizer steps}."""
 
@@ -60,15 +55,15 @@ class Target:
 class SendPlan:
     """Everything that one export is to send.
 
-    bucket_bytes: limit of a bucket, or of a file. timeout_s: of each call and each broadcast. digest_dtype: that
-    of the receivers, such as "bfloat16"; the report then has digests of some tensors. directory: of files, for disk;
-    remedy: what to do when they cannot be written, for the message; step: that the files are of, where they are the
-    result of a run (see `ORIGIN_FILE`). critic: it is the critic that is sent, not the policy. fp8_blocks: names of the
-    matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards;
-    shards_over: what carries them, as engine.sglang.shards_over has it.
+    transport: the way, by its name in transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s: of each
+    call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has digests of
+    some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the message; step:
+    that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the critic that is
+    sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for
+    numbers. layout: of every server, for shards; shards_over: what carries them, as engine.sglang.shards_over has it.
     """
 
-    transport: Transport
+    transport: str
     targets: tuple[Target, ...]
     bucket_bytes: int
     timeout_s: float

@@ -64,20 +64,25 @@ class ReceiverUpdate(Protocol):
         """Put what arrived into place, under the new version, and let receivers generate."""
         ...
 
-    async def probe(self) -> Mapping[str, ProbeAnswer]:
-        """Return what each receiver makes of a fixed prompt; empty where that is not asked for."""
-        ...
-
-    def reject(self, name: str, reason: str) -> None:
-        """Give this receiver up: its weights are not the policy's."""
-        ...
-
     async def accept(self) -> Mapping[str, float]:
         """Let the receivers that are left serve. Returns metrics. SyncError: none is."""
         ...
 
     def abandon(self, error: SyncError) -> None:
         """Leaves no receiver generating with weights that nobody knows."""
+        ...
+
+
+@runtime_checkable
+class ProbedUpdate(Protocol):
+    """A ReceiverUpdate whose receivers are asked, before they serve, what their new weights make of a fixed prompt."""
+
+    async def probe(self) -> Mapping[str, ProbeAnswer]:
+        """Return what each receiver makes of it; empty where that is not asked for."""
+        ...
+
+    def reject(self, name: str, reason: str) -> None:
+        """Give this receiver up: its weights are not the policy's."""
         ...
 
 
@@ -94,7 +99,7 @@ class WeightReceiver(Protocol):
         ...
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Has `call` called with the name of each receiver that came back and needs weights."""
+        """Call `call` with the name of each receiver that comes back and needs weights."""
         ...
 
 
@@ -180,8 +185,7 @@ class WeightSync:
 
     async def _compared(self, update: ReceiverUpdate, report: SendReport) -> Mapping[str, float]:
         """Receivers whose answers are not those of the policy's new weights are rejected. Returns metrics."""
-        answers = await update.probe()
-        if not answers:
+        if not isinstance(update, ProbedUpdate) or not (answers := await update.probe()):
             return {}
         outcome = self._check.judge(answers, await self._scores(answers), report.digests)
         for name, reason in outcome.rejected.items():

@@ -22,6 +22,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.errors import DaroError
 from megatron_daro.worker_pool.child import REFUSED
 from megatron_daro.worker_pool.process import (
@@ -313,7 +314,9 @@ class WorkerPool:
             except self._program.error:
                 attempt += 1
                 most = _ATTEMPTS_IF_KILLED if worker.killed_at_start else attempts
-                if attempt >= most or self._closing.wait(min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)):
+                if attempt >= most or self._closing.wait(
+                    backoff_s(attempt, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+                ):
                     raise
                 self._count(failed_starts=1)
                 continue

@@ -27,7 +27,7 @@ from megatron_daro.config.check_critic import critic_shape
 from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.engine.sglang.command import check_environments, inspect_environment
+from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment
 from megatron_daro.errors import DaroError, SandboxError
 from megatron_daro.sandbox import Sandbox
 from megatron_daro.workshop.plan.layout import checkpoint_bytes

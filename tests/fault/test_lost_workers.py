@@ -28,7 +28,7 @@ from stub_server import StubServer
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
-from megatron_daro.engine.sglang.generation import DirectAnswers
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.deadlines import Deadlines
@@ -36,8 +36,8 @@ from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
+from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.node_workers import Verdicts, shares
-from megatron_daro.runtime.sglang_group import AnswerWorkers
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams

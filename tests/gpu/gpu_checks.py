@@ -85,7 +85,7 @@ def chunked_logprobs(
 
 def fp8_blocks(device: torch.device, _: Path) -> Outcome:
     """Matrices as servers get them in fp8 blocks, cast on the device and on the CPU: numbers that differ."""
-    from megatron_daro.sync.send import cast
+    from megatron_daro.sync.fp8_cast import cast
 
     torch.manual_seed(0)
     matrix_NK = (torch.randn(1000, 700) * torch.logspace(-6, 6, 700)).to(torch.bfloat16)

@@ -38,7 +38,7 @@ print(json.dumps({name: value.double().sum().item() for name, value in received}
 
 def handles_to_a_second_process(device: torch.device, _: Path) -> Outcome:
     """Sums of bf16 and fp32 tensors as another process reads them in this one's memory."""
-    from megatron_daro.sync.send import handles_of
+    from megatron_daro.sync.handles import handles_of
 
     if device.type != "cuda":
         raise NotHereError("handles are of a GPU's memory, and there is none")

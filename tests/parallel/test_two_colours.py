@@ -24,7 +24,7 @@ from test_routing_replay import experts_of_batch
 from two_colours import watched
 
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.send import as_blocks
+from megatron_daro.sync.fp8_cast import as_blocks
 from megatron_daro.types import KINDS_OF_MEMORY
 
 

@@ -28,7 +28,7 @@ from sglang_pool import (
 from stub_server import ALL_CALLS, StubServer, answering
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.engine.sglang.command import check_environments
+from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.errors import ConfigError, EngineError, SyncError
 
 ERROR, CONFIGURATION = 1, 2

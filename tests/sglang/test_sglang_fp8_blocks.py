@@ -26,9 +26,9 @@ from sglang_pool import (
     started,
 )
 
-from megatron_daro.engine.sglang import supervision
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.sync.buckets import tensor_bytes
-from megatron_daro.sync.send import cast
+from megatron_daro.sync.fp8_cast import cast
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 
@@ -40,7 +40,7 @@ LIMIT_S = 200
 def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fp8_blocks")
     save_policy(directory / "model", 0, **SIZES)
-    arguments = {"dtype": "bfloat16", **supervision.fp8_arguments()}
+    arguments = {"dtype": "bfloat16", **fp8_blocks.fp8_arguments()}
     with serving(directory, **arguments) as one:
         yield one
 
@@ -107,8 +107,8 @@ def test_a_server_has_what_the_blocks_stand_for_after_every_update(server, tmp_p
 
 def test_a_matrix_that_only_one_end_means_as_blocks_fences_the_server(server, tmp_path, monkeypatch):
     """SGLang itself takes the bf16 numbers, and would multiply them by scales that nobody sent."""
-    without = tuple(name for name in supervision.fp8_matrices("qwen2") if "down_proj" not in name)
-    monkeypatch.setattr(supervision, "fp8_matrices", lambda model_type: without)
+    without = tuple(name for name in fp8_blocks.fp8_matrices("qwen2") if "down_proj" not in name)
+    monkeypatch.setattr(fp8_blocks, "fp8_matrices", lambda model_type: without)
 
     async def scenario():
         async with started(engine(server, tmp_path)) as fleet:

@@ -10,7 +10,7 @@ import torch
 from sglang_pool import required_environment
 from torch.multiprocessing import reductions
 
-from megatron_daro.sync.send import handles_of
+from megatron_daro.sync.handles import handles_of
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from sglang_pool import VOCAB, collect, engine_of, expected, give, group, section, started, worst_difference
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.engine.sglang.generation import DirectAnswers
+from megatron_daro.engine.sglang.answers import DirectAnswers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

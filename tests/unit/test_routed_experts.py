@@ -14,7 +14,7 @@ from megatron_daro import durable
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.packing import pack
-from megatron_daro.engine.sglang import generation
+from megatron_daro.engine.sglang.rollouts import rollouts_of
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.recorder import RecordedUpdate, Recorder, read_step
 from megatron_daro.routed_experts import ExpertsFolder, Part, StoredExperts
@@ -41,7 +41,7 @@ def answered(group_id: int, length: int, folder: ExpertsFolder) -> tuple[Group, 
         }
         for experts in told
     ]
-    rollouts = generation.rollouts(request, answers, version=1, loaded=None, decode=str, experts=folder)
+    rollouts = rollouts_of(request, answers, version=1, loaded=None, decode=str, experts=folder)
     return Group(group_id, prompt, rollouts, (Verdict(True, 1.0, ""), *[Verdict(False, 0.0, "")] * (K - 1))), told
 
 

@@ -1,8 +1,8 @@
 """Asynchronous HTTP calls to one SGLang server, each with a deadline; and what a server says of itself.
 
-Fleet.py and update.py call servers through it; sync/broadcast.py (in the exporting ranks) too.
-It knows the native endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a
-deadline, and tells a server that cannot be reached (worth another try) from one that refuses a request (not worth it).
+The engine's parts call servers through it; the senders of sync/ (in the exporting ranks) too. It knows the native
+endpoints and their shapes, nothing of groups, versions or weights. It refuses to wait without a deadline, and tells a
+server that cannot be reached (worth another try) from one that refuses a request (not worth it).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from megatron_daro.engine.sglang.replies import (
     BadAnswerError,
     OpenAPI,
     ServerInfo,
+    error_message,
+    error_status,
     printable,
     printable_values,
     read,
@@ -38,16 +40,6 @@ NEEDED_CALLS = (
     "/flush_cache",
     "/update_weight_version",
 )
-SYNC_CALLS = {
-    "distributed": (
-        "/init_weights_update_group",
-        "/update_weights_from_distributed",
-        "/destroy_weights_update_group",
-    ),
-    "shards": ("/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update"),
-    "disk": ("/update_weights_from_disk",),
-    "tensor": ("/update_weights_from_tensor",),
-}
 MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
@@ -101,10 +93,6 @@ class ServerFacts:
     def has_checksums(self) -> bool:
         """Whether the server can tell checksums of its tensors."""
         return "/weights_checker" in self.calls
-
-    def newer_than_tested(self) -> bool:
-        """Whether nobody has tried this version with this package."""
-        return version_number(self.version) > LAST_TESTED
 
 
 class SGLangClient:
@@ -163,9 +151,8 @@ class SGLangClient:
                 if line == _DONE:
                     return
                 event = _parsed(line)
-                if isinstance(event, dict) and isinstance(event.get("error"), dict):
-                    code = event["error"].get("code")
-                    self._check(path, code if isinstance(code, int) and 400 <= code < 600 else 500, line)
+                if (status := error_status(event)) is not None:
+                    self._check(path, status, line)
                 yield event
         raise UnreachableError(f"{self.url}{path}: the stream of answers ended before its end was told")
 
@@ -250,11 +237,11 @@ class SGLangClient:
     def _check(self, path: str, status: int, content: bytes) -> None:
         """Raise what a status of 400 or more means."""
         if status >= 500:
-            failed = UnreachableError(f"{self.url}{path}: status {status}: {_said(content)}")
+            failed = UnreachableError(f"{self.url}{path}: status {status}: {error_message(_parsed(content), content)}")
             failed.status = status
             raise failed
         if status >= 400:
-            raise RefusedError(f"{self.url}{path}: status {status}: {_said(content)}")
+            raise RefusedError(f"{self.url}{path}: status {status}: {error_message(_parsed(content), content)}")
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -300,17 +287,6 @@ def _parsed(content: bytes) -> object:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         return None
-
-
-def _said(content: bytes) -> str:
-    """Return the message of an error body, on one line, cut."""
-    body = _parsed(content)
-    if isinstance(body, dict):
-        inner = body.get("error", body)
-        message = inner.get("message", inner) if isinstance(inner, dict) else inner
-    else:
-        message = content.decode(errors="replace")
-    return printable(message)
 
 
 @asynccontextmanager

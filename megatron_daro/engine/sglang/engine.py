@@ -1,10 +1,14 @@
 """SGLang servers as one rollout engine.
 
-Each group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is
-given back when that answer has ended. The request is routed here, but made and parsed by whoever stands behind
-`Answers`, so no token passes through this process. A failed request is retried, elsewhere if possible; one that a
-weight update cut short continues from the tokens it has. Answers of weights that a server was never given are rejected,
-and every wait has a deadline.
+    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries brought nothing new
+      _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
+      _ask:  Answers.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
+             -> reply checked (replies.py) -> rollouts (rollouts.py)
+
+A group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is given
+back when that answer has ended. It is routed here and asked elsewhere, so no token passes through this process. A
+failed request is retried, elsewhere if possible; one that a weight update cut short continues from the tokens it has.
+Answers of weights that a server was never given are rejected, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -13,106 +17,41 @@ import asyncio
 import itertools
 import random
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import generation, supervision
+from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.answers import Answers, CutStreamError, EndedAnswer, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import (
-    Answers,
-    CutStreamError,
-    EndedAnswer,
-    LostWorkerError,
-    Question,
-)
+from megatron_daro.engine.sglang.memory import SharedMemory
+from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
 from megatron_daro.engine.sglang.replies import BadAnswerError
+from megatron_daro.engine.sglang.request import Call, calls_of
+from megatron_daro.engine.sglang.running import LastServers, RunningGroup, until_stopped
 from megatron_daro.engine.sglang.servers import ServerHandle
-from megatron_daro.engine.sglang.supervision import Expected, SharedMemory, Supervision
+from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
+from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
-from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
+from megatron_daro.sync.transports import transport_of
 from megatron_daro.types import GroupRequest, Rollout
-
-
-@dataclass(eq=False)
-class Running:
-    """A group that is being generated. failed_on: the last server that failed. done and partial: by index."""
-
-    request: GroupRequest
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    ids: tuple[str, ...] = ()
-    server: Server | None = None
-    failed_on: Server | None = None
-    done: dict[int, Rollout] = field(default_factory=dict)
-    partial: dict[int, Rollout] = field(default_factory=dict)
-
-    def remaining(self) -> GroupRequest:
-        """Return what is still to be asked for."""
-        indices = tuple(i for i in self.request.indices if i not in self.done)
-        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
-
-    def take(self, rollouts: Sequence[Rollout]) -> bool:
-        """Keep what came. Returns whether anything is new."""
-        before = sum(r.response_length for r in self.partial.values()), len(self.done)
-        for rollout in rollouts:
-            if rollout.finish_reason != "abort":
-                self.done[rollout.index] = rollout
-            elif rollout.response_length:
-                self.partial[rollout.index] = rollout
-        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
-
-    def collected(self) -> tuple[Rollout, ...]:
-        """Return what there is: finished rollouts, and for the others what they got to."""
-        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
-        by_index = cut | self.done
-        return tuple(by_index[i] for i in self.request.indices if i in by_index)
-
 
 _TRIES = 8
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _ABORT_S, _ABORT_AGAIN_S = 10.0, 1.0
-_MOST_CONVERSATIONS = 50_000
 
 
 class _GivenUpError(EngineError):
     """The server was fenced while it worked on a request."""
-
-
-_Result = TypeVar("_Result")
-
-
-class _LastServers:
-    """Which server answered the last turn of a conversation: the next one finds its tokens in that server's cache."""
-
-    def __init__(self) -> None:
-        self._servers: OrderedDict[tuple[int, int, int], Server] = OrderedDict()
-
-    def of(self, request: GroupRequest) -> Server | None:
-        """Return it; None for a first turn."""
-        return self._servers.get(self._key(request)) if request.attempt >= TURN else None
-
-    def note(self, request: GroupRequest, server: Server) -> None:
-        """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
-        turns."""
-        if len(request.indices) > 1:
-            return
-        self._servers[self._key(request)] = server
-        self._servers.move_to_end(self._key(request))
-        if len(self._servers) > _MOST_CONVERSATIONS:
-            self._servers.popitem(last=False)
-
-    @staticmethod
-    def _key(request: GroupRequest) -> tuple[int, int, int]:
-        return request.group_id, request.attempt % TURN, request.indices[0]
 
 
 def layout_of_servers(options: SGLangSection, model_path: Path) -> ServerLayout:
@@ -159,22 +98,21 @@ class SGLangEngine:
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
-        sync_dir = options.sync_dir or run_dir / "sync"
         self._updates = UpdateContext(
-            self.fleet,
-            options,
-            supervision.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout_of_servers(options, expected.model_path) if options.sync == "shards" else None,
-            sync_dir,
-            self._probe,
-            self._supervision.death_of,
-            self.metrics,
-            warn,
+            fleet=self.fleet,
+            options=options,
+            fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
+            layout=layout_of_servers(options, expected.model_path) if transport_of(options.sync).rank_to_rank else None,
+            sync_dir=options.sync_dir or run_dir / "sync",
+            probe=self._probe,
+            death_of=self._supervision.death_of,
+            metrics=self.metrics,
+            warn=warn,
         )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
-        self._running: set[Running] = set()
-        self._last_servers = _LastServers()
+        self._running: set[RunningGroup] = set()
+        self._last_servers = LastServers()
         # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
         self._held: dict[str, tuple[Server, int]] = {}
         answers.when_ended(self._take_ended)
@@ -200,7 +138,7 @@ class SGLangEngine:
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         self._check_usable()
-        runs = [Running(request) for request in requests]
+        runs = [RunningGroup(request) for request in requests]
         self._running.update(runs)
         tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
         try:
@@ -260,7 +198,7 @@ class SGLangEngine:
             self.fleet.set_state(server, "serving")
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Has `call` called with the name of each server that came back."""
+        """Call `call` with the name of each server that comes back."""
         self._when_back = call
 
     def metrics(self) -> dict[str, float]:
@@ -302,7 +240,7 @@ class SGLangEngine:
         self._started = False
 
     async def _join(self, server: Server) -> None:
-        """Asks for weights for a server that came back. Before the first update, that one brings them; and where the
+        """Ask for weights for a server that came back. Before the first update, that one brings them; and where the
         trainer shares its GPUs, the next one does: in the servers' turn the trainer's weights are on the host."""
         if self._when_back and not self._expected.shares_gpus:
             await self._when_back(server.name)
@@ -312,8 +250,8 @@ class SGLangEngine:
             raise EngineError("the SGLang engine is not running: it was not started, or it was closed")
         self.fleet.check()
 
-    async def _answer(self, run: Running) -> tuple[Rollout, ...]:
-        """All rollouts of a group, or what there is when it is stopped; nothing after too many failures."""
+    async def _answer(self, run: RunningGroup) -> tuple[Rollout, ...]:
+        """Return all rollouts of a group, or what there is when it is stopped, or failed too often."""
         async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
             await asyncio.sleep(0)
         run.partial = dict(run.request.partial)
@@ -332,40 +270,26 @@ class SGLangEngine:
                 self._retries += 1
                 if failures == _TRIES:
                     self._warn(f"group {request.group_id} failed {_TRIES} times, the last time: {error}")
-                await _stoppable(asyncio.sleep(_pause_s(failures)), run.stop)
+                await until_stopped(asyncio.sleep(_pause_s(failures)), run.stop)
         return run.collected()
 
-    async def _try(self, run: Running, request: GroupRequest) -> tuple[Rollout, ...]:
-        """All that is missing of a group, from one server."""
-        estimates = {index: self._estimate(request, index) for index in request.indices}
-        tokens = sum(estimates.values())
-        room = asyncio.ensure_future(
-            self.fleet.acquire(
-                tokens,
-                timeout_s=self._options.request_timeout_s,
-                avoid=run.failed_on,
-                prefer=self._last_servers.of(request),
-            )
-        )
-        try:
-            server = await _stoppable(room, run.stop)
-        except asyncio.CancelledError:
-            if room.done() and not room.cancelled() and not room.exception():
-                self.fleet.release(room.result(), tokens)
-            raise
+    async def _try(self, run: RunningGroup, request: GroupRequest) -> tuple[Rollout, ...]:
+        """Ask one server for all that is missing of a group; nothing where it is stopped before one has room."""
+        tokens_of = {index: self._estimate(request, index) for index in request.indices}
+        server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
             return ()
-        run.server, version = server, server.version or 0
-        calls = generation.calls(
+        version = server.version or 0
+        calls = calls_of(
             request,
             f"{self._prefix}-{next(self._numbers)}",
             cache_key=f"{self._prefix}-weights-{version}",
             streams=server.facts is not None and not server.facts.streams_deltas,
         )
-        run.ids = ids = tuple(name for call in calls for name in call.ids)
-        for call in calls:
-            for name, index in zip(call.ids, call.request.indices, strict=True):
-                self._held[name] = server, estimates[index]
+        run.server, run.ids = server, tuple(name for call in calls for name in call.ids)
+        for name, index in zip(run.ids, (index for call in calls for index in call.request.indices), strict=True):
+            self._held[name] = server, tokens_of[index]
+        ids = run.ids
         try:
             rollouts = await self._ask(server, calls, version)
             self._check_versions(server, rollouts)
@@ -387,6 +311,23 @@ class SGLangEngine:
         self.fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
         return rollouts
 
+    async def _server_with_room(self, run: RunningGroup, request: GroupRequest, tokens: int) -> Server | None:
+        """Take room for a group on a server; None where it is stopped before."""
+        room = asyncio.ensure_future(
+            self.fleet.acquire(
+                tokens,
+                timeout_s=self._options.request_timeout_s,
+                avoid=run.failed_on,
+                prefer=self._last_servers.of(request),
+            )
+        )
+        try:
+            return await until_stopped(room, run.stop)
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled() and not room.exception():
+                self.fleet.release(room.result(), tokens)
+            raise
+
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
         """Give back what these answers held; the others of their group go on."""
         for answer in ended:
@@ -401,7 +342,7 @@ class SGLangEngine:
         generated = earlier.response_length if earlier else 0
         return self.fleet.estimate(len(request.prompt.tokens) + generated, request.room(index))
 
-    async def _ask(self, server: Server, calls: Sequence[generation.Call], version: int) -> tuple[Rollout, ...]:
+    async def _ask(self, server: Server, calls: Sequence[Call], version: int) -> tuple[Rollout, ...]:
         """Return the answers, unless the server is given up meanwhile."""
         loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
         limit = self._options.request_timeout_s
@@ -421,7 +362,7 @@ class SGLangEngine:
                 task.cancel()
 
     def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
-        """Refuses tokens of weights that were never given out: the server was replaced behind our back."""
+        """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
         given = server.versions
         unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
         if given and unknown:
@@ -435,7 +376,7 @@ class SGLangEngine:
         if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
-    async def _abort_on_servers(self, runs: Sequence[Running]) -> None:
+    async def _abort_on_servers(self, runs: Sequence[RunningGroup]) -> None:
         """End requests where they run."""
         ids: dict[SGLangClient, list[str]] = defaultdict(list)
         for run in runs:
@@ -449,7 +390,7 @@ class SGLangEngine:
 
         await asyncio.gather(*map(abort, ids))
 
-    async def _abort_again(self, runs: Sequence[Running]) -> None:
+    async def _abort_again(self, runs: Sequence[RunningGroup]) -> None:
         """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
         that it does not know yet, and would generate to the limit.
 
@@ -465,9 +406,9 @@ class SGLangEngine:
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""
         name = f"{self._prefix}-{next(self._numbers)}-probe"
-        request, body = generation.probe_call(self._probe_tokens, name, temperature=self._temperature)
+        request, body = probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
-        fixed, sampled = generation.probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
+        fixed, sampled = probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
 
 
@@ -478,15 +419,4 @@ def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
 
 def _pause_s(failures: int) -> float:
     """Before the next try, with jitter: many requests fail at the same moment."""
-    return min(_PAUSE_S * 2**failures, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
-
-
-async def _stoppable(work: Awaitable[_Result], stop: asyncio.Event) -> _Result | None:
-    """Return the result of `work`, or None when `stop` comes first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        stopped.cancel()
+    return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)

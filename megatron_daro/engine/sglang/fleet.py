@@ -1,8 +1,8 @@
 """The servers of a run: which one gets the next request, which one is given up, and whether any is left.
 
-Engine.py takes a server for each request and gives it back; supervision.py and update.py fence
-servers. Refuses to hand out a server that is paused, has old weights or is fenced, and to let anyone wait for servers
-when all are gone.
+engine.py takes a server for each request and gives it back; supervision.py, memory.py and update.py fence servers.
+Refuses to hand out a server that is paused, has old weights or is fenced, and to let anyone wait for servers when all
+are gone.
 """
 
 from __future__ import annotations

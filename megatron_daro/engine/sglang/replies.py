@@ -1,12 +1,13 @@
 """What a server may say: one schema of each reply, with its types, ranges and sums.
 
-JSON -> `read` or `read_sample` -> records that the client, the engine's parts and generation.py trust. Everything that
+JSON -> `read` or `read_sample` -> records that the client, the engine's parts and rollouts.py trust. Everything that
 a server says is checked here and nowhere else, and its text is made printable on the way in: what it puts into a
 message may not act on a terminal. Unknown keys are ignored, since each SGLang has more.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -215,6 +216,63 @@ def read_sample(content: object, *, room: int, vocabulary: int | None) -> Sample
     if vocabulary is not None and largest >= vocabulary:
         raise BadAnswerError(f"token id {largest}; allowed: 0 to {vocabulary - 1}, the vocabulary of model.path")
     return sample
+
+
+def read_checksums(content: object) -> list[dict[str, str]]:
+    """Return the answer of /weights_checker: of each rank, name -> checksum. Raises BadAnswerError."""
+    return [rank.checksums for rank in read(Checksums, content).ranks]
+
+
+def read_routed_experts(encoded: str) -> np.ndarray:
+    """Return the experts that a server chose, int32, flat, from its base64. Raises BadAnswerError."""
+    try:
+        return np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except ValueError as error:
+        raise BadAnswerError(f"its routed_experts are no int32 numbers in base64: {error}") from None
+
+
+def read_given_logprobs(content: object, tokens: Sequence[int]) -> np.ndarray:
+    """Read the log-probs of given tokens, float32 [R], from the answer to a request with `logprob_start_len`.
+
+    A server says nothing of the token at `logprob_start_len` itself, and writes 0 for the last id of its vocabulary,
+    beside the right log-prob. Source: `[None] + input_token_logprobs[:-1]` and `x if x < self.model_config.vocab_size -
+    1 else 0`, lines 38 and 54 of sglang/srt/managers/scheduler_components/logprob_result_processor.py, 0.5.23.
+
+    Args:
+        content: the JSON of one input. tokens: those that follow the one at `logprob_start_len`.
+
+    Raises:
+        BadAnswerError: the answer has no such log-probs, or those of other tokens.
+    """
+    pairs = read(GivenText, content).meta_info.input_token_logprobs[1:]
+    ids = [token for _, token, _ in pairs]
+    logprobs = [logprob for logprob, _, _ in pairs if logprob is not None]
+    mismatched = {(written, token) for written, token in zip(ids, tokens, strict=False) if written != token}
+    if len(ids) != len(logprobs):
+        raise BadAnswerError(f"the answer has log-probs of {len(logprobs)} of {len(ids)} given tokens; allowed: of all")
+    if len(ids) != len(tokens) or len(mismatched) > 1 or any(written != 0 for written, _ in mismatched):
+        raise BadAnswerError(f"the answer has log-probs of {len(ids)} tokens that are not the {len(tokens)} given ones")
+    return np.array(logprobs, dtype=np.float32)
+
+
+def error_message(body: object, content: bytes) -> str:
+    """What a server says of a call that it did not accept, on one line, cut.
+
+    Args:
+        body: its JSON; None where it is none. content: its bytes.
+    """
+    if not isinstance(body, dict):
+        return printable(content.decode(errors="replace"))
+    error = body.get("error", body)
+    return printable(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def error_status(event: object) -> int | None:
+    """The status that an event of a stream stands for, where it says what went wrong; None of any other event."""
+    if not isinstance(event, dict) or not isinstance(event.get("error"), dict):
+        return None
+    code = event["error"].get("code")
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def printable_values(content: object) -> Mapping[str, str]:

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.config.algorithm import DistillSection
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-from megatron_daro.engine.sglang.generation import given_logprobs
-from megatron_daro.engine.sglang.replies import BadAnswerError
+from megatron_daro.engine.sglang.replies import BadAnswerError, read_given_logprobs
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
@@ -53,7 +53,7 @@ class Teacher:
         async with self._places:
             answer = await self._asked(body)
         try:
-            logprobs = given_logprobs(answer, tokens[rollout.prompt_length :])
+            logprobs = read_given_logprobs(answer, tokens[rollout.prompt_length :])
         except BadAnswerError as error:
             raise EngineError(
                 f"algorithm.distill.urls: {error}; allowed: SGLang servers, none behind a router that changes requests"
@@ -80,7 +80,7 @@ class Teacher:
                     raise EngineError(
                         f"algorithm.distill.urls: no answer in {_TRIES} tries; the last: {error}"
                     ) from error
-                await asyncio.sleep(min(_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+                await asyncio.sleep(backoff_s(attempt, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
         raise AssertionError("the last try returns or raises")
 
 

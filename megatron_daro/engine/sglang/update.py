@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
-from megatron_daro.engine.sglang import supervision
+from megatron_daro.engine.sglang import checksums, fp8_blocks
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.replies import BadAnswerError, Checksums, read
-from megatron_daro.engine.sglang.supervision import MemoryTag, resume
+from megatron_daro.engine.sglang.memory import MemoryTag, resume
+from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
-from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target
+from megatron_daro.sync.transports import transport_of
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 _ALIVE_S = 5.0
 # Longest time in which a server does what is still queued on its GPUs, which is at most the loading of one bucket.
 _FREE_S = 30.0
-# Unless set. On a CPU small ones are fast, whose memory is used again at once; elsewhere each costs a round trip.
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
-_FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
 
 
 class Probe(Protocol):
@@ -46,14 +45,14 @@ class Probe(Protocol):
     async def __call__(self, server: Server, verified: bool) -> ProbeAnswer: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class UpdateContext:
     """What the updates of one fleet have in common.
 
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
     for `sync: shards`. sync_dir: where files are written. probe: asks a server. death_of: why the process of one that
     cannot be reached is gone. metrics: of the engine. warn: tells a person. written: directories of files, oldest
-    first. checksums: of each server, with the digests of what it had been sent.
+    first. last_checksums: of each server.
     """
 
     fleet: Fleet
@@ -67,7 +66,7 @@ class UpdateContext:
     warn: Callable[[str], None]
     files: Iterator[int] = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
-    checksums: dict[str, tuple[Mapping[str, Digest], Mapping[tuple[int, str], str]]] = field(default_factory=dict)
+    last_checksums: dict[str, checksums.LastChecksums] = field(default_factory=dict)
 
 
 class ServerUpdate:
@@ -81,6 +80,7 @@ class ServerUpdate:
         self._context, self._servers, self._version = context, list(servers), version
         self._awaits_others = awaits_others
         self._fleet, self._options = context.fleet, context.options
+        self._transport = transport_of(self._options.sync)
         self._report: SendReport | None = None
         self._directory: Path | None = None
         self._verified: set[str] = set()
@@ -90,14 +90,14 @@ class ServerUpdate:
             self._fleet.set_state(server, "updating")
 
     async def prepare(self) -> SendPlan | None:
-        """Pauses the servers and opens the update on them; what is to be sent to whom."""
+        """Pause the servers and open the update on them; what is to be sent to whom."""
         servers = await self._opened()
         while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
             self._take_in(await self._fleet.returned())
             servers = await self._opened()
         if not servers:
             return None
-        if self._options.sync == "disk":
+        if self._transport.files:
             self._directory = self._context.sync_dir / f"version_{self._version:06d}-{next(self._context.files)}"
         targets, offset = [], 1
         for server in servers:
@@ -118,7 +118,7 @@ class ServerUpdate:
         )
 
     async def blame(self, report: SendReport) -> None:
-        """Fences those whose fault a failed sending is, and those that cannot take part in another. All others only
+        """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only
         saw the group end; from shards to shards they have everything."""
         if report.apart:
             await self._fence_each(report)
@@ -130,7 +130,7 @@ class ServerUpdate:
                 await self._fence(server, "send", failure or "it does not answer", may_be_dead=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
-            elif self._options.sync == "distributed" and not await _is_free(server):
+            elif self._transport.collective and not await _is_free(server):
                 waits = f"it still waits for the broadcast that broke, after {_FREE_S:g} s"
                 why = f"{waits} ({failure or 'another server failed'})"
                 await self._fence(server, "send", why, may_be_dead=True)  # of several parts, another one
@@ -180,7 +180,7 @@ class ServerUpdate:
         return answers
 
     def reject(self, name: str, reason: str) -> None:
-        """Fences a server whose answer to the probe is not the policy's."""
+        """Fence a server whose answer to the probe is not the policy's."""
         for server in self._taking_part():
             if server.name == name:
                 self._fleet.fence(server, f"weight update, probe: {reason}")
@@ -206,7 +206,7 @@ class ServerUpdate:
         }
 
     def abandon(self, error: SyncError) -> None:
-        """Fences all: they are paused, and nobody would wake them."""
+        """Fence all: they are paused, and nobody would wake them."""
         for server in self._taking_part():
             self._fleet.fence(server, server.reason or f"weight update: {error}")
 
@@ -261,7 +261,7 @@ class ServerUpdate:
         await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
-        if self._options.sync == "disk" or not _facts(server).has_sessions:
+        if self._transport.files or not _facts(server).has_sessions:
             return
         try:
             await self._post(server, "/begin_weight_update")
@@ -270,7 +270,7 @@ class ServerUpdate:
             await self._post(server, "/begin_weight_update")
 
     async def _end(self, server: Server) -> None:
-        if self._options.sync != "disk" and _facts(server).has_sessions:
+        if not self._transport.files and _facts(server).has_sessions:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:
@@ -308,40 +308,23 @@ class ServerUpdate:
             await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
 
     async def _compare_checksums(self, server: Server, digests: Mapping[str, Digest]) -> None:
-        """Check that a server that hashes like the sender has its checksums; of any other, some must have changed
-        where what was sent did. Of a server that quantizes, norms only: a small change of a matrix may round away."""
-        ranks, facts, seen = await self._checksums(server), _facts(server), False
+        """Check that a server has what was sent, as far as its checksums tell."""
+        ranks, last = await self._checksums(server), self._context.last_checksums
         if not ranks:
             return
-        if facts.quantization:
-            digests = {name: digest for name, digest in digests.items() if name.endswith("norm.weight")}
-        if _hashes_alike(server):
-            alike = [n for n, d in digests.items() if d.dtype == facts.dtype and n in ranks[0] and not d.on_device]
-            wrong = [name for name in alike if ranks[0][name] != digests[name].sent]
-            if wrong:
-                raise EngineError(f"{len(wrong)} tensors are not those that were sent, the first: {wrong[0]}")
-            seen = bool(alike)
-        checksums = {(rank, name): checksum for rank, held in enumerate(ranks) for name, checksum in held.items()}
-        digests_before, told_before = self._context.checksums.get(server.name, ({}, {}))
-        changed = {n for n, d in digests.items() if n in digests_before and digests_before[n].received != d.received}
-        compared = [key for key in checksums if key[1] in changed and key in told_before]
-        if compared and all(checksums[key] == told_before[key] for key in compared):
-            raise EngineError(
-                f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
-                f"{min(changed)}, none changed in it"
-            )
-        if seen or compared:
+        shown, last[server.name] = checksums.compare(
+            ranks, digests, _facts(server), last.get(server.name, checksums.LastChecksums())
+        )
+        if shown:
             self._verified.add(server.name)
-        self._context.checksums[server.name] = (digests, checksums)
 
     async def _compare_blocks(self, server: Server, sent: Sequence[str]) -> None:
         """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
         if server.name not in self._joining:
             return
-        for checksums in _told_checksums(
-            server, await self._post(server, "/weights_checker", supervision.FP8_MANIFEST_CALL)
-        ):
-            problem = supervision.fp8_disagreement(sent, checksums)
+        answer = await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)
+        for matrices in _read_checksums(server, answer):
+            problem = fp8_blocks.fp8_disagreement(sent, matrices)
             if problem:
                 raise EngineError(problem)
 
@@ -349,13 +332,12 @@ class ServerUpdate:
         """Checksums of unfused tensors, of each rank of the server; empty where it cannot tell (0.5.21 refuses)."""
         if not _facts(server).has_checksums:
             return []
-        body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
+        body = {"action": "checksum", "skip_tensor_list": list(checksums.FUSED)}
         try:
             answer = await self._post(server, "/weights_checker", body)
         except RefusedError:
             return []
-        checksums = _told_checksums(server, answer)
-        return [{name: digest for name, digest in rank.items() if is_hashed(name)} for rank in checksums]
+        return checksums.unfused(_read_checksums(server, answer))
 
 
 async def _answers(server: Server) -> bool:
@@ -388,10 +370,10 @@ async def _is_free(server: Server) -> bool:
     return True
 
 
-def _told_checksums(server: Server, answer: object) -> list[dict[str, str]]:
+def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
     """Read the answer of /weights_checker: of each rank, name -> checksum."""
     try:
-        return [rank.checksums for rank in read(Checksums, answer).ranks]
+        return read_checksums(answer)
     except BadAnswerError as error:
         raise EngineError(f"{server.url}/weights_checker: {error}") from None
 
@@ -399,8 +381,3 @@ def _told_checksums(server: Server, answer: object) -> list[dict[str, str]]:
 def _facts(server: Server) -> ServerFacts:
     assert server.facts is not None, f"{server.name} takes part in an update before it said what it is"
     return server.facts
-
-
-def _hashes_alike(server: Server) -> bool:
-    """Whether the server's checksums are of the bytes as they were sent: on a CPU, unsharded."""
-    return _facts(server).device == "cpu" and _facts(server).tensor_parallel == 1

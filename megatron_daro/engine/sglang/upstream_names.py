@@ -2,7 +2,7 @@
 
     python upstream_names.py
 
-Command.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
+interpreter.py -> (this, in the interpreter of the servers) -> JSON on standard output. It uses
 nothing outside the standard library and runs on Python 3.9 and newer.
 
 Importing SGLang's ServerArgs takes 7 to 13 s and needs a working torch; reading its source takes 0.1 s. Arguments are

@@ -11,10 +11,11 @@ from engine_checkpoints import CONFIGS, VOCAB, save_small_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-import megatron_daro.engine.embedded as generator_module
+import megatron_daro.engine.generator as generator_module
 from megatron_daro.data.stops import repeated_at
 from megatron_daro.engine.decoding import AbortSignal
-from megatron_daro.engine.embedded import EmbeddedGenerator, growing_cache
+from megatron_daro.engine.generator import EmbeddedGenerator
+from megatron_daro.engine.growing_cache import growing_cache
 from megatron_daro.errors import EngineError, ModelError
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams

@@ -286,7 +286,7 @@ def test_while_an_update_is_made_nothing_generates_and_after_a_failure_nothing_e
         with pytest.raises(EngineError):
             await answers(engines, 0)
         await one.install(SendReport())
-        assert await one.probe() == {} and await one.accept() == {"recovery/engine_restarts": 0.0}
+        assert await one.accept() == {"recovery/engine_restarts": 0.0}
         assert group.actors[0].calls[-2:] == [("open_update",), ("commit_update", 4)]
         assert await answers(engines, 0) == [(0, 0)]
         group.actors[2].says["commit_update"] = RayTaskError("c", "traceback", EngineError("a tensor is missing"))
@@ -306,8 +306,6 @@ def test_a_replica_that_refuses_weights_is_named_with_what_it_said(group):
         failures = {name: SendFailure("refused", text) for name, text in (("engine 0", "full"), ("engine 1", "gone"))}
         with pytest.raises(SyncError, match=r"engine 0: full.*engine 1: gone"):
             await update.blame(SendReport(failures=failures))
-        with pytest.raises(SyncError, match="engine 1: odd"):
-            update.reject("engine 1", "odd")
 
     run(blamed())
 

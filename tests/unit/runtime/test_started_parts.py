@@ -13,8 +13,8 @@ from run_configuration import configured
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.runtime import parts, sglang_group
-from megatron_daro.runtime.sglang_group import SGLangGroup, Text
+from megatron_daro.runtime import parts, ray_servers, sglang_group
+from megatron_daro.runtime.sglang_group import Text, sglang_engine
 
 
 def run(work):
@@ -44,7 +44,7 @@ def launched(monkeypatch, tmp_path):
     """Launch the servers of a run; returns with what options each process was."""
     actors, servers = [], {}
     made = SimpleNamespace(remote=lambda given: actors.append(Actor(given)) or actors[-1])
-    monkeypatch.setattr(sglang_group, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
+    monkeypatch.setattr(ray_servers, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
     monkeypatch.setattr(sglang_group, "check_environments", lambda options: None)
     monkeypatch.setattr(SGLangEngine, "__init__", lambda self, handles, *more, **options: servers.update(handles))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 31}))
@@ -61,7 +61,7 @@ def launched(monkeypatch, tmp_path):
             gpus_of_server=lambda number: gpus and gpus[number],
         )
         text = Text(encode=list, vocabulary=40, stops=stops)
-        SGLangGroup(config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines())
+        sglang_engine(config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines())
 
         async def all_of_them():
             for server in servers.values():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.send import as_blocks, cast, pattern_of
+from megatron_daro.sync.fp8_cast import as_blocks, cast, pattern_of
 
 E4M3 = torch.float8_e4m3fn
 TEMPLATES = ("model.layers.{layer}.mlp.down_proj.weight", "model.layers.{layer}.mlp.experts.{expert}.w1.weight")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.send import Standing, joined, routes
+from megatron_daro.sync.routes import RankRole, joined_report, routes
 
 PLAN = SendPlan(
     transport="tensor",
@@ -21,7 +21,7 @@ FIRST, SECOND = "10.0.0.1", "fd::2"
 
 def world(*ranks):
     """Ranks as (host, exports, sends)."""
-    return {rank: Standing(*standing) for rank, standing in enumerate(ranks)}
+    return {rank: RankRole(*standing) for rank, standing in enumerate(ranks)}
 
 
 def names(plans):
@@ -72,6 +72,6 @@ def test_what_was_sent_counts_once_and_every_failure_is_reported():
     digest = {"w": Digest("bfloat16", "a", "a")}
     own = SendReport(100, 1, 1.0, digests=digest, fp8_blocks=("w",))
     far = SendReport(100, 1, 2.0, failures={"s2": SendFailure("unanswered", "no answer")})
-    report = joined(found, {0: own, 1: far})
+    report = joined_report(found, {0: own, 1: far})
     assert (report.num_bytes, report.send_s, report.fp8_blocks, report.digests) == (100, 2.0, ("w",), digest)
     assert report.failures.keys() == {"s2"}

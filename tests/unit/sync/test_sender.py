@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync import send
+from megatron_daro.sync import files, handles, relays
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
@@ -68,7 +68,7 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
 
 def test_files_have_the_label_of_the_rank(tmp_path):
     plan = replace(PLAN, transport="disk", directory=tmp_path / "v1")
-    send.prepare(plan)
+    files.open_checkpoint(plan)
     report = Sender("127.0.0.1", "gloo", nullcontext).send(named(2), plan, label="stage1")
     assert report.files == {"t0": ("stage1-00000.safetensors", 64), "t1": ("stage1-00001.safetensors", 64)}
     assert load_file(tmp_path / ".v1.partial/stage1-00001.safetensors")["t1"].tolist() == [1.0] * 16
@@ -77,7 +77,7 @@ def test_files_have_the_label_of_the_rank(tmp_path):
 
 def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(send, "handles_of", lambda tensors: tensors[0][0].encode())
+    monkeypatch.setattr(handles, "handles_of", lambda tensors: tensors[0][0].encode())
     calls = []
 
     async def post(url, path, body, timeout_s):
@@ -86,11 +86,11 @@ def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatc
             raise RefusedError("not mine") if url == "http://a" else EngineError("reset")
 
     targets = tuple(Target(name, f"http://{name}", 1, ranks) for name, ranks in (("a", 2), ("b", 1), ("c", 1)))
-    report = send.push(named(5), replace(PLAN, targets=targets), lambda: nullcontext(post))
+    report = handles.push(named(5), replace(PLAN, targets=targets), lambda: nullcontext(post))
     assert report.failures == {"a": SendFailure("refused", "not mine"), "b": SendFailure("unanswered", "reset")}
     assert (report.num_bytes, report.num_buckets, len(calls)) == (192, 3, 9)
-    handles = base64.b64encode(b"t0").decode()
-    body = {"serialized_named_tensors": [handles, handles], "flush_cache": False}
+    handle = base64.b64encode(b"t0").decode()
+    body = {"serialized_named_tensors": [handle, handle], "flush_cache": False}
     assert calls[0] == ("http://a", "/update_weights_from_tensor", body, 100.0)
 
 
@@ -121,9 +121,9 @@ class Wire:
 
 def test_buckets_reach_the_ranks_of_other_hosts_and_so_does_their_end(monkeypatch):
     wire = Wire(monkeypatch)
-    passed = list(send.passed_on(bucketize([*named(2), ("b", torch.ones(3, 2).bfloat16())], 64), "hosts"))
+    passed = list(relays.passed_on(bucketize([*named(2), ("b", torch.ones(3, 2).bfloat16())], 64), "hosts"))
     wire.receives = True
-    got = list(send.received("hosts", torch.device("cpu")))
+    got = list(relays.received("hosts", torch.device("cpu")))
     assert len(got) == len(passed) == 3 and wire.sent.empty()
     for mine, theirs in zip(got, passed, strict=True):
         assert (mine.names, mine.shapes, mine.dtype) == (theirs.names, theirs.shapes, theirs.dtype)
@@ -137,9 +137,9 @@ def test_the_end_is_told_where_the_stream_breaks(monkeypatch):
 
     wire = Wire(monkeypatch)
     with pytest.raises(RuntimeError, match="a rank died"):
-        list(send.passed_on(breaking(), "hosts"))
+        list(relays.passed_on(breaking(), "hosts"))
     wire.receives = True
-    assert [bucket.names for bucket in send.received("hosts", torch.device("cpu"))] == [("t0",)]
+    assert [bucket.names for bucket in relays.received("hosts", torch.device("cpu"))] == [("t0",)]
 
 
 class Servers:

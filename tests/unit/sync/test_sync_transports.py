@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
 from megatron_daro.errors import EngineError, RefusedError, SyncError
-from megatron_daro.sync import broadcast, send
+from megatron_daro.sync import broadcast, digests, files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport, Target
 
@@ -69,11 +69,11 @@ def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
         remedy="buy",
         step=step,
     )
-    send.prepare(plan)
+    files.open_checkpoint(plan)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(send.write_shards(plan, f"part{i}", stream))
-    send.finish(plan, report.files, model_path, "float32")
+        report = report.joined(files.write_shards(plan, f"part{i}", stream))
+    files.complete_checkpoint(plan, report.files, model_path, "float32")
     return report
 
 
@@ -111,7 +111,7 @@ def test_the_configuration_names_the_dtype_of_the_files(tmp_path, model_path, ha
 
 def test_a_write_that_fails_reads_the_stream_to_its_end_and_leaves_nothing_to_be_read(tmp_path, model_path):
     directory = tmp_path / "sync" / "version_1"
-    stream = Stream(named(10), at=(4, lambda: shutil.rmtree(send.partial_directory(directory))))
+    stream = Stream(named(10), at=(4, lambda: shutil.rmtree(files.partial_directory(directory))))
     with pytest.raises(SyncError, match=r"buy$"):
         write_checkpoint(directory, [stream], model_path, 64)
     assert stream.taken == 10, "other ranks gather along with it"
@@ -126,7 +126,7 @@ def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path, model_path):
 
 def test_an_earlier_try_is_replaced_as_a_whole(tmp_path, model_path):
     directory = tmp_path / "version_1"
-    for path in (directory, send.partial_directory(directory)):
+    for path in (directory, files.partial_directory(directory)):
         path.mkdir()
         (path / "old.safetensors").write_text("torn")
     write_checkpoint(directory, [named(1)], model_path, 64)
@@ -188,7 +188,7 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
         raise AssertionError("nothing may be sent: the server would die of it")
 
     stream = Stream(named(10))
-    report = send.push(stream, plan_of(["a"]), lambda: nullcontext(post))
+    report = handles.push(stream, plan_of(["a"]), lambda: nullcontext(post))
     assert report.failures.keys() == {"a"} and stream.taken == 10
 
 
@@ -218,7 +218,7 @@ def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_
 
     targets, stream = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1)), named(2)
     plan = replace(plan_of(["a"]), targets=targets, bucket_bytes=1000)
-    assert send.push(stream, plan, lambda: nullcontext(post)).failures == {}
+    assert handles.push(stream, plan, lambda: nullcontext(post)).failures == {}
     assert storages and not storages & {tensor.untyped_storage().data_ptr() for _, tensor in stream}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
     sent = [
@@ -492,10 +492,10 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_digest_on_the_device_changes_with_any_bit_and_any_order(dtype, monkeypatch):
-    monkeypatch.setattr(send, "_DIGEST_PART", 7)
+    monkeypatch.setattr(digests, "_DIGEST_PART", 7)
     numbers = torch.randn(5, 6).to(dtype)
-    whole = int(send.device_digest(numbers))
-    assert int(send.device_digest(numbers.clone())) == whole
+    whole = int(digests.device_digest(numbers))
+    assert int(digests.device_digest(numbers.clone())) == whole
     others = [numbers.flip(0), numbers[:-1], torch.zeros_like(numbers.float()).to(dtype)]
     for place in range(30):
         for bit in range(8 * dtype.itemsize):
@@ -503,7 +503,7 @@ def test_a_digest_on_the_device_changes_with_any_bit_and_any_order(dtype, monkey
             octets = changed.view(torch.uint8).view(-1)
             octets[place * dtype.itemsize + bit // 8] ^= 1 << bit % 8
             others.append(changed)
-    sums = [int(send.device_digest(other)) for other in others]
+    sums = [int(digests.device_digest(other)) for other in others]
     assert whole not in sums and len(set(sums)) == len(sums)
-    monkeypatch.setattr(send, "_DIGEST_PART", 1000)
-    assert int(send.device_digest(numbers)) == whole
+    monkeypatch.setattr(digests, "_DIGEST_PART", 1000)
+    assert int(digests.device_digest(numbers)) == whole

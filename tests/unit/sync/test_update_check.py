@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megatron_daro.engine.sglang.generation import probe_text
+from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
 from megatron_daro.sync.plan import Digest
 from megatron_daro.types import Rollout

@@ -1,16 +1,16 @@
 import pytest
 from sglang_stub_fleets import Weights
 
-from megatron_daro.engine.sglang import engine, fleet, supervision, teacher, update
+from megatron_daro.engine.sglang import engine, fleet, memory, starting, supervision, teacher, update
 from megatron_daro.sync.plan import Digest
 
 PAUSES = {
     engine: {"_PAUSE_S": 0.001, "_LONGEST_PAUSE_S": 0.01},
     fleet: {"_FAILING_S": 0.0},
+    memory: {"_IDLE_POLL_S": 0.01},
+    starting: {"_POLL_S": 0.02, "_SAY_S": 0.1},
     supervision: {
-        **dict.fromkeys(("_WATCH_S", "_POLL_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"), 0.02),
-        "_IDLE_POLL_S": 0.01,
-        "_SAY_S": 0.1,
+        **dict.fromkeys(("_WATCH_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"), 0.02),
     },
     teacher: {"_PAUSE_S": 0.0},
     update: {"_FLUSH_PAUSE_S": 0.01},

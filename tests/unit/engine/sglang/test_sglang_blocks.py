@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang_stub_fleets import StubHandle, rig, run
 
-from megatron_daro.engine.sglang import supervision
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.plan import SendReport
 
@@ -16,7 +16,7 @@ BLOCKS = {"version": "0.5.23", "quantization": "fp8"}
 def sent_of(model_type, layers=2, experts=3):
     """HF names as an export of the family has them."""
     found = []
-    for template in supervision.fp8_matrices(model_type):
+    for template in fp8_blocks.fp8_matrices(model_type):
         numbers = range(experts if "{expert}" in template else 1)
         found += [template.format(layer=i, expert=e) for i in range(layers) for e in numbers]
     return found
@@ -29,7 +29,7 @@ def told_of(*modules, layers=2):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_the_matrices_of_dense_families_are_those_that_sglang_fuses(model_type):
     told = told_of(*(f"{module}.weight" for module in DENSE))
-    assert supervision.fp8_disagreement(sent_of(model_type), told) == ""
+    assert fp8_blocks.fp8_disagreement(sent_of(model_type), told) == ""
 
 
 @pytest.mark.parametrize(("model_type", "mlp"), [("qwen3_moe", "mlp"), ("mixtral", "block_sparse_moe")])
@@ -39,13 +39,13 @@ def test_experts_are_two_matrices_of_a_layer(model_type, mlp):
     )
     sent = [name for name in sent_of(model_type) if ".mlp.down_proj" not in name and ".mlp.gate_proj" not in name]
     sent = [name for name in sent if ".mlp.up_proj" not in name]  # those of layers without experts
-    assert supervision.fp8_disagreement(sent, told) == ""
+    assert fp8_blocks.fp8_disagreement(sent, told) == ""
     assert not any("router" in name or ".gate.weight" in name or "norm" in name for name in sent)
 
 
 def test_a_difference_is_named_from_both_sides():
     told = told_of(*(f"{module}.weight" for module in DENSE[1:]), "mlp.shared.weight")
-    said = supervision.fp8_disagreement(sent_of("qwen2"), told)
+    said = fp8_blocks.fp8_disagreement(sent_of("qwen2"), told)
     assert "model.layers.0.self_attn.qkv_proj.weight" in said and "model.layers.0.mlp.shared.weight" in said
 
 
@@ -54,7 +54,7 @@ def sending(weights, names):
     export = weights.export
 
     async def told(plan):
-        assert plan.fp8_blocks == supervision.fp8_matrices("qwen2")
+        assert plan.fp8_blocks == fp8_blocks.fp8_matrices("qwen2")
         report = await export(plan)
         return SendReport(report.num_bytes, 1, 0.5, failures=report.failures, fp8_blocks=tuple(names))
 
@@ -84,7 +84,7 @@ def test_a_server_is_asked_once_for_each_of_its_starts(tmp_path, weights):
             handles.append(StubHandle(url))
             return handles[-1]
 
-        asked = lambda stub: stub.said["/weights_checker"].count(supervision.FP8_MANIFEST_CALL)
+        asked = lambda stub: stub.said["/weights_checker"].count(fp8_blocks.MANIFEST_CALL)
         options = {"handles": handle, "max_restarts": 1, "fp8_blocks": True, "stall_timeout_s": 0.5}
         async with rig(tmp_path, {"info": BLOCKS}, **options) as fleet:
             sending(weights, sent_of("qwen2"))

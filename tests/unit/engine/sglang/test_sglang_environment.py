@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import command
-from megatron_daro.engine.sglang.command import check_environments, inspect_environment
+from megatron_daro.engine.sglang import interpreter
+from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment
 from megatron_daro.errors import ConfigError
 
 ONE_CLASS = """
@@ -97,12 +97,12 @@ def test_arguments_in_several_files_as_in_0_5_23(environment_with):
         "sglang/srt/arg_groups/fields/serving.py": "class S:\n  host: A[str, 'x'] = 'h'\n",
     }
     found = inspect_environment(environment_with({"sglang": "0.5.23.post1"}, files))
-    assert found == command.ServerEnvironment("0.5.23.post1", frozenset({"config", "random_seed", "host"}))
+    assert found == interpreter.ServerEnvironment("0.5.23.post1", frozenset({"config", "random_seed", "host"}))
 
 
 def test_newer_version_with_another_layout_has_unknown_names(environment_with):
     found = inspect_environment(environment_with({"sglang": "1.0.0"}, {"sglang/__init__.py": EXPLODES}))
-    assert found == command.ServerEnvironment("1.0.0", frozenset())
+    assert found == interpreter.ServerEnvironment("1.0.0", frozenset())
 
 
 def refused(python):
@@ -143,7 +143,7 @@ def test_files_that_are_no_interpreters(tmp_path):
 
 
 def test_interpreter_that_hangs_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "INSPECTION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(interpreter, "INSPECTION_TIMEOUT_S", 0.2)
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o700)
@@ -176,12 +176,12 @@ def test_mooncake_is_wanted_at_both_ends(environment_with, monkeypatch, lacking)
     if lacking == "trainer":
         files["mooncake/__init__.py"] = ""
     python = environment_with({"sglang": "0.5.23"}, files)
-    monkeypatch.setattr(command.upstream_names, "has_mooncake", lambda: lacking == "servers")
+    monkeypatch.setattr(interpreter.upstream_names, "has_mooncake", lambda: lacking == "servers")
     check_environments(SGLangSection(python=python, sync="shards"))
     with pytest.raises(ConfigError, match="shards_over") as caught:
         check_environments(SGLangSection(python=python, sync="shards", shards_over="rdma"))
     assert f"{python if lacking == 'servers' else sys.executable} -m pip install mooncake" in str(caught.value)
-    monkeypatch.setattr(command.upstream_names, "has_mooncake", lambda: True)
+    monkeypatch.setattr(interpreter.upstream_names, "has_mooncake", lambda: True)
     if lacking == "trainer":
         check_environments(SGLangSection(python=python, sync="shards", shards_over="rdma"))
 
@@ -191,15 +191,15 @@ def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, m
     packages = {"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}
     python = environment_with(packages, {"sglang/__init__.py": "", "sglang/srt/server_args.py": ONE_CLASS})
     options = SGLangSection(python=python)
-    monkeypatch.setattr(command.upstream_names, "nccl_package", lambda: None)
+    monkeypatch.setattr(interpreter.upstream_names, "nccl_package", lambda: None)
     check_environments(options)  # a trainer without NCCL
-    monkeypatch.setattr(command.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu13==2.29.7")
+    monkeypatch.setattr(interpreter.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu13==2.29.7")
     with pytest.raises(ConfigError) as caught:
         check_environments(options)
     for text in ("2.29.7", "2.30.7", "engine.sglang"):
         assert text in str(caught.value)
     check_environments(options.model_copy(update={"sync": "disk"}))
-    monkeypatch.setattr(command.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu12==2.30.7")
+    monkeypatch.setattr(interpreter.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu12==2.30.7")
     check_environments(options)
 
 

@@ -11,9 +11,8 @@ import pytest
 from sglang_process_trees import alive, eventually, read_pids
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang import command
 from megatron_daro.engine.sglang import servers as servers_module
-from megatron_daro.engine.sglang.command import check_environments, interpreter
+from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment, interpreter
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
 from megatron_daro.sync.in_server import FOLDER, LOADER
@@ -127,7 +126,7 @@ def test_a_server_that_takes_shards_is_started_with_our_loader_beside_those_of_t
     tmp_path, given, env, loaders, paths
 ):
     text = 'echo "$@"; echo "path=$PYTHONPATH"; exit 0'
-    said, _ = log_of(fake_sglang(tmp_path, text, arguments=given, env=env, takes_shards=True))
+    said, _ = log_of(fake_sglang(tmp_path, text, arguments=given, env=env, loader=LOADER))
     words, path = said.splitlines()
     after = words.split("--custom-weight-loader ")[1].split()
     assert after[: len(loaders) + 1] == [*loaders, LOADER]
@@ -149,4 +148,4 @@ def test_what_an_interpreter_prints_before_its_answer_is_passed_over(tmp_path):
     answer = '{"version": "0.5.23", "names": ["a"], "python": "3.11.2"}'
     fake.write_text(f"#!/bin/sh\necho hello\necho '{answer}'\n")
     fake.chmod(0o700)
-    assert command.inspect_environment(fake).version == "0.5.23"
+    assert inspect_environment(fake).version == "0.5.23"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
-from megatron_daro.engine.sglang.command import is_loopback, server_environment
-from megatron_daro.engine.sglang.servers import ManagedProcess
+from megatron_daro.engine.sglang.environment import is_loopback, server_environment
+from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
 
 PYTHON = Path(sys.executable)
@@ -135,7 +135,7 @@ def test_killed_owner_leaves_no_process(tmp_path):
     code = f"""
 import os, sys, threading, time
 from pathlib import Path
-from megatron_daro.engine.sglang.servers import ManagedProcess
+from megatron_daro.engine.sglang.process import ManagedProcess
 log, python = Path({str(tmp_path / "log")!r}), Path({sys.executable!r})
 process = ManagedProcess({tree(tmp_path / "pids")!r}, host="127.0.0.1", env={{}}, log_path=log, python=python)
 starter = threading.Thread(target=process.start)

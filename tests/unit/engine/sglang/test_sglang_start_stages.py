@@ -8,8 +8,8 @@ from sglang_pool import expected, section
 from sglang_stub_fleets import StubHandle, run
 from stub_server import StubServer
 
+from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.generation import DirectAnswers
 from megatron_daro.routed_experts import ExpertsFolder
 
 

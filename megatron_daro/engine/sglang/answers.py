@@ -1,0 +1,189 @@
+"""Asking a server: the HTTP requests of one group are posted at once, and the replies become rollouts.
+
+    Question -> POST /generate (client.py) -> checked (replies.py) -> tuple of Rollout (rollouts.py)
+
+Each answer is streamed: an event for each sample that has ended, whose room on the server is given to others then, and
+which is kept if the server dies before the others have ended.
+
+`DirectAnswers` does this in its own process: in each of the run's answer workers (runtime/answer_workers.py), or in the
+engine's process where there are none. It knows nothing of fleets, retries or other groups; what a failure means is for
+the engine to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.replies import BadAnswerError, FinishReason, Sample, StreamEvent, read
+from megatron_daro.engine.sglang.request import Call, length_so_far
+from megatron_daro.engine.sglang.rollouts import rollouts_of
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.routed_experts import ExpertsFolder
+from megatron_daro.types import GroupRequest, Rollout
+
+
+class CutStreamError(UnreachableError):
+    """A stream broke. rollouts: the answers that had ended."""
+
+    rollouts: tuple[Rollout, ...] = ()
+
+
+class LostWorkerError(EngineError):
+    """Who was asking the server is gone. The server is not to blame; another worker may ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the server at `url` is asked for one group.
+
+    calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
+    version of the weights that servers are started with; None where none may answer with these any more. keeps_cache:
+    an update does not make the server read its prompts anew. vocabulary: of the model (`rollouts_of`).
+    """
+
+    url: str
+    calls: tuple[Call, ...]
+    version: int
+    loaded: int | None
+    timeout_s: float
+    keeps_cache: bool = False
+    vocabulary: int | None = None
+
+
+class EndedAnswer(NamedTuple):
+    """A sample that has ended. id: what the server calls it. tokens: of the answer, with those from before a resume."""
+
+    id: str
+    tokens: int
+
+
+class Answers(Protocol):
+    """Whoever puts questions to servers."""
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started again, since the start."""
+        ...
+
+    async def start(self) -> None:
+        """Become ready to ask; again is nothing. Raises DaroError."""
+        ...
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Call `take` with answers that have ended, while others of their group are being generated."""
+        ...
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of all calls, in their order; when it is cancelled, the connections are closed.
+
+        Raises:
+            UnreachableError: connection, deadline or 5xx; CutStreamError after some answers. RefusedError: 4xx.
+            BadAnswerError: the answer does not fit.
+            LostWorkerError: nobody knows what became of the request.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what is being asked. May be called twice."""
+        ...
+
+
+class DirectAnswers:
+    """Asks in this process, on the event loop of the caller."""
+
+    restarts = 0
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], experts: ExpertsFolder | None = None) -> None:
+        """Connect to nothing. Args: decode: token ids -> text. experts: where those that servers chose are written."""
+        self._decode, self._experts = decode, experts
+        self._clients: dict[str, SGLangClient] = {}
+        self._turn = asyncio.Lock()
+        self._ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Call `take` with each answer that has ended."""
+        self._ended = take
+
+    async def start(self) -> None:
+        """Nothing is needed."""
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of all calls. Raises as `Answers.ask` says."""
+        client = self._clients.setdefault(question.url, SGLangClient(question.url))
+        # Groups that wait for the same thing, such as new weights, all go on at once: a thousand connections opened in
+        # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
+        async with self._turn:
+            await asyncio.sleep(0)
+        # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
+        answers = await asyncio.gather(*(self._answers(client, question, call) for call in question.calls))
+        pairs = zip(question.calls, answers, strict=True)
+        return tuple(rollout for call, one in pairs for rollout in self._rollouts(question, call.request, one))
+
+    def _rollouts(self, question: Question, request: GroupRequest, answers: object) -> tuple[Rollout, ...]:
+        return rollouts_of(
+            request,
+            answers,
+            version=question.version,
+            loaded=question.loaded,
+            decode=self._decode,
+            vocabulary=question.vocabulary,
+            keeps_cache=question.keeps_cache,
+            experts=self._experts,
+        )
+
+    async def _answers(self, client: SGLangClient, question: Question, call: Call) -> object:
+        """Return the answers of one request, in the order of its samples. Raises as `Answers.ask` says."""
+        if not call.streams:
+            return await client.post("/generate", call.body, timeout_s=question.timeout_s)
+        ended: dict[int, Sample] = {}
+        try:
+            return await self._streamed(client, call, question.timeout_s, ended)
+        except UnreachableError as error:
+            if not ended:
+                raise
+            cut = CutStreamError(str(error))
+            request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(ended)))
+            cut.rollouts = self._rollouts(question, request, [ended[i] for i in sorted(ended)])
+            raise cut from error
+
+    async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Sample]) -> object:
+        """Return the answers of one request; ended: takes each, by its place among the samples, when it has ended."""
+        async with aclosing(client.stream("/generate", call.body, timeout_s=timeout_s)) as events:
+            async for event in events:
+                if isinstance(event, list):  # it does not stream
+                    return event
+                about = read(StreamEvent, event)
+                index, reason = about.index, about.meta_info.finish_reason
+                if reason is None:
+                    continue  # its first token
+                if index >= len(call.ids):
+                    raise BadAnswerError(f"an event of sample {index}; allowed: 0 to {len(call.ids) - 1}")
+                _check_status(client.url, reason)
+                ended[index] = read(Sample, event)
+                if reason.type != "abort":
+                    so_far = length_so_far(call.request, call.request.indices[index])
+                    self._ended([EndedAnswer(call.ids[index], so_far + len(ended[index].ids))])
+        return [ended[index] for index in sorted(ended)]
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.close()
+
+
+def _check_status(url: str, reason: FinishReason) -> None:
+    """Raise what a status means that the server would answer with, did it not stream.
+
+    Source: `_handle_abort_finish_reason` in sglang/srt/managers/tokenizer_manager.py, 0.5.23.
+    """
+    status = reason.status_code
+    if status is None or reason.type != "abort" or not 400 <= status < 600:
+        return
+    kind = RefusedError if status < 500 else UnreachableError
+    raise kind(f"{url}/generate: status {status}: {reason.message or ''}")

@@ -1,0 +1,82 @@
+"""GPU memory that servers lend to the trainer, with `engine.colocate`.
+
+The loop calls `release` when a batch is complete; at the next weight update each server takes memory for its weights
+before they arrive, and for its cache before it serves (`resume`). SGLang asserts that it is idle when it gives memory
+back and that what it takes was given; a failed assertion ends the server, so both are ensured here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Literal
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.supervision import Supervision
+from megatron_daro.errors import EngineError, RefusedError
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What a server gives back, by SGLang's names."""
+_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+_IDLE_POLL_S = 0.1
+
+
+class SharedMemory:
+    """The memory of all servers of a fleet."""
+
+    def __init__(self, fleet: Fleet, supervision: Supervision, options: SGLangSection) -> None:
+        """Change nothing."""
+        self._fleet, self._supervision, self._options = fleet, supervision, options
+
+    async def release(self) -> None:
+        """Have every server give its memory back. One that is being started again is waited for; one that will not give
+        it back is ended, and started again when it is the servers' turn. Returns when none has any.
+
+        Raises:
+            EngineError: none is left.
+        """
+        self._supervision.hold_starts()
+        await self._supervision.settled()
+        await asyncio.gather(*(self._release(server) for server in self._fleet.of("serving", "joining")))
+        await self._supervision.settled()
+        self._fleet.check()
+
+    async def _release(self, server: Server) -> None:
+        if server.released:
+            return
+        self._fleet.set_state(server, "joining")  # no request, and nobody asks it for a token
+        limit = self._options.sync_timeout_s
+        try:
+            await server.client.post("/pause_generation", {"mode": "abort"}, timeout_s=limit)
+            await _until_idle(server, limit)
+            await server.client.post("/release_memory_occupation", {"tags": list(_TAGS)}, timeout_s=limit)
+        except EngineError as error:
+            self._fleet.fence(server, f"giving its memory to the trainer: {error}")
+            return
+        server.released = frozenset(_TAGS)
+
+
+async def resume(server: Server, tag: MemoryTag, *, timeout_s: float) -> None:
+    """Have a server take this memory again; nothing where it has it. What was in it is lost.
+
+    Raises:
+        EngineError: it did not, and it is not known what it has.
+    """
+    if tag in server.released:
+        await server.client.post("/resume_memory_occupation", {"tags": [tag]}, timeout_s=timeout_s)
+        server.released -= {tag}
+
+
+async def _until_idle(server: Server, limit_s: float) -> None:
+    """Wait until nothing runs on the server: it refuses to empty its cache before."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            await server.client.post("/flush_cache", timeout_s=limit_s)
+            return
+        except RefusedError:
+            if time.monotonic() > end:
+                raise
+        await server.client.post("/abort_request", {"abort_all": True}, timeout_s=limit_s)
+        await asyncio.sleep(_IDLE_POLL_S)

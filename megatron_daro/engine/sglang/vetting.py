@@ -1,0 +1,215 @@
+"""Whether a server is what the run needs: what it says of itself -> what is wrong with it.
+
+`report_of` asks a server, `problems` judges what came, all reasons at once and without asking anything. Supervision
+vets each server after its first token and before its first weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.client import (
+    FIRST_VERSION,
+    LAST_TESTED,
+    MEMORY_CALLS,
+    NEEDED_CALLS,
+    ServerFacts,
+    SGLangClient,
+    UnreachableError,
+    version_number,
+)
+from megatron_daro.engine.sglang.replies import Tokens, read
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.transports import transport_of
+
+_CALL_S = 10.0
+_TOKENIZER_TEXT = "If 3x + 4 = 10, then x = 2."
+# The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
+_VOCABULARY_VERSION = (0, 5, 20)
+
+
+class UnusableServerError(EngineError):
+    """A server is not what the run needs; started again it would be the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every server must be.
+
+    model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
+    tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
+    with the trainer, in turns: it can give its memory back. reads_text: answers end at texts, which a server without a
+    tokenizer refuses.
+    """
+
+    model_path: Path
+    model_type: str
+    longest_prompt: int
+    longest: int
+    encode: Callable[[str], list[int]] | None = None
+    vocabulary: int | None = None
+    shares_gpus: bool = False
+    reads_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """What a server says of itself.
+
+    model_type: empty where it does not say. encoded: how its tokenizer writes `_TOKENIZER_TEXT`; None: it has none, or
+    does not say. other_vocabulary: how many tokens its model has, where that is not what is expected; empty where it
+    is, and where it does not say.
+    """
+
+    facts: ServerFacts
+    model_type: str = ""
+    encoded: tuple[int, ...] | None = None
+    other_vocabulary: str = ""
+
+
+async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected) -> ServerReport:
+    """Ask a server for the rest that it can say. Raises EngineError: it does not tell its model."""
+    model = await client.model_info(timeout_s=_CALL_S)
+    encoded, other_vocabulary = None, ""
+    if facts.has_tokenizer and expected.encode and "/tokenize" in facts.calls:
+        encoded = await _encoded(client)
+    if expected.vocabulary and version_number(facts.version) >= _VOCABULARY_VERSION:
+        other_vocabulary = await _other_vocabulary(client, expected.vocabulary)
+    return ServerReport(facts, model.get("model_type", ""), encoded, other_vocabulary)
+
+
+async def _encoded(client: SGLangClient) -> tuple[int, ...] | None:
+    try:
+        reply = await client.post("/tokenize", {"prompt": _TOKENIZER_TEXT}, timeout_s=_CALL_S)
+        return tuple(read(Tokens, reply).tokens)
+    except EngineError:
+        return None
+
+
+async def _other_vocabulary(client: SGLangClient, vocabulary: int) -> str:
+    """Ask for a bias of the first token beyond the vocabulary: it must be refused, and no smaller one."""
+    bias = {"max_new_tokens": 1, "logit_bias": {str(vocabulary): 0.0}}
+    try:
+        await client.post("/generate", {"input_ids": [0], "sampling_params": bias}, timeout_s=_CALL_S)
+    except UnreachableError:
+        return ""
+    except RefusedError as error:
+        largest = re.search(r"logit_bias .*\[0, (\d+)\]", str(error))
+        return "" if largest is None or int(largest[1]) == vocabulary - 1 else str(int(largest[1]) + 1)
+    return f"more than {vocabulary}"
+
+
+def problems(report: ServerReport, expected: Expected, options: SGLangSection) -> list[str]:
+    """Say everything that keeps a server from being used; empty where nothing does."""
+    facts = report.facts
+    wrong = _missing_calls(facts, expected, options) + _too_short(facts, expected)
+    if options.fp8_blocks:
+        wrong += _no_fp8_blocks(facts)
+    wrong += _other_parameters(facts, options)
+    if report.model_type and report.model_type != expected.model_type:
+        wrong.append(
+            f"it serves a model of type {report.model_type!r}; allowed: {expected.model_type!r}, as model.path"
+        )
+    if expected.reads_text and not facts.has_tokenizer:
+        wrong.append(
+            "it was started with --skip-tokenizer-init, and answers end at texts (rollout.stop or a template's); "
+            "start it without"
+        )
+    if report.encoded is not None and expected.encode is not None:
+        wrong += _other_tokenizer(list(report.encoded), expected.encode(_TOKENIZER_TEXT))
+    if report.other_vocabulary:
+        wrong.append(
+            f"its model has a vocabulary of {report.other_vocabulary} tokens, that of model.path "
+            f"{expected.vocabulary}; serve the same model"
+        )
+    return wrong
+
+
+def untested(facts: ServerFacts) -> str:
+    """What a person is told of a version that nobody has tried with this package; empty of any other."""
+    if version_number(facts.version) <= LAST_TESTED:
+        return ""
+    return f"SGLang {facts.version}, newer than {_dotted(LAST_TESTED)}, the newest that was tested"
+
+
+def unusable(url: str, error: EngineError) -> EngineError:
+    """Why a server of `engine.sglang.urls` that did not say what it is cannot be used."""
+    if isinstance(error, RefusedError):
+        return UnusableServerError(
+            f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, itself and not "
+            "a router in front of it"
+        )
+    return EngineError(f"engine.sglang.urls: {url} does not answer ({error}); allowed: SGLang servers that run")
+
+
+def still_starts(error: UnreachableError) -> bool:
+    """Whether a server that did not answer is there, and only not ready yet."""
+    return error.status == 503
+
+
+def _missing_calls(facts: ServerFacts, expected: Expected, options: SGLangSection) -> list[str]:
+    version, first, wrong = version_number(facts.version), _dotted(FIRST_VERSION), []
+    if version and version < FIRST_VERSION:
+        wrong.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
+    calls_of_options = transport_of(options.sync).calls + (MEMORY_CALLS if expected.shares_gpus else ())
+    for calls, fix in ((NEEDED_CALLS, ""), (calls_of_options, ", or another engine.sglang.sync")):
+        missing = [call for call in calls if call not in facts.calls]
+        if missing:
+            wrong.append(
+                f"SGLang {facts.version} lacks {', '.join(missing)}; allowed: {first} or newer, over HTTP{fix}"
+            )
+    return wrong
+
+
+def _too_short(facts: ServerFacts, expected: Expected) -> list[str]:
+    if 0 < facts.max_input_tokens < expected.longest_prompt:
+        return [
+            f"its longest prompt is {facts.max_input_tokens} tokens, data.max_prompt_tokens is "
+            f"{expected.longest_prompt}; raise its context_length or max_total_tokens, or lower data.max_prompt_tokens"
+        ]
+    if 0 < facts.context_tokens < expected.longest - 8:
+        return [
+            f"its context is about {facts.context_tokens} tokens, prompt and answer may be {expected.longest}; raise "
+            "its context_length or max_total_tokens, or lower rollout.max_response_tokens"
+        ]
+    return []
+
+
+def _no_fp8_blocks(facts: ServerFacts) -> list[str]:
+    if version_number(facts.version) < fp8_blocks.OLDEST_SGLANG or not facts.has_checksums:
+        got = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
+        oldest = _dotted(fp8_blocks.OLDEST_SGLANG)
+        return [f"{got}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
+    if facts.quantization != "fp8":
+        arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_blocks.fp8_arguments().items())
+        return [f"it does not wait for fp8 blocks; allowed: a server started with {arguments}"]
+    return []
+
+
+def _other_parameters(facts: ServerFacts, options: SGLangSection) -> list[str]:
+    """Ranks that write into a server's parameters must know how these lie."""
+    only = transport_of(options.sync).only_sglang
+    if not only or version_number(facts.version) == only:
+        return []
+    return [
+        f"where SGLang {facts.version} keeps its weights is not known; allowed with engine.sglang.sync {options.sync}: "
+        f"{_dotted(only)}; install it, or set engine.sglang.sync=distributed"
+    ]
+
+
+def _other_tokenizer(ids: list[int], expected_ids: list[int]) -> list[str]:
+    if ids == expected_ids or ids[1:] == expected_ids:
+        return []
+    return [
+        f"its tokenizer writes {_TOKENIZER_TEXT!r} as {ids[:8]}..., that of model.path as {expected_ids[:8]}...; serve "
+        "the same model, or start the server with --skip-tokenizer-init"
+    ]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,132 @@
+"""Answer workers: processes on the nodes that put the engine's questions to SGLang servers.
+
+    driver: SGLangEngine -> AnswerWorkers.ask -> the least busy process (node_workers.py)
+    process: AnswerWorker.ask -> DirectAnswers.ask (engine/sglang/answers.py) -> HTTP
+
+Workers send requests, parse, check and decode close to the servers; the driver maps their arrays from Ray's object
+store without a copy, and no token passes through it otherwise. A worker that dies loses no group: its questions fail as
+LostWorkerError and the engine asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
+from megatron_daro.engine.sglang.answers import DirectAnswers, EndedAnswer, LostWorkerError, Question
+from megatron_daro.observe import logs
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.routed_experts import ExpertsFolder
+from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place
+from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class
+from megatron_daro.types import Rollout
+
+_TOGETHER_S = 0.05
+"""Answers that end within this time are told together."""
+# A worker answers by the deadline of the request itself; one that does not within this more is hung.
+_GRACE_S = 60.0
+
+
+@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
+class AnswerWorker:
+    """Asks SGLang servers and makes rollouts of their answers, many at once on Ray's event loop."""
+
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        trust_remote_code: bool,
+        log_folder: Path | None,
+        experts: ExpertsFolder | None = None,
+    ) -> None:
+        logs.take_over(log_folder, f"answer worker {number}")
+        self._path, self._trust, self._experts = path, trust_remote_code, experts
+        self._answers: DirectAnswers | None = None
+        self._ended: list[EndedAnswer] = []
+        self._news = asyncio.Event()
+
+    async def ready(self) -> tuple[str, int]:
+        """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
+        if self._answers is None:
+            decode = response_decoder(load_tokenizer(self._path, self._trust))
+            self._answers = DirectAnswers(decode, self._experts)
+            self._answers.when_ended(self._take_ended)
+        return own_place()
+
+    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
+        self._ended += ended
+        self._news.set()
+
+    async def ended(self) -> list[EndedAnswer]:
+        """Wait until answers have ended, and return all since the last call; many come in one."""
+        await self._news.wait()
+        await asyncio.sleep(_TOGETHER_S)
+        self._news.clear()
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of one group. Raises as `Answers.ask` says."""
+        assert self._answers is not None, "ask follows ready"
+        return await self._answers.ask(question)
+
+
+class AnswerWorkers:
+    """The `Answers` of an engine, by actors."""
+
+    def __init__(
+        self,
+        count: int | None,
+        model_path: Path,
+        trust_remote_code: bool,
+        *,
+        logs: Path | None = None,
+        experts: ExpertsFolder | None = None,
+        warn: Callable[[str], None],
+        deadlines: Deadlines,
+    ) -> None:
+        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
+        logs: folder for their logs. experts: where those that servers chose are written to."""
+        self._count = count
+
+        def make(options: dict[str, Any], number: int) -> ActorHandle:
+            worker = actor_class(AnswerWorker).options(**options)
+            return worker.remote(number, model_path, trust_remote_code, logs, experts)
+
+        self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
+        self._started = False
+        self._take_ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were started again."""
+        return self.workers.restarts
+
+    async def start(self) -> None:
+        """Start the processes and load the tokenizer in each; again is nothing. Raises DaroError."""
+        if self._started:
+            return
+        self._started = True
+        nodes = alive_nodes()
+        await self.workers.start([nodes[i % len(nodes)] for i in range(self._count or len(nodes))])
+        self.workers.listen("ended", lambda ended: self._take_ended(ended))
+
+    def when_ended(self, take: Callable[[Sequence[EndedAnswer]], None]) -> None:
+        """Call `take` with answers that have ended, those of a few moments together."""
+        self._take_ended = take
+
+    async def ask(self, question: Question) -> tuple[Rollout, ...]:
+        """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
+        try:
+            return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
+        except WorkerDiedError as error:
+            raise LostWorkerError(str(error)) from None
+
+    async def close(self) -> None:
+        """End the processes. May be called twice."""
+        self.workers.close()

@@ -1,0 +1,119 @@
+"""SGLang's processes in Ray actors: Ray places each server with its GPUs, and a process ends with its actor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from megatron_daro.config.sections import SHARED_FRACTION
+from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
+from megatron_daro.errors import EngineError
+from megatron_daro.runtime.supervisor import actor_class, remote_class, translated
+
+_LAUNCH_S = 300.0
+_CALL_S = 30.0
+_Result = TypeVar("_Result")
+
+
+@remote_class(max_restarts=0, max_task_retries=0)
+class ServerWorker:
+    """One SGLang server process, or one of several of a server that is spread over nodes, on the node and with the GPUs
+    that Ray gave this actor; it ends with the actor."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._server = ServerProcess(options, ray.util.get_node_ip_address())
+
+    def launch(self, meeting: str = "") -> tuple[str, str]:
+        """Start the process; its URL, and where the other parts of its server meet it. meeting: that of the first."""
+        return self._server.launch(meeting), self._server.meeting
+
+    def death(self) -> str:
+        """Why the process is gone; empty while it lives."""
+        return self._server.death()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._server.stop()
+
+
+class RayServer:
+    """The process of a server in a Ray actor, or its processes, one in each part of a server that is spread over nodes;
+    new actors for each start. Its place moves to another node when its own dies (Ray finds a new one for the bundle).
+    The end of one part is the end of the server: the others would wait for it for ever."""
+
+    restartable = True
+
+    def __init__(
+        self,
+        parts: Sequence[LaunchOptions],
+        place: Callable[[int], dict[str, Any]],
+        gpus: Callable[[], str | None],
+    ) -> None:
+        """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
+        each start."""
+        self._parts, self._place, self._gpus = parts, place, gpus
+        self._workers: list[ActorHandle] = []
+
+    async def launch(self) -> str:
+        """Start actors and processes. Raises EngineError."""
+        await self.stop()
+        self._workers = [
+            actor_class(ServerWorker).options(**self._place(part.part)).remote(_sharing(part, self._gpus()))
+            for part in self._parts
+        ]
+        first, *others = self._workers
+        launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)
+        url, meeting = launched
+        await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
+        return url
+
+    async def death(self) -> str:
+        """Why a process or its actor is gone."""
+        if not self._workers:
+            return "it was not started"
+        reasons = await asyncio.gather(*(self._death(worker) for worker in self._workers))
+        return next(filter(None, reasons), "")
+
+    async def stop(self) -> None:
+        """End actors and processes. A process ends with its actor, also where the actor does not answer."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(self._stop(worker) for worker in workers))
+
+    async def _death(self, worker: ActorHandle) -> str:
+        try:
+            return await self._call(worker.death.remote(), _CALL_S)
+        except EngineError as error:
+            return str(error)
+
+    async def _stop(self, worker: ActorHandle) -> None:
+        with contextlib.suppress(EngineError):
+            await self._call(worker.stop.remote(), _CALL_S)
+        ray.kill(worker, no_restart=True)
+
+    async def _call(self, reference: Awaitable[_Result], timeout_s: float) -> _Result:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reference
+        except TimeoutError:
+            raise EngineError(f"the Ray actor of a server did not answer within {timeout_s:g} s") from None
+        except RayError as error:
+            raise EngineError(str(translated("the Ray actor of a server", error))) from None
+
+
+def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
+    """Return the options of a server that shares these GPUs with ranks, in turns; as they are where it shares none.
+
+    The weights of the ranks are on the GPUs beside a server's weights and cache while an update is checked, so less is
+    left for the cache than elsewhere.
+    """
+    if gpus is None or options.arguments.get("device") == "cpu":
+        return options
+    arguments = {"enable_memory_saver": True, "mem_fraction_static": SHARED_FRACTION, **options.arguments}
+    return replace(options, gpus=gpus, arguments=arguments)

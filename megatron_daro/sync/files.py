@@ -1,0 +1,144 @@
+"""Weights as files of an HF checkpoint: exporting ranks write shards beside the final directory, and whoever drives
+them writes the index and renames.
+
+Servers read it (`sync: disk`), or it is the result of a run. Nothing half written stands under the final name, and no
+code (`*.py`) is copied with the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_daro import durable
+from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
+from megatron_daro.errors import SyncError
+from megatron_daro.sync.buckets import WeightBucket, bucketize
+from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
+
+
+class FileSender:
+    """One rank's shards of the checkpoint."""
+
+    def send(
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        plan: SendPlan,
+        *,
+        label: str = "",
+        group: ProcessGroup | None = None,
+    ) -> SendReport:
+        """Write the stream; see `TransportSender`."""
+        return write_shards(plan, label, stream)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def partial_directory(directory: Path) -> Path:
+    """Where the files of `directory` are written before it appears."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def write_shards(plan: SendPlan, label: str, stream: Iterable[tuple[str, Tensor]]) -> SendReport:
+    """Write this rank's tensors into the partial directory; read the stream to its end whatever happens.
+
+    Args:
+        plan: of files.
+        label: distinguishes ranks in file names.
+        stream: (HF name, tensor), maybe collective.
+
+    Returns:
+        The report, with the files.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+    started = time.perf_counter()
+    partial, written, failure = partial_directory(_directory(plan)), dict[str, tuple[str, int]](), ""
+    in_host_memory = ((name, tensor.cpu()) for name, tensor in stream)  # a whole file of them may not fit the GPU
+    for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
+        if failure:
+            continue  # other ranks gather along
+        try:
+            written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
+        except (OSError, SafetensorError) as error:
+            failure = f"{partial}: {error}"
+    if failure:
+        raise SyncError(f"weights could not be written: {failure}; {plan.remedy}")
+    total = sum(nbytes for _, nbytes in written.values())
+    return SendReport(total, len(written), time.perf_counter() - started, files=written)
+
+
+def complete_checkpoint(
+    plan: SendPlan,
+    files: Mapping[str, tuple[str, int]],
+    model_path: Path,
+    dtype: str,
+    changes: Mapping[str, Any] = {},
+) -> None:
+    """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
+
+    Args:
+        plan: of files. files: HF name -> (file name, bytes), of all ranks. model_path: has the configuration and the
+            tokenizer. dtype: of the tensors, by torch's name. changes: what else config.json shall say.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+    directory = _directory(plan)
+    partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
+    try:
+        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        copy_model_files(model_path, partial, dtype, always=True, changes=changes)
+        if plan.step is not None:
+            (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
+        durable.sync_folder(partial)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():
+            directory.rename(replaced)
+        partial.rename(directory)
+        durable.sync(directory.parent)
+    except OSError as error:
+        raise SyncError(f"{directory} could not be written: {error}; {plan.remedy}") from error
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def open_checkpoint(plan: SendPlan) -> None:
+    """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
+    partial = partial_directory(_directory(plan))
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SyncError(f"{partial} cannot be made: {error}; {plan.remedy}") from error
+
+
+def _directory(plan: SendPlan) -> Path:
+    assert plan.directory is not None, "a plan of files names their directory"
+    return plan.directory
+
+
+def _named_files(partial: Path, files: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
+    written = list(dict.fromkeys(file for file, _ in files.values()))
+    names = {file: shard_name(number, len(written)) for number, file in enumerate(written)}
+    for file, name in names.items():
+        (partial / file).rename(partial / name)
+    return {tensor: names[file] for tensor, (file, _) in files.items()}
+
+
+def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
+    # A clone of each: safetensors refuses tensors that share memory, as views of a bucket do.
+    tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+    save_file(tensors, partial / file, metadata={"format": "pt"})
+    return {name: (file, tensor.nbytes) for name, tensor in tensors.items()}

@@ -1,0 +1,81 @@
+"""Which ranks hand weights out to which servers, where handles of GPU memory go to several hosts.
+
+A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
+takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
+(relays.py). So the
+bytes reach a host once, whatever the layout and however many servers it has. On any other way one rank of a stage sends
+to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
+
+from megatron_daro.errors import SyncError
+from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.transports import transport_of
+
+
+@dataclass(frozen=True, slots=True)
+class RankRole:
+    """Where a rank is. exports: it takes part in the export of the stage. sends: it is the first of those."""
+
+    host: str
+    exports: bool
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Who hands out what. plans: rank -> servers of its host, for ranks that export; relays: the same for those that
+    are told each bucket by the sender."""
+
+    sender: int
+    plans: Mapping[int, SendPlan]
+    relays: Mapping[int, SendPlan] = field(default_factory=dict)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the group that buckets are broadcast in, the sender first; empty where nothing is."""
+        return (self.sender, *self.relays) if self.relays else ()
+
+
+def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
+    """Deal the servers of a plan out to ranks of their hosts.
+
+    Args:
+        plan: to all servers. roles: rank -> its role, all ranks of the policy.
+
+    Raises:
+        SyncError: a server's host has no rank.
+    """
+    sender = next(rank for rank, role in roles.items() if role.sends)
+    if not transport_of(plan.transport).maps_memory or len({role.host for role in roles.values()}) == 1:
+        return Routes(sender, {sender: plan})
+    plans, relays = {sender: replace(plan, targets=())}, dict[int, SendPlan]()
+    for host in dict.fromkeys(urlsplit(target.url).hostname or "" for target in plan.targets):
+        own = replace(plan, targets=tuple(t for t in plan.targets if (urlsplit(t.url).hostname or "") == host))
+        here = [rank for rank, role in roles.items() if role.host == host]
+        exporting = [rank for rank in here if roles[rank].exports]
+        if sender in here:
+            plans[sender] = own
+        elif exporting:
+            plans[exporting[0]] = own
+        elif here:
+            relays[here[0]] = own
+        else:
+            names = ", ".join(target.name for target in own.targets)
+            hosts = ", ".join(sorted({role.host for role in roles.values()}))
+            raise SyncError(
+                f"engine.sglang.sync: got tensor for {names} on {host}, where no rank of the actor is (they are on "
+                f"{hosts}): GPU memory is handed over within a host; set engine.sglang.sync=distributed"
+            )
+    return Routes(sender, plans, relays)
+
+
+def joined_report(routes: Routes, reports: Mapping[int, SendReport]) -> SendReport:
+    """Return the sender's report with the failures of all: the others sent the same once more."""
+    failures = {name: failure for report in reports.values() for name, failure in report.failures.items()}
+    return replace(reports[routes.sender], failures=failures, send_s=max(report.send_s for report in reports.values()))
