@@ -14,7 +14,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -23,7 +22,7 @@ from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.sections import SHARED_FRACTION, Config, EngineSection
+from megatron_daro.config.sections import SHARED_FRACTION, Config
 from megatron_daro.engine.sglang import supervision
 from megatron_daro.engine.sglang.command import check_environments, interpreter
 from megatron_daro.engine.sglang.engine import SGLangEngine
@@ -32,9 +31,9 @@ from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, S
 from megatron_daro.engine.sglang.supervision import Expected
 from megatron_daro.errors import EngineError
 from megatron_daro.observe import logs
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.node_workers import AnswerWorker, NodeWorkers, ServerWorker, alive_nodes
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, translated
 from megatron_daro.types import Rollout
@@ -46,26 +45,18 @@ _GRACE_S = 60.0
 class AnswerWorkers:
     """`engine.sglang.answers.Answers`, by actors."""
 
-    def __init__(
-        self,
-        count: int | None,
-        model_path: Path,
-        trust_remote_code: bool,
-        *,
-        logs: Path | None = None,
-        experts: ExpertsFolder | None = None,
-        warn: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
-        logs: folder for their logs. experts: where those that servers chose are written to."""
-        self._count = count
+    def __init__(self, run: RunContext) -> None:
+        """Start nothing. `engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
+        self._count = run.config.engine.sglang.answer_workers
+        model = run.config.model
+        # Where the experts that servers chose are written to.
+        experts = ExpertsFolder(run.run_dir) if run.config.actor.routing_replay else None
 
         def make(options: dict[str, Any], number: int) -> ActorHandle:
             worker = actor_class(AnswerWorker).options(**options)
-            return worker.remote(number, model_path, trust_remote_code, logs, experts)
+            return worker.remote(number, model.path.absolute(), model.trust_remote_code, run.log_dir, experts)
 
-        self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
+        self.workers = NodeWorkers("answer worker", make, run)
         self._started = False
         self._take_ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
 
@@ -182,23 +173,13 @@ class RayServer:
 class SGLangGroup(SGLangEngine):
     """The servers of a run."""
 
-    def __init__(
-        self,
-        config: Config,
-        text: Text,
-        *,
-        run_dir: Path,
-        placement: Placement,
-        warn: Callable[[str], None],
-        loads: Callable[[str], None] = lambda text: None,
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing, but look at the interpreters. Args: loads: told which server loads.
+    def __init__(self, run: RunContext, text: Text, placement: Placement) -> None:
+        """Start nothing, but look at the interpreters.
 
         Raises:
             ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
         """
-        options = config.engine.sglang
+        config, options = run.config, run.config.engine.sglang
         check_environments(options)
         rollout, model_path = config.rollout, config.model.path.absolute()
         model = json.loads((model_path / "config.json").read_text())
@@ -213,21 +194,13 @@ class SGLangGroup(SGLangEngine):
             text.stops,
         )
         super().__init__(
-            _handles(config.engine, config, run_dir, placement, reads_text=text.stops),
+            _handles(run, placement, reads_text=text.stops),
             options,
             expected,
-            answers=AnswerWorkers(
-                options.answer_workers,
-                model_path,
-                config.model.trust_remote_code,
-                logs=run_dir.absolute() / logs.FOLDER,
-                experts=ExpertsFolder(run_dir) if config.actor.routing_replay else None,
-                warn=warn,
-                deadlines=deadlines,
-            ),
-            warn=warn,
-            loads=loads,
-            run_dir=run_dir,
+            answers=AnswerWorkers(run),
+            warn=run.progress.warn,
+            loads=partial(run.progress.stage, "engine"),
+            run_dir=run.run_dir,
             temperature=rollout.temperature,
             probe_tokens=probe_text(
                 min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
@@ -236,10 +209,8 @@ class SGLangGroup(SGLangEngine):
         )
 
 
-def _handles(
-    section: EngineSection, config: Config, run_dir: Path, placement: Placement, *, reads_text: bool
-) -> Mapping[str, ServerHandle]:
-    options = section.sglang
+def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapping[str, ServerHandle]:
+    config, options = run.config, run.config.engine.sglang
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids: without a tokenizer a server starts sooner and does less per answer.
@@ -254,17 +225,17 @@ def _handles(
         python=interpreter(options),
         model_path=config.model.path.absolute(),
         tensor_parallel=options.tensor_parallel,
-        seed=filled(section.seed),
+        seed=filled(config.engine.seed),
         arguments=arguments,
         env=options.env,
-        log_path=run_dir.absolute() / logs.FOLDER,
+        log_path=run.log_dir,
         parts=options.nodes,
         maps_memory=options.sync == "tensor",
         takes_shards=options.sync == "shards",
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
-        for i in range(section.replicas)
+        for i in range(config.engine.replicas)
     }
 
 
