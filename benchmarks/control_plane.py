@@ -43,6 +43,7 @@ from harness import cpu_s
 from tiny_task import save_tokenizer
 
 from megatron_daro.config import resolve
+from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
@@ -53,6 +54,7 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.supervisor import gather
@@ -261,13 +263,13 @@ SHAPE = {
 async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: Watch | None) -> dict[str, Any]:
     """One step of a run, and what it cost this process."""
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
-    algorithm, limits, phases = parts.algorithm_of(config), parts.deadlines(config), Phases()
-    placement = parts.placement(config, engines=True)
-    group = parts.policy_group(config, placement)
+    algorithm, run = parts.algorithm_of(config), RunContext.of(config, progress, Phases())
+    placement = parts.placement(run, engines=True)
+    group = parts.policy_group(run, placement, trains=False)
     group.__class__ = NoModel
     assert isinstance(group, NoModel)
     group.num_ranks = config.actor.world_size
-    made = parts.generation(config, inputs, algorithm, placement, progress, phases)
+    made = parts.generation(run, inputs, algorithm, placement)
     with Ending(run_dir, tensorboard=False) as metrics:
         controller = Controller(
             config.trainer,
@@ -277,16 +279,16 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: 
                 build=parts.batch_builder(config, algorithm),
                 metrics=metrics,
                 progress=progress,
-                phases=phases,
+                phases=run.phases,
                 engine=made.engine,
                 recorder=Recorder(run_dir),
                 closers={"verifiers": made.scorer.close},
-                deadlines=limits,
+                deadlines=run.deadlines,
             ),
             max_staleness=0,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
-        await parts.start_all(placement, group, made, progress)
+        await parts.start_all(run, placement, group, made)
         spare_event_loop()  # as runtime/launch.py does
         with watch or nullcontext():
             metrics.begin()
@@ -309,7 +311,7 @@ def check(line: dict[str, Any], tokens: int) -> None:
 def run_one(directory: Path, tokens: int, *, watched: bool) -> dict[str, Any]:
     """In a process of its own."""
     config = resolve(directory / "task.yaml")
-    run_dir = parts.run_directory(config)
+    run_dir = filled(config.trainer.run_dir)
     run_dir.mkdir(parents=True)
     progress = Progress(total_steps=1, rollouts_per_prompt=SAMPLES, mode="off", title="control plane")
     inputs = read_inputs(config, progress)

@@ -36,15 +36,19 @@ import torch.distributed as dist
 from harness import PeakMemory
 
 from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.sections import SGLangSection
+from megatron_daro.config.sections import DataSection, ModelSection, SGLangSection, TrainerSection
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
 from megatron_daro.engine.sglang.vetting import Expected
+from megatron_daro.observe.phases import Phases
+from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.sync.transports import transport_of
@@ -191,14 +195,15 @@ async def make_policy(model: Path) -> PolicyGroup:
     actor = ActorSection(precision="bf16")
     placement = Placement.of_actor(actor)
     await placement.start()
-    return PolicyGroup(
-        PolicySettings(model, rollouts_per_prompt=2, max_response_tokens=64, temperature=1.0, total_steps=1),
-        actor,
-        AlgorithmSection(),
-        seed=0,
-        updates_per_batch=1,
-        placement=placement,
+    config = Config(
+        model=ModelSection(path=model),
+        data=DataSection(train=(model,)),
+        actor=actor,
+        trainer=TrainerSection(seed=0, run_dir=model.parent / "run"),
     )
+    progress = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    settings = PolicySettings(model, rollouts_per_prompt=2, max_response_tokens=64, temperature=1.0, total_steps=1)
+    return PolicyGroup(RunContext.of(config, progress, Phases()), settings, AlgorithmSection(), placement)
 
 
 async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:

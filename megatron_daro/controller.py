@@ -1,16 +1,30 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
-The composition root builds the parts and runs one Controller. Three coroutines under one task
-group: `_generate` fills batches, `_train` uses them up, `_watch` waits for Ctrl-C. Generation of batch m may begin when
-batch m - 1 - max_staleness is trained, so 0 is synchronous training and 1 overlaps the two, by the same code. The
-weight version of the policy is the number of the last step, also where a step was skipped. `shutdown` is the one place
-that closes everything. It sees Protocols only and knows no Megatron, Ray, engine or model.
+The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights, then
+has three coroutines under one task group:
+
+    _generate --batches, then None--> _queue --> _train --> _sync_weights --> engine
+        ^                                          |
+        +------- _batch_done: batch counted -------+          _watch: a stop ends _generate
+
+    coroutine   waits for                                          unblocked by
+    _generate   its turn: batch m needs m - 1 - max_staleness      `_batch_done`, once the engine has the weights
+                trained, so 0 is synchronous training, and 1       of a batch, or a batch trained nothing
+                overlaps the two, by the same code;
+                the engine (`_engine_lock`)                        the sync or evaluation that holds it
+    _train      a batch, or None: there are no more                `_generate`
+    _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
+
+One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
+each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
+Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
+skipped. `shutdown` is the one place that closes everything. It sees Protocols only and knows no Megatron, Ray, engine
+or model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -112,17 +126,16 @@ class Controller:
         # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
         # books, without an outcome, when the last one was sampled.
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 1)
-        self._weights: dict[str, float] = {}
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
-        self._advanced = asyncio.Condition()
+        self._progressed = asyncio.Condition()
         self._stop = asyncio.Event()
         self._stop_at_once = False
         self._task: asyncio.Task | None = None
 
     async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint: policy, prompts, books and files go back to its step. Call before `run`.
+        """Continue from a checkpoint: policy, prompts, books and files go back to its step. Call before `run`.
 
         Args:
             checkpoint: a verified checkpoint directory. state: its state.json.
@@ -137,7 +150,6 @@ class Controller:
         self.step = self._planned_step = self._saved_step = int(state["step"])
         self._batches_done = int(state["batches_done"])
         self._skipped_steps = int(state["skipped_steps"])
-        self._weights = dict(state["difficulty_weights"])
         self.truncate_files()
 
     def truncate_files(self) -> None:
@@ -157,7 +169,7 @@ class Controller:
             self._task.cancel()
 
     async def run(self) -> RunOutcome:
-        """Trains up to `steps`, then closes everything, whatever happened.
+        """Train up to `steps`, then close everything, whatever happened.
 
         Raises:
             DaroError: the first cause of a failure. Everything is closed by then.
@@ -247,7 +259,7 @@ class Controller:
     async def _generate(self) -> None:
         index = self._batches_done
         try:
-            while await self._within("turn", self._turn(index), what=f"batch {index}"):
+            while await self._within("turn", self._may_generate(index), what=f"batch {index}"):
                 async with self._engine_use():
                     with self._parts.phases.measure("rollout"):
                         batch = await self._parts.source.sample(self._planned_step)
@@ -261,10 +273,10 @@ class Controller:
             raise
         self._queue.put_nowait(None)
 
-    async def _turn(self, index: int) -> bool:
+    async def _may_generate(self, index: int) -> bool:
         """Wait until batch `index` may be generated. False when training needs no more batches."""
-        async with self._advanced:
-            await self._advanced.wait_for(
+        async with self._progressed:
+            await self._progressed.wait_for(
                 lambda: (
                     self.step >= self._section.steps
                     or (self._planned_step < self._section.steps and index - self._batches_done <= self._max_staleness)
@@ -274,7 +286,7 @@ class Controller:
 
     @asynccontextmanager
     async def _engine_use(self) -> AsyncIterator[None]:
-        """Return the engine for one user at a time: a batch, a weight sync or an evaluation."""
+        """Hold the engine for one user: a batch, a weight sync or an evaluation."""
         await self._within("engine_free", self._engine_lock.acquire())
         try:
             yield
@@ -288,14 +300,14 @@ class Controller:
                 if not self._stop.is_set():
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
-            await self._policys_turn()
+            await self._give_gpus_to_policy()
             before = self.step
             await self._train_batch(batch)
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
             if self._save_due and not self._parts.colocation:
                 await self._checkpoint()
-        await self._policys_turn()
+        await self._give_gpus_to_policy()
         await self._checkpoint()
         with self._parts.phases.measure("checkpoint"):
             await self._saving.finished()
@@ -306,7 +318,7 @@ class Controller:
         self._last_batch = batch
         stale = self._parts.source.stale(batch.groups, self.step)
         updates, unused = plan_updates(batch, stale, self.step, self._section)
-        self._finish(unused, "dropped")
+        self._resolve(unused, "dropped")
         # Generation planned with the whole batch; corrected before it is woken, or it could wait for a step too many.
         planned = last_step(batch, self.step, self._section)
         self._planned_step += (updates[-1].step if updates else self.step) - planned
@@ -316,66 +328,69 @@ class Controller:
             self._count_lost(f"all {len(stale)} groups of a batch were older than max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
-            await self._advance()
+            await self._batch_done()
             return
         next(update for update in updates if update.first).dropped, self._unrecorded = lost, ()
-        # All of them before the first update: old log-probs are those of the weights that the batch began with.
-        prepared = {update.step: await self._prepare(batch, update) for update in updates if update.epoch == 1}
-        before = tuple(prepared.values())
+        # All of them before the first step: old log-probs are those of the weights that the batch began with.
+        batch_of_step = {
+            update.step: await self._with_logprobs(batch, update) for update in updates if update.epoch == 1
+        }
+        first_epoch = tuple(batch_of_step.values())
         for update in updates:
             if not update.trains:
-                self._finish(update.groups, "dropped")
+                self._resolve(update.groups, "dropped")
                 continue
-            train_batch = prepared.pop(update.step, None)
-            await self._update(update, train_batch or await self._build(batch, update, before))
+            train_batch = batch_of_step.pop(update.step, None)
+            await self._train_step(update, train_batch or await self._build_columns(batch, update, first_epoch))
 
-    async def _prepare(self, batch: SampledBatch, update: Update) -> TrainBatch:
+    async def _with_logprobs(self, batch: SampledBatch, update: Update) -> TrainBatch:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
-        train_batch = await self._build(batch, update)
+        train_batch = await self._build_columns(batch, update)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(train_batch)
             return await self._within("logprob", work, what=f"step {update.step}")
 
-    async def _build(self, batch: SampledBatch, update: Update, before: Sequence[TrainBatch] = ()) -> TrainBatch:
-        """Return the columns of one optimizer step, in a later epoch with log-probs and values of `before`, and note
+    async def _build_columns(
+        self, batch: SampledBatch, update: Update, first_epoch: Sequence[TrainBatch] = ()
+    ) -> TrainBatch:
+        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and note
         what they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
-            columns = asyncio.to_thread(self._columns, batch, update, before)
+            columns = asyncio.to_thread(self._make_columns, batch, update, first_epoch)
             train_batch, metrics = await self._within("build", columns, what=f"step {update.step}")
         update.metrics |= metrics
         return train_batch
 
-    def _columns(
-        self, batch: SampledBatch, update: Update, before: Sequence[TrainBatch]
+    def _make_columns(
+        self, batch: SampledBatch, update: Update, first_epoch: Sequence[TrainBatch]
     ) -> tuple[TrainBatch, dict[str, float]]:
         columns = replace(self._parts.build(update.groups, update.step), opens_batch=update.first)
-        if before:
-            columns = with_columns_of(columns, before)
+        if first_epoch:
+            columns = with_columns_of(columns, first_epoch)
         return columns, update_metrics(batch, update, columns, self._section.steps_per_batch)
 
-    async def _update(self, update: Update, train_batch: TrainBatch) -> None:
+    async def _train_step(self, update: Update, train_batch: TrainBatch) -> None:
         """One optimizer step and everything that belongs to it."""
         with self._parts.phases.measure("train"):
-            await self._optimize(train_batch, update)
+            await self._optimizer_step(train_batch, update)
         if update.epoch == 1:
-            self._finish(update.groups, update.outcome)
+            self._resolve(update.groups, update.outcome)
         self.step = update.step
         update.metrics |= self._book_metrics()
         if update.last:
-            await self._share_weights(update)
+            await self._sync_weights(update)
         with self._parts.phases.measure("write"):
             await self._write(update, len(train_batch.tokens_T))
 
-    async def _optimize(self, batch: TrainBatch, update: Update) -> None:
-        """Asks the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
+    async def _optimizer_step(self, batch: TrainBatch, update: Update) -> None:
+        """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
         try:
             work = self._parts.policy.train(batch, update.step)
             result = await self._within("train", work, what=f"step {update.step}")
         except NonFiniteError as error:
             result = StepResult(update.step, {}, skipped=True, reason=str(error))
         update.metrics = dict(result.metrics) | update.metrics
-        self._weights |= {k: v for k, v in result.metrics.items() if k.startswith("difficulty/weight/")}
         if not result.skipped:
             self._lost_in_a_row = 0
             return
@@ -403,8 +418,8 @@ class Controller:
         work = colocation.publish(sync, self.step) if colocation else sync.publish(self.step)
         return await self._within("sync", work, what=what)
 
-    async def _policys_turn(self) -> None:
-        """Where policy and engine share GPUs: what was due since the policy left them is saved when it is back."""
+    async def _give_gpus_to_policy(self) -> None:
+        """Bring the policy back to GPUs that it shares with the engine; save what was due while it was away."""
         if self._parts.colocation:
             await self._parts.evaluations.ended()
             async with self._engine_use():
@@ -412,8 +427,8 @@ class Controller:
         if self._save_due:
             await self._checkpoint()
 
-    async def _share_weights(self, update: Update) -> None:
-        """Sync and evaluation; then the next batch may be generated, beside the writing of this one."""
+    async def _sync_weights(self, update: Update) -> None:
+        """Sync and evaluate; then the next batch may be generated, beside the writing of this one."""
         await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
@@ -421,12 +436,12 @@ class Controller:
                     update.metrics |= await self._publish(f"step {self.step}")
             if self._parts.evaluations.due(update.version, self.step):
                 await self._parts.evaluations.run(self.step, update.metrics)
-        await self._advance()
+        await self._batch_done()
 
-    async def _advance(self) -> None:
-        async with self._advanced:
+    async def _batch_done(self) -> None:
+        async with self._progressed:
             self._batches_done += 1
-            self._advanced.notify_all()
+            self._progressed.notify_all()
 
     async def _write(self, update: Update, num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
@@ -458,7 +473,7 @@ class Controller:
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
-    def _finish(self, groups: Sequence[Group], outcome: Outcome) -> None:
+    def _resolve(self, groups: Sequence[Group], outcome: Outcome) -> None:
         ids = [group.group_id for group in groups]
         self._parts.source.ledger.finish(ids, outcome)
         self._resolved[-1] |= dict.fromkeys(ids, outcome)
@@ -484,7 +499,6 @@ class Controller:
             "batches_done": self._batches_done,
             "skipped_steps": self._skipped_steps,
             "sampler": self._last_batch.snapshot.to_json(resolved),
-            "difficulty_weights": {k: v for k, v in self._weights.items() if math.isfinite(v)},
             "identity": dict(self._parts.identity),
         }
         save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step
@@ -494,15 +508,15 @@ class Controller:
                 await self._parts.policy.save(directory, captured)
                 await asyncio.to_thread(write_waiting, directory, waiting)
 
-            work = self._unless_lost(save(step, fill, state, self._parts.progress))
+            work = self._save_again_if_lost(save(step, fill, state, self._parts.progress))
             return self._within("save", work, what=f"checkpoint of step {step}")
 
         with self._parts.phases.measure("checkpoint"):
             await self._saving.begin(begin)
         self._saved_step = step
 
-    async def _unless_lost(self, save: Awaitable[object]) -> None:
-        """Have the next batch followed by another checkpoint, where this one was lost with a rank."""
+    async def _save_again_if_lost(self, save: Awaitable[object]) -> None:
+        """Save, and again after the next batch where this checkpoint was lost with a rank."""
         try:
             await save
         except LostSaveError as error:

@@ -79,7 +79,6 @@ class _State(_Shape):
     batches_done: NonNegativeInt
     skipped_steps: NonNegativeInt
     sampler: _Sampler
-    difficulty_weights: dict[str, float]
     identity: dict[str, Any]
 
 

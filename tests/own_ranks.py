@@ -26,6 +26,6 @@ def install(make: Callable[[Any], Any]) -> None:
     made = remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(make(rank_class))
 
     def start_process(self: PolicyGroup, rank: int) -> Any:
-        return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._logs)
+        return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._run.log_dir)
 
     PolicyGroup.start_process = start_process  # type: ignore[method-assign]

@@ -36,6 +36,7 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.policy_group import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
@@ -160,7 +161,7 @@ def train(config: Config) -> RunOutcome:
     """
     if config.actor.world_size != 1 or config.engine.kind != "embedded" or config.engine.replicas != 1:
         raise ConfigError("actor, engine: allowed in one process are one rank and one embedded engine")
-    run_dir, phases = parts.run_directory(config), Phases()
+    run_dir, phases = filled(config.trainer.run_dir), Phases()
     run_dir.mkdir(parents=True)
     size = config.rollout.rollouts_per_prompt
     shown = Progress(
@@ -171,15 +172,13 @@ def train(config: Config) -> RunOutcome:
         try:
             inputs = read_inputs(config, progress)
             algorithm = parts.algorithm_of(config)
-            return asyncio.run(_train(config, algorithm, inputs, metrics, progress, phases))
+            return asyncio.run(_train(RunContext.of(config, progress, phases), algorithm, inputs, metrics))
         finally:
             parallel.shutdown()
 
 
-async def _train(
-    config: Config, algorithm: Algorithm, inputs: Inputs, metrics: MetricsLog, progress: Progress, phases: Phases
-) -> RunOutcome:
-    section, pool, limits = config.engine, RewardPool.from_section(config.reward), parts.deadlines(config)
+async def _train(run: RunContext, algorithm: Algorithm, inputs: Inputs, metrics: MetricsLog) -> RunOutcome:
+    config, section, pool = run.config, run.config.engine, RewardPool.from_section(run.config.reward)
     engine = OneEngine(
         config.model.path,
         decode=response_decoder(inputs.tokenizer),
@@ -191,8 +190,7 @@ async def _train(
     pool.start()
     policy = OnePolicy(config)
     await engine.start()
-    shared = (cast(Any, engine), cast(Any, pool), progress, phases, limits)
-    made = parts.generation_with(config, inputs, algorithm, *shared)
+    made = parts.generation_with(run, inputs, algorithm, cast(Any, engine), cast(Any, pool))
     assert made.evaluator, "the lab gives each run a set"
     controller = Controller(
         config.trainer,
@@ -201,12 +199,12 @@ async def _train(
             source=made.sampler,
             build=parts.batch_builder(config, algorithm),
             metrics=metrics,
-            progress=progress,
-            phases=phases,
+            progress=run.progress,
+            phases=run.phases,
             engine=engine,
-            evaluations=Evaluations(made.evaluator.evaluate, config.trainer, phases, limits),
+            evaluations=Evaluations(made.evaluator.evaluate, config.trainer, run.phases, run.deadlines),
             closers={"verifiers": lambda: asyncio.to_thread(pool.close)},
-            deadlines=limits,
+            deadlines=run.deadlines,
         ),
         max_staleness=config.rollout.batches_ahead,
     )

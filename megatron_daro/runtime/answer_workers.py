@@ -20,8 +20,8 @@ from ray.actor import ActorHandle
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.engine.sglang.answers import DirectAnswers, EndedAnswer, LostWorkerError, Question
 from megatron_daro.observe import logs
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.routed_experts import ExpertsFolder
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class
 from megatron_daro.types import Rollout
@@ -79,26 +79,18 @@ class AnswerWorker:
 class AnswerWorkers:
     """The `Answers` of an engine, by actors."""
 
-    def __init__(
-        self,
-        count: int | None,
-        model_path: Path,
-        trust_remote_code: bool,
-        *,
-        logs: Path | None = None,
-        experts: ExpertsFolder | None = None,
-        warn: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing. Args: count: workers in sum, dealt out to the nodes in turn; None: one on each node.
-        logs: folder for their logs. experts: where those that servers chose are written to."""
-        self._count = count
+    def __init__(self, run: RunContext) -> None:
+        """Start nothing. `engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
+        self._count = run.config.engine.sglang.answer_workers
+        model = run.config.model
+        # Where the experts that servers chose are written to.
+        experts = ExpertsFolder(run.run_dir) if run.config.actor.routing_replay else None
 
         def make(options: dict[str, Any], number: int) -> ActorHandle:
             worker = actor_class(AnswerWorker).options(**options)
-            return worker.remote(number, model_path, trust_remote_code, logs, experts)
+            return worker.remote(number, model.path.absolute(), model.trust_remote_code, run.log_dir, experts)
 
-        self.workers = NodeWorkers("answer worker", make, warn=warn, deadlines=deadlines)
+        self.workers = NodeWorkers("answer worker", make, run)
         self._started = False
         self._take_ended: Callable[[Sequence[EndedAnswer]], None] = lambda ended: None
 

@@ -9,8 +9,8 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.observe import logs
 from megatron_daro.observe.phases import Phases
-from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.protocol import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,11 @@ class RunContext:
     progress: Progress
     phases: Phases
     deadlines: Deadlines
+
+    @classmethod
+    def of(cls, config: Config, progress: Progress, phases: Phases) -> RunContext:
+        """The context of a run whose deadlines are those of the configuration."""
+        return cls(config, progress, phases, Deadlines().scaled(config.trainer.deadline_scale))
 
     @property
     def run_dir(self) -> Path:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -22,9 +21,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
-from megatron_daro.config.sections import EngineSection
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, end_frozen, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -52,28 +51,17 @@ class _Replica:
 class EngineGroup:
     """The embedded engines of a run."""
 
-    def __init__(
-        self,
-        section: EngineSection,
-        *,
-        model_path: Path,
-        trust_remote_code: bool,
-        dtype: str,
-        placement: Placement,
-        warn: Callable[[str], None],
-        loads: Callable[[str], None] = lambda text: None,
-        logs: Path | None = None,
-    ) -> None:
-        """Start nothing; `start` does. Args: placement: where each goes, started before. warn: told of each that is
-        started again. loads: told what loads. logs: folder for the logs of the engines."""
-        self._placement, self._logs, self._warn, self._loads = placement, logs, warn, loads
-        self._path, self._trust = model_path, trust_remote_code
+    def __init__(self, run: RunContext, placement: Placement) -> None:
+        """Start nothing; `start` does. Args: placement: where each goes, started before."""
+        section, model = run.config.engine, run.config.model
+        self._run, self._placement, self._warn = run, placement, run.progress.warn
+        self._path, self._trust = model.path.absolute(), model.trust_remote_code
         self._max_restarts, self._hung_s = section.embedded.max_restarts, section.embedded.hung_s
         self._options = {
             "seed": filled(section.seed),
             "batch_size": section.embedded.batch_size,
             "threads": section.embedded.threads,
-            "dtype": dtype,
+            "dtype": run.config.actor.dtype,
         }
         self._replicas = [_Replica(number) for number in range(section.replicas)]
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +74,7 @@ class EngineGroup:
         """Start the processes and load the model in each; again is nothing. Raises ModelError, WorkerError."""
         if self._tasks:
             return
-        self._loads(f"{len(self._replicas)} engines load the model")
+        self._run.progress.stage("engine", f"{len(self._replicas)} engines load the model")
         await gather({replica.name: self._begin(replica).start.remote() for replica in self._replicas})
         for replica in self._replicas:
             replica.state = "joining"
@@ -254,7 +242,7 @@ class EngineGroup:
     def _begin(self, replica: _Replica) -> ActorHandle:
         """Start a process; it loads nothing yet."""
         made = actor_class(EngineWorker).options(**self._placement.server(replica.number))
-        replica.worker = made.remote(replica.number, self._path, self._trust, self._options, self._logs)
+        replica.worker = made.remote(replica.number, self._path, self._trust, self._options, self._run.log_dir)
         return replica.worker
 
     async def _watch(self, replica: _Replica) -> None:
@@ -294,7 +282,7 @@ class EngineGroup:
     async def _load(self, replica: _Replica) -> None:
         """Start its next process. Raises ModelError, DeadlineError; WorkerDiedError: it died again."""
         started = gather({replica.name: self._begin(replica).start.remote()})
-        await self._placement.deadlines.within("engine_start", started, what=replica.name)
+        await self._run.deadlines.within("engine_start", started, what=replica.name)
         replica.state = "joining"
         self._tell()
 

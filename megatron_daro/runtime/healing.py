@@ -24,7 +24,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from megatron_daro.errors import WorkerError
-from megatron_daro.rollout.deadlines import Deadlines, mark_as_seen
+from megatron_daro.rollout.deadlines import mark_as_seen
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather, translated, unhurried
@@ -69,9 +70,10 @@ class Ranks(Protocol):
 class Healing:
     """The snapshots of one policy, and the replacement of its ranks."""
 
-    def __init__(self, ranks: Ranks, limits: HealingLimits, deadlines: Deadlines, warn: Callable[[str], None]) -> None:
-        """Do nothing yet. warn: tells a person of every replacement."""
-        self._ranks, self._limits, self._deadlines, self._warn = ranks, limits, deadlines, warn
+    def __init__(self, ranks: Ranks, limits: HealingLimits, run: RunContext) -> None:
+        """Do nothing yet."""
+        self._ranks, self._limits = ranks, limits
+        self._deadlines, self._warn = run.deadlines, run.progress.warn
         self.keeps: Keeps = "none"
         self.remark = ""
         self.epoch = 0

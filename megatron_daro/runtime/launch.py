@@ -1,7 +1,12 @@
 """Runs what a configuration describes, and takes it apart again: the composition root.
 
-The command line calls `train`; parts.py makes the parts, each of its own
-section. Computes nothing.
+The command line calls `train`, in this process, in this order:
+
+    check_start -> own RUN -> progress and log -> read the data -> begin: step 0 or the newest checkpoint
+      -> Ray -> _train: placement -> ranks -> engine, verifiers, sampler -> Controller
+                        start_all -> resume -> Controller.run under supervision
+
+parts.py makes what `_train` puts together. Computes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +21,7 @@ from typing import Any, TypeVar
 from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
+from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
@@ -26,13 +31,13 @@ from megatron_daro.observe.logs import driver_log
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime import parts, run_directory
 from megatron_daro.runtime.cluster import cluster
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
@@ -41,15 +46,6 @@ from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervi
 from megatron_daro.types import PlainValue
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """Who is told what happens."""
-
-    metrics: MetricsLog
-    progress: Progress
-    phases: Phases
 
 
 def train(config: Config, *, resume: bool = False, replay: Path | None = None) -> RunOutcome:
@@ -69,36 +65,35 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
     config = with_template_date(config, resume=resume)
     algorithm = parts.algorithm_of(config)
     check_start(config, resume=resume, generates=replay is None)
-    run_dir = parts.run_directory(config)
+    run_dir, phases = filled(config.trainer.run_dir), Phases()
     with interruptible() as interrupts, taken_back_if_it_fails(run_dir), ExitStack() as stack:
         stack.enter_context(owned(run_dir, resume=resume))
-        phases = Phases()
-        progress = _progress(config, run_dir, phases)
-        stack.enter_context(progress)
-        stack.enter_context(driver_log(parts.log_folder(config), terminal=progress.mode != "off"))
+        progress = stack.enter_context(_progress(config, run_dir, phases))
+        run = RunContext.of(config, progress, phases)
+        stack.enter_context(driver_log(run.log_dir, terminal=progress.mode != "off"))
         stack.callback(run_directory.remove_unfinished_export, config.trainer)
         for remark in parts.algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
-        inputs: Inputs | ReplaySource
         progress.stage("start", "reading the data")
+        inputs: Inputs | ReplaySource
         if replay:
             inputs = ReplaySource(
                 replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt
             )
         else:
             inputs = read_inputs(config, progress)
-        start = begin(run_dir, config, resume=resume, progress=progress)
+        start = begin(run, resume=resume, width=progress.width)
         progress.resume(start.step)
         progress.stage("start")
-        run = _Run(config, progress, interrupts)
         if start.step >= config.trainer.steps:
-            return _finished_before(run, start)
-        metrics = stack.enter_context(_metrics_log(config, run_dir))
+            return _finished_before(run, start, interrupts)
+        metrics = stack.enter_context(_metrics_log(run))
         if metrics.remark:
             progress.warn(metrics.remark)
-        observers = Observers(metrics, progress, phases)
-        return run.in_cluster(lambda: _train(config, algorithm, inputs, observers, start), engines=replay is None)
+        return _in_cluster(
+            run, interrupts, lambda: _train(run, algorithm, inputs, metrics, start), engines=replay is None
+        )
 
 
 _AFTER_A_DEATH = (
@@ -107,146 +102,134 @@ _AFTER_A_DEATH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What every run has around its work."""
-
-    config: Config
-    progress: Progress
-    interrupts: Interrupts
-
-    def in_cluster(self, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool) -> T:
-        """Return what the work gives. Its processes are gone then."""
-        with cluster(demand_of(self.config, engines=engines).processes, tell=partial(self.progress.stage, "start")):
-            try:
-                return asyncio.run(work())
-            except WorkerError as error:
-                self.progress.notice(f"what each process wrote is in {parts.log_folder(self.config)}")
-                if isinstance(error, WorkerDiedError):
-                    raise WorkerDiedError(f"{error}. {_AFTER_A_DEATH}") from error
-                raise
-            finally:
-                self.interrupts.ending()
+def _in_cluster(
+    run: RunContext, interrupts: Interrupts, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool
+) -> T:
+    """Return what the work gives. Its processes are gone then."""
+    with cluster(demand_of(run.config, engines=engines).processes, tell=partial(run.progress.stage, "start")):
+        try:
+            return asyncio.run(work())
+        except WorkerError as error:
+            run.progress.notice(f"what each process wrote is in {run.log_dir}")
+            if isinstance(error, WorkerDiedError):
+                raise WorkerDiedError(f"{error}. {_AFTER_A_DEATH}") from error
+            raise
+        finally:
+            interrupts.ending()
 
 
 async def _train(
-    config: Config, algorithm: Algorithm, inputs: Inputs | ReplaySource, observers: Observers, start: Start
+    run: RunContext, algorithm: Algorithm, inputs: Inputs | ReplaySource, metrics: MetricsLog, start: Start
 ) -> RunOutcome:
-    """Start the parts, run the loop over them and close everything.
+    """Put the run together, start its processes, go back to the checkpoint, train, and close everything.
 
     Args:
-        config: checked. algorithm: the driver's instance. inputs: prompts, or recorded rollouts, which need no engine.
-        observers: are told. start: where the run goes on from.
-
-    Returns:
-        How the run ended.
+        algorithm: the driver's instance. inputs: prompts, or recorded rollouts, which need no engine.
+        start: where the run goes on from.
 
     Raises:
         DaroError: the cause of a failure.
     """
-    placement = parts.placement(config, engines=isinstance(inputs, Inputs))
-    policy = parts.policy_group(config, placement, warn=observers.progress.warn)
+    placement = parts.placement(run, engines=not isinstance(inputs, ReplaySource))
+    policy = parts.policy_group(run, placement, trains=True)
+    generation: parts.Generation | None = None
     source: BatchSource
-    generation = None
     if isinstance(inputs, ReplaySource):
         source = inputs
     else:
-        generation = parts.generation(config, inputs, algorithm, placement, observers.progress, observers.phases)
+        generation = parts.generation(run, inputs, algorithm, placement)
         source = generation.sampler
+    config = run.config
     controller = Controller(
         config.trainer,
         Parts(
             policy=policy,
             source=source,
             build=parts.batch_builder(config, algorithm),
-            metrics=observers.metrics,
-            progress=observers.progress,
-            phases=observers.phases,
+            metrics=metrics,
+            progress=run.progress,
+            phases=run.phases,
             engine=generation.engine if generation else None,
-            checkpoints=_checkpoints(config, start),
-            recorder=parts.recorder(config),
-            experts=ExpertsFolder(parts.run_directory(config)) if config.actor.routing_replay else None,
-            evaluations=_evaluations(config, generation, observers, placement.deadlines),
-            export=run_directory.export_writer(config.trainer, policy, observers.progress),
+            checkpoints=_checkpoints(run, start),
+            recorder=parts.recorder(run),
+            experts=ExpertsFolder(run.run_dir) if config.actor.routing_replay else None,
+            evaluations=_evaluations(run, generation),
+            export=run_directory.export_writer(config.trainer, policy, run.progress),
             closers={"verifiers": generation.scorer.close, "environment": generation.rollouter.close}
             if generation
             else {},
             identity=_identity(config),
-            deadlines=placement.deadlines,
-            colocation=parts.colocation(policy, generation, placement, observers.progress),
+            deadlines=run.deadlines,
+            colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
         max_staleness=config.rollout.batches_ahead if generation else 0,
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(placement, policy, generation, observers.progress)):
+            if not await controller.unless_stopped(parts.start_all(run, placement, policy, generation)):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
             if start.checkpoint:
-                observers.progress.stage("start", f"reading {start.checkpoint.name}")
+                run.progress.stage("start", f"reading {start.checkpoint.name}")
                 await controller.resume(start.checkpoint, start.state)
-                observers.progress.notice(f"resumed from {start.checkpoint}")
+                run.progress.notice(f"resumed from {start.checkpoint}")
             elif start.begins_again:
                 controller.truncate_files()
         except BaseException:
             await controller.shutdown()
             raise
-        groups = []
+        # What ends the run when it ends by itself: ranks that are not replaced, or how the engine or healing failed.
+        ranks = [] if policy.heals else [policy.workers]
         endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
         if policy.heals:
             endings.append(policy.ended())
-        else:
-            groups.append(policy.workers)
         spare_event_loop()
-        return await supervised(controller.run(), groups, endings)
+        return await supervised(controller.run(), ranks, endings)
 
 
-def _evaluations(config: Config, made: parts.Generation | None, observers: Observers, limits: Deadlines) -> Evaluations:
-    evaluate = made.evaluator.evaluate if made and made.evaluator else None
-    beside = parts.evaluates_beside(config)
-    return Evaluations(evaluate, config.trainer, observers.phases, limits, beside=beside)
+def _evaluations(run: RunContext, generation: parts.Generation | None) -> Evaluations:
+    evaluate = generation.evaluator.evaluate if generation and generation.evaluator else None
+    beside = parts.evaluates_beside(run.config)
+    return Evaluations(evaluate, run.config.trainer, run.phases, run.deadlines, beside=beside)
 
 
-def _finished_before(run: _Run, start: Start) -> RunOutcome:
+def _finished_before(run: RunContext, start: Start, interrupts: Interrupts) -> RunOutcome:
     """Do what is left of a run that has all of its steps: at most its export."""
-    section, run_dir = run.config.trainer, parts.run_directory(run.config)
-    due = run_directory.exports_due(section, start.step)
+    due = run_directory.exports_due(run.config.trainer, start.step)
     rest = "nothing to do; to go on, raise trainer.steps"
     if due:
         rest = f"only {' and '.join(map(str, due))} {'is' if len(due) == 1 else 'are'} left to be written"
-    run.progress.notice(f"{run_dir} has all of its {start.step} steps: {rest}")
+    run.progress.notice(f"{run.run_dir} has all of its {start.step} steps: {rest}")
     if due:
-        run.in_cluster(lambda: _export(run.config, start, run.progress), engines=False)
+        _in_cluster(run, interrupts, lambda: _export(run, start), engines=False)
     return RunOutcome("finished", start.step)
 
 
-async def _export(config: Config, start: Start, progress: Progress) -> None:
+async def _export(run: RunContext, start: Start) -> None:
     """Write the model of a finished run's last checkpoint."""
     assert start.checkpoint, "a run has its steps from a checkpoint"
-    recovery.check_fits(start.checkpoint, start.state, _identity(config))
-    placement, limits = parts.placement(config, engines=False), parts.deadlines(config)
-    policy = parts.policy_group(config, placement)
+    recovery.check_fits(start.checkpoint, start.state, _identity(run.config))
+    placement = parts.placement(run, engines=False)
+    policy = parts.policy_group(run, placement, trains=False)
+    within, stage = run.deadlines.within, run.progress.stage
     try:
-        await parts.start_all(placement, policy, None, progress)
-        progress.stage("start", f"reading {start.checkpoint.name}")
-        await limits.within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
-        progress.stage("start", "writing the model")
-        export = run_directory.export_writer(config.trainer, policy, progress)
+        await parts.start_all(run, placement, policy, None)
+        stage("start", f"reading {start.checkpoint.name}")
+        await within("load", policy.load(start.checkpoint), what=str(start.checkpoint))
+        stage("start", "writing the model")
+        export = run_directory.export_writer(run.config.trainer, policy, run.progress)
         assert export, "it is due"
-        await limits.within("export", export(start.step), what="the trained model")
-        progress.stage("start")
+        await within("export", export(start.step), what="the trained model")
+        stage("start")
     finally:
         await policy.close()
 
 
-def _checkpoints(config: Config, start: Start) -> recovery.Checkpoints:
-    trainer = config.trainer
+def _checkpoints(run: RunContext, start: Start) -> recovery.Checkpoints:
+    trainer = run.config.trainer
     return recovery.Checkpoints(
-        parts.run_directory(config),
-        keep=trainer.keep_checkpoints,
-        keep_every=trainer.keep_every_steps,
-        provenance=start.provenance,
+        run.run_dir, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps, provenance=start.provenance
     )
 
 
@@ -263,14 +246,14 @@ def _identity(config: Config) -> dict[str, PlainValue]:
     }
 
 
-def _metrics_log(config: Config, run_dir: Path) -> MetricsLog:
-    wandb = config.observe.wandb
-    arguments: Mapping[str, PlainValue] = {
-        "enabled": wandb.enabled,
-        "project": wandb.project,
-        "name": wandb.name or run_dir.name,
+def _metrics_log(run: RunContext) -> MetricsLog:
+    observe = run.config.observe
+    wandb: Mapping[str, PlainValue] = {
+        "enabled": observe.wandb.enabled,
+        "project": observe.wandb.project,
+        "name": observe.wandb.name or run.run_dir.name,
     }
-    return MetricsLog(run_dir, tensorboard=config.observe.tensorboard, wandb=arguments)
+    return MetricsLog(run.run_dir, tensorboard=observe.tensorboard, wandb=wandb)
 
 
 def _progress(config: Config, run_dir: Path, phases: Phases) -> Progress:

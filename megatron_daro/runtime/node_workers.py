@@ -30,7 +30,7 @@ from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, actor_class, gather, remote_class, translated
 from megatron_daro.types import Verdict
 
@@ -102,16 +102,16 @@ def alive_nodes() -> list[str]:
 class NodeWorkers:
     """The workers of one kind."""
 
-    def __init__(self, kind: str, make: Make, *, warn: Callable[[str], None], deadlines: Deadlines) -> None:
+    def __init__(self, kind: str, make: Make, run: RunContext) -> None:
         """Start nothing.
 
         Args:
             kind: what each is, for messages: "answer worker".
             make: starts one.
-            warn: tells a person of each loss.
-            deadlines: `workers_start` bounds each start.
+            run: its progress tells a person of each loss; the deadline `workers_start` bounds each start.
         """
-        self._kind, self._make, self._warn, self._deadlines = kind, make, warn, deadlines
+        self._kind, self._make = kind, make
+        self._warn, self._deadlines = run.progress.warn, run.deadlines
         self._slots: list[_Slot] = []
         self._starts: set[asyncio.Task[None]] = set()
         self._listening: set[asyncio.Task[None]] = set()
@@ -274,29 +274,18 @@ _STOP_S = 30.0
 class Verdicts:
     """The verifiers of a run."""
 
-    def __init__(
-        self,
-        section: RewardSection,
-        *,
-        beside_driver: bool,
-        logs: Path | None = None,
-        warn: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing.
-
-        Args:
-            section: the configuration's reward section; `workers` processes are dealt out to the nodes.
-            beside_driver: whether one node's pool may belong to this process.
-            logs: folder for the logs of the others.
-        """
-        self._section, self._beside_driver = section, beside_driver
+    def __init__(self, run: RunContext) -> None:
+        """Start nothing. `reward.workers` processes are dealt out to the nodes; where there is only one, and no
+        servers, they belong to this process."""
+        section = self._section = run.config.reward
+        self._beside_driver = run.config.engine.kind == "embedded"
         self._shares: list[int] = []
 
         def make(options: dict[str, Any], number: int) -> ActorHandle:
-            return actor_class(VerdictWorker).options(**options).remote(number, section, self._shares[number], logs)
+            worker = actor_class(VerdictWorker).options(**options)
+            return worker.remote(number, section, self._shares[number], run.log_dir)
 
-        self.workers = NodeWorkers("verifier pool", make, warn=warn, deadlines=deadlines)
+        self.workers = NodeWorkers("verifier pool", make, run)
         self.pool: RewardPool | None = None
         self._started = False
         self._failed_starts: dict[int, int] = {}

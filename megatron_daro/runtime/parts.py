@@ -1,17 +1,17 @@
-"""From a checked configuration to the parts of a run; starts nothing.
+"""The parts of a run, made of its checked configuration and then started.
 
-Launch.py calls these, then starts what they made. Everything is handed its own section here, or
-the few values it needs of others. Computes nothing.
+launch.py calls these in the order of a start: `placement`, `policy_group`, `generation` (engine, verifiers, what
+fills batches), then `start_all`. What runs in processes of its own takes the `RunContext`; what the loop drives is
+handed its section, or the few values that it needs of others. Computes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
@@ -28,21 +28,18 @@ from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
 from megatron_daro.errors import AlgorithmError, ConfigError
-from megatron_daro.observe import logs
-from megatron_daro.observe.phases import Phases
-from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.own_environment import make_environment
-from megatron_daro.rollout.protocol import Notices, Rollouter
+from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
@@ -63,7 +60,8 @@ _BESIDE_OF_SERVER = 32
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What makes batches. evaluator: None where there is no evaluation set."""
+    """What makes batches, and evaluations. rollouter: of training, with a teacher's log-probs where there is one.
+    evaluator: None where there is no evaluation set."""
 
     engine: ReceivingEngine
     scorer: Verdicts
@@ -145,44 +143,28 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
     )
 
 
-def generation(
-    config: Config, inputs: Inputs, algorithm: Algorithm, placement: Placement, progress: Progress, phases: Phases
-) -> Generation:
+def generation(run: RunContext, inputs: Inputs, algorithm: Algorithm, placement: Placement) -> Generation:
     """Engine, scorer, sampler and evaluator."""
-    engine = rollout_engine(config, inputs.tokenizer, placement, progress, loads=partial(progress.stage, "engine"))
-    scorer = Verdicts(
-        config.reward,
-        beside_driver=config.engine.kind == "embedded",
-        logs=log_folder(config),
-        warn=progress.warn,
-        deadlines=placement.deadlines,
-    )
-    return generation_with(config, inputs, algorithm, engine, scorer, progress, phases, placement.deadlines)
+    engine = rollout_engine(run, inputs.tokenizer, placement)
+    return generation_with(run, inputs, algorithm, engine, Verdicts(run))
 
 
 def generation_with(
-    config: Config,
-    inputs: Inputs,
-    algorithm: Algorithm,
-    engine: ReceivingEngine,
-    scorer: Verdicts,
-    progress: Progress,
-    phases: Phases,
-    limits: Deadlines,
+    run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: Verdicts
 ) -> Generation:
-    """Return the same, with an engine and a scorer that are there. limits: of every wait."""
-    rollout, ledger = config.rollout, Ledger()
-    untaught = rollouter_of(config, inputs.tokenizer, engine, scorer, progress, limits)
+    """Make sampler and evaluator around an engine and a scorer that are there."""
+    config, rollout, ledger = run.config, run.config.rollout, Ledger()
+    student = rollouter_of(run, inputs.tokenizer, engine, scorer)  # evaluation needs no teacher
     distill = config.algorithm.distill
-    rollouter = Taught(untaught, Teacher(distill)) if distill.urls else untaught
+    rollouter = Taught(student, Teacher(distill)) if distill.urls else student
     collector = RolloutCollector(
         ledger,
         rollouter=rollouter,
         sampling=_sampling(config, inputs),
         rollouts_per_prompt=rollout.rollouts_per_prompt,
-        deadlines=limits,
-        phases=phases,
-        notices=progress,
+        deadlines=run.deadlines,
+        phases=run.phases,
+        notices=run.progress,
         segment_tokens=rollout.segment_tokens,
         template=trained_with(config.data),
         opens_thinking=inputs.opens_thinking,
@@ -193,53 +175,45 @@ def generation_with(
         source=inputs.prompts,
         ledger=ledger,
         collector=collector,
-        notices=progress,
-        deadlines=limits,
+        notices=run.progress,
+        deadlines=run.deadlines,
     )
     sampler = Sampler(
         context,
         EarlyFill(context) if rollout.finishes_early(config.engine.kind) else Rounds(context),
         kept_bins=algorithm.kept_bins,
         steps_per_batch=config.trainer.steps_per_batch,
-        recorder=recorder(config),
+        recorder=recorder(run),
     )
     evaluator = Evaluator(
         inputs.held_out,
-        untaught,
+        student,
         max_response_tokens=rollout.max_response_tokens,
         stops=inputs.stops,
         beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
-        warn=progress.warn,
+        warn=run.progress.warn,
     )
     return Generation(engine, scorer, rollouter, sampler, evaluator if inputs.held_out else None)
 
 
 def rollouter_of(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: ReceivingEngine,
-    scorer: Verdicts,
-    notices: Notices,
-    limits: Deadlines,
+    run: RunContext, tokenizer: PreTrainedTokenizerBase, engine: ReceivingEngine, scorer: Verdicts
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
+    config = run.config
     if not config.environment.is_own:
         return SingleTurn(engine, scorer)
     section, chat = config.environment, config.data.prompt_template == "chat"
-
-    def pools() -> StepPools:
-        return StepPools(section, log_folder=log_folder(config), warn=notices.warn, deadlines=limits)
-
     return Conversations(
         section,
-        make_environment(section, tokenizer, chat=chat, warn=notices.warn, pools=pools),
+        make_environment(section, tokenizer, chat=chat, warn=run.progress.warn, pools=partial(StepPools, run)),
         engine,
         scorer,
         reward=config.reward,
         decode=response_decoder(tokenizer),
         vocabulary=read_model_shape(config.model.path).vocab,
         together=config.engine.kind == "embedded",
-        notices=notices,
+        notices=run.progress,
     )
 
 
@@ -250,32 +224,27 @@ def evaluates_beside(config: Config) -> bool:
 
 
 def colocation(
-    policy: PolicyGroup, made: Generation | None, placement: Placement, notices: Notices
+    run: RunContext, policy: PolicyGroup, generation: Generation | None, placement: Placement
 ) -> Colocation | None:
     """Return whose turn it is on GPUs that policy and engine share; None where each has its own."""
-    if made is None or not placement.shares_gpus:
+    if generation is None or not placement.shares_gpus:
         return None
-    assert isinstance(made.engine, SharingEngine), "the checks refuse others"
-    return Colocation(policy, made.engine, placement.deadlines, notices.warn)
+    assert isinstance(generation.engine, SharingEngine), "the checks refuse others"
+    return Colocation(policy, generation.engine, run.deadlines, run.progress.warn)
 
 
 def _servers(engine: EngineSection) -> int:
     return len(engine.sglang.urls) or engine.replicas
 
 
-def recorder(config: Config) -> Recorder | None:
+def recorder(run: RunContext) -> Recorder | None:
     """Return the writer of the run's rollouts; None where none are kept."""
-    return Recorder(run_directory(config)) if config.observe.save_rollouts else None
+    return Recorder(run.run_dir) if run.config.observe.save_rollouts else None
 
 
-def deadlines(config: Config) -> Deadlines:
-    """Return the limit of every wait."""
-    return Deadlines().scaled(config.trainer.deadline_scale)
-
-
-def placement(config: Config, *, engines: bool) -> Placement:
+def placement(run: RunContext, *, engines: bool) -> Placement:
     """Return where the run's processes will be. Args: engines: whether any generate."""
-    return Placement(demand_of(config, engines=engines), config.actor, deadlines(config))
+    return Placement(demand_of(run.config, engines=engines), run.config.actor, run.deadlines)
 
 
 def policy_settings(config: Config) -> PolicySettings:
@@ -293,36 +262,27 @@ def policy_settings(config: Config) -> PolicySettings:
     )
 
 
-def policy_group(config: Config, placement: Placement, warn: Callable[[str], None] | None = None) -> PolicyGroup:
-    """Return the Megatron ranks. Args: warn: told of ranks that were replaced or are slow; None: none is ever replaced.
+def policy_group(run: RunContext, placement: Placement, *, trains: bool) -> PolicyGroup:
+    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced.
 
     Raises:
         ConfigError: the critic shall be exported of an algorithm of your own that has none.
     """
+    config, trainer = run.config, run.config.trainer
     columns = algorithm_of(config).token_columns or ()
-    if config.trainer.export_critic and "values" not in columns:
+    if trainer.export_critic and "values" not in columns:
         raise ConfigError(
             f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
             "values); fix: set trainer.export_critic=false"
         )
-    told: dict[str, Any] = {"warn": warn} if warn else {}
-    if config.trainer.replace_lost_ranks and warn:
-        trainer = config.trainer
-        told["healing"] = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
-    return PolicyGroup(
-        policy_settings(config),
-        config.actor,
-        _of_ranks(config.algorithm),
-        seed=config.trainer.seed,
-        updates_per_batch=config.trainer.updates_per_batch,
-        placement=placement,
-        token_columns=columns,
-        logs=log_folder(config),
-        **told,
-    )
+    healing = None
+    if trains and trainer.replace_lost_ranks:
+        healing = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)
+    algorithm = _with_absolute_paths(config.algorithm)
+    return PolicyGroup(run, policy_settings(config), algorithm, placement, token_columns=columns, healing=healing)
 
 
-def _of_ranks(section: AlgorithmSection) -> AlgorithmSection:
+def _with_absolute_paths(section: AlgorithmSection) -> AlgorithmSection:
     """Return the section with a path that is the same in every process."""
     path = section.critic.path
     if path is None:
@@ -330,124 +290,91 @@ def _of_ranks(section: AlgorithmSection) -> AlgorithmSection:
     return section.model_copy(update={"critic": section.critic.model_copy(update={"path": path.absolute()})})
 
 
-def rollout_engine(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    placement: Placement,
-    notices: Notices,
-    *,
-    loads: Callable[[str], None],
-) -> ReceivingEngine:
-    """Return the engine of `engine.kind`. Args: loads: told what loads when it starts. Raises ConfigError for servers
-    whose environment cannot work, and for a class of the user's that does not fit."""
+def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placement: Placement) -> ReceivingEngine:
+    """Return the engine of `engine.kind`. Raises ConfigError: servers whose environment cannot work, or a class of your
+    own that does not fit, or whose constructor raised."""
+    config = run.config
     if config.engine.kind == "sglang":
         text = Text(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
             ends_at_texts(config, answer_stops(config, tokenizer)),
         )
-        return sglang_engine(
-            config,
-            text,
-            run_dir=run_directory(config),
-            placement=placement,
-            warn=notices.warn,
-            loads=loads,
-            deadlines=placement.deadlines,
-        )
+        return sglang_engine(run, text, placement)
     if config.engine.is_own:
         return OwnEngine(
             config.engine.kind,
             {"model_path": config.model.path.absolute(), **config.engine.own_arguments},
             vocabulary=read_model_shape(config.model.path).vocab,
-            sync_dir=run_directory(config).absolute() / "engine_weights",
+            sync_dir=run.run_dir.absolute() / "engine_weights",
             decode=response_decoder(tokenizer),
         )
-    return EngineGroup(
-        config.engine,
-        model_path=config.model.path.absolute(),
-        trust_remote_code=config.model.trust_remote_code,
-        dtype=config.actor.dtype,
-        placement=placement,
-        warn=notices.warn,
-        loads=loads,
-        logs=log_folder(config),
-    )
+    return EngineGroup(run, placement)
 
 
-def run_directory(config: Config) -> Path:
-    """Where the run is."""
-    return filled(config.trainer.run_dir)
-
-
-def log_folder(config: Config) -> Path:
-    """Where every process of the run has its log."""
-    return run_directory(config).absolute() / logs.FOLDER
-
-
-async def start_all(placement: Placement, policy: PolicyGroup, made: Generation | None, progress: Progress) -> None:
+async def start_all(run: RunContext, placement: Placement, policy: PolicyGroup, generation: Generation | None) -> None:
     """All processes at once, when each has a place: each spends its first seconds importing. The first failure ends
     the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
     """
-    progress.stage("start", "looking for room in the Ray cluster")
+    stage = run.progress.stage
+    stage("start", "looking for room in the Ray cluster")
     await placement.start()
-    progress.stage("start")
-    if placement.shares_gpus and made:
-        await _start_in_turns(placement, policy, made, progress)
+    stage("start")
+    if placement.shares_gpus and generation:
+        await _start_in_turns(run, policy, generation)
     else:
-        await _start_at_once(placement, policy, made, progress)
+        await _start_at_once(run, policy, generation)
     for remark in policy.remarks:
-        progress.warn(remark)
+        run.progress.warn(remark)
 
 
-async def _start_in_turns(placement: Placement, policy: PolicyGroup, made: Generation, progress: Progress) -> None:
+_RANKS, _RANKS_LOAD = "the actor's ranks", "ranks load the model"
+
+
+async def _start_in_turns(run: RunContext, policy: PolicyGroup, generation: Generation) -> None:
     """Start the servers first, which look at what is free on the GPUs and take their part; they give it back before
     the policy is built."""
-    limits, what = placement.deadlines, "the actor's ranks"
-    progress.stage("ranks", "ranks start")
-    await limits.within("policy_start", policy.start_processes(), what=what)
-    progress.stage("ranks")
-    await _all(_engine_starts(limits, made.engine, made.scorer))
-    assert isinstance(made.engine, SharingEngine), "the checks refuse others"
-    progress.stage("engine", "the engine gives its memory back")
-    await limits.within("engine_start", made.engine.release_memory(), what="the rollout engine's memory")
-    progress.stage("engine")
-    progress.stage("ranks", _RANKS_LOAD)
-    await limits.within("policy_start", policy.build(), what=what)
-    progress.stage("ranks")
+    within, stage, engine = run.deadlines.within, run.progress.stage, generation.engine
+    stage("ranks", "ranks start")
+    await within("policy_start", policy.start_processes(), what=_RANKS)
+    stage("ranks")
+    await _all(_engine_starts(run, engine, generation.scorer))
+    assert isinstance(engine, SharingEngine), "the checks refuse others"
+    stage("engine", "the engine gives its memory back")
+    await within("engine_start", engine.release_memory(), what="the rollout engine's memory")
+    stage("engine")
+    stage("ranks", _RANKS_LOAD)
+    await within("policy_start", policy.build(), what=_RANKS)
+    stage("ranks")
 
 
-_RANKS_LOAD = "ranks load the model"
-
-
-async def _start_at_once(
-    placement: Placement, policy: PolicyGroup, made: Generation | None, progress: Progress
-) -> None:
+async def _start_at_once(run: RunContext, policy: PolicyGroup, generation: Generation | None) -> None:
     async def start_ranks() -> None:
-        progress.stage("ranks", _RANKS_LOAD)
-        await placement.deadlines.within("policy_start", policy.start(), what="the actor's ranks")
-        progress.stage("ranks")
+        run.progress.stage("ranks", _RANKS_LOAD)
+        await run.deadlines.within("policy_start", policy.start(), what=_RANKS)
+        run.progress.stage("ranks")
 
     starts = [start_ranks()]
-    if made:
-        starts += _engine_starts(placement.deadlines, made.engine, made.scorer)
+    if generation:
+        starts += _engine_starts(run, generation.engine, generation.scorer)
     await _all(starts)
-    progress.stage("engine")
+    run.progress.stage("engine")
 
 
-async def start_engine(placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:
+async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:
     """`start_all` of what has no policy. Raises as it does."""
     await placement.start()
-    await _all(_engine_starts(placement.deadlines, engine, scorer))
+    await _all(_engine_starts(run, engine, scorer))
 
 
-def _engine_starts(limits: Deadlines, engine: ReceivingEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+def _engine_starts(run: RunContext, engine: ReceivingEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+    within = run.deadlines.within
     return [
-        limits.within("engine_start", engine.start(), what="the rollout engine"),
-        limits.within("verifier_start", scorer.start(), what="the verifiers"),
+        within("engine_start", engine.start(), what="the rollout engine"),
+        within("verifier_start", scorer.start(), what="the verifiers"),
     ]
 
 

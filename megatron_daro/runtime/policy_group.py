@@ -32,6 +32,7 @@ from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
@@ -120,36 +121,33 @@ def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...],
     return rows, tuple(local)
 
 
+_COLLECTIVE_S = 1800.0
+"""Limit of one collective operation of the ranks."""
+
+
 class PolicyGroup:
     """All ranks of the policy."""
 
     def __init__(
         self,
+        run: RunContext,
         settings: PolicySettings,
-        actor: ActorSection,
         algorithm: AlgorithmSection,
-        *,
-        seed: int,
-        updates_per_batch: int,
         placement: Placement,
+        *,
         token_columns: Sequence[str] = (),
-        logs: Path | None = None,
-        collective_timeout_s: float = 1800.0,
         healing: HealingLimits | None = None,
-        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Start nothing; `start` does. Args: placement: where each rank goes, started before.
-        token_columns: of the algorithm. logs: folder for the logs of the ranks. healing: None: a death ends the run.
-        warn: tells a person of a rank that was replaced, or is slow."""
-        self._logs = logs
-        self._settings, self._actor, self._algorithm, self._seed = settings, actor, algorithm, seed
-        self._timeout_s = collective_timeout_s
+        """Start nothing; `start` does. Args: algorithm: with paths that every process reads alike. placement: where
+        each rank goes, started before. token_columns: of the algorithm. healing: None: a death ends the run."""
+        self._run, self._actor = run, run.config.actor
+        self._settings, self._algorithm = settings, algorithm
         self._placement = placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
         # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
         self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
-        self._most_prepared = updates_per_batch
+        self._most_prepared = run.config.trainer.updates_per_batch
         self.workers = WorkerGroup()
         self._places: list[Place] = []
         self._address = ""
@@ -157,8 +155,8 @@ class PolicyGroup:
         self._relayed: set[tuple[int, ...]] = set()  # groups of ranks that buckets go to other hosts in
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
-        self._healing = Healing(self, healing, placement.deadlines, warn) if healing else None
-        self._slow, self._warn = SlowReplicas(), warn
+        self._healing = Healing(self, healing, run) if healing else None
+        self._slow = SlowReplicas()
 
     async def start(self) -> None:
         """Start the processes and build the policy in them. Raises ModelError, ConfigError, WorkerError."""
@@ -173,7 +171,7 @@ class PolicyGroup:
 
     def start_process(self, rank: int) -> ActorHandle:
         """Start the process of one rank, and return its handle."""
-        return actor_class(TrainWorker).options(**self._placement.rank(rank)).remote(rank, self._logs)
+        return actor_class(TrainWorker).options(**self._placement.rank(rank)).remote(rank, self._run.log_dir)
 
     async def build(self) -> None:
         """Build the policy in the processes. Raises ModelError, ConfigError, WorkerError."""
@@ -186,7 +184,8 @@ class PolicyGroup:
         self._forget_meeting_place()
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
-        arguments = (self._address, self._settings, self._actor, self._algorithm, self._seed, self._timeout_s)
+        seed = self._run.config.trainer.seed
+        arguments = (self._address, self._settings, self._actor, self._algorithm, seed, _COLLECTIVE_S)
         options = {"heals": self.heals, "to_be_restored": to_be_restored}
         await self._all(lambda worker: worker.setup.remote(*arguments, **options))
         self._places, self._relayed = await self._all(lambda worker: worker.place.remote()), set()
@@ -285,7 +284,7 @@ class PolicyGroup:
         result = next(result for result, place in zip(results, self._places, strict=True) if place.answers)
         metrics, warning = self._slow.observe([result.own_s for result in results], self._places)
         if warning:
-            self._warn(f"step {step}: {warning}")
+            self._run.progress.warn(f"step {step}: {warning}")
         return dataclasses.replace(result, metrics={**result.metrics, **metrics})
 
     @asynccontextmanager

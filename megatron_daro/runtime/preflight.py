@@ -29,7 +29,6 @@ from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
-from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.own_environment import environment_class, is_stepped
@@ -38,6 +37,7 @@ from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.stepping import pool_of
 from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
@@ -77,25 +77,26 @@ def with_template_date(config: Config, *, resume: bool) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"template_date": date})})
 
 
-def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) -> Start:
+def begin(run: RunContext, *, resume: bool, width: int) -> Start:
     """Find the place to start from and say what a restart changes.
 
     Args:
-        run_dir: owned by this process. config: checked.
+        run: its directory is owned by this process.
         resume: go on from the newest whole checkpoint, if there is one.
-        progress: is told about refused checkpoints and shows the audit.
+        width: columns of the terminal, for the table of changes.
 
     Raises:
         CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
     """
-    provenance = restart_audit.provenance(config)
+    run_dir, progress = run.run_dir, run.progress
+    provenance = restart_audit.provenance(run.config)
     start = Start(provenance)
     newest = recovery.find_latest_valid(run_dir, progress) if resume else None
     if newest:
         audit = compared(newest[0], provenance, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
-            for line in audit.text(progress.width).splitlines():
+            for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
         recovery.set_newer_aside(newest[0])
@@ -103,7 +104,7 @@ def begin(run_dir: Path, config: Config, *, resume: bool, progress: Progress) ->
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
         start = Start(provenance, begins_again=True)
-    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    (run_dir / CONFIG_FILE).write_text(to_yaml(run.config))
     return start
 
 

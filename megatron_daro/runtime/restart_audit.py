@@ -15,6 +15,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -140,17 +141,25 @@ CLASS_OF: dict[str, ChangeClass] = {
 """The class of each field, by dotted path (`*` for a position in a list)."""
 
 
-def why_refused(path: str) -> str:
-    """Why the checkpoint is bound to this field."""
-    return _REFUSED[path]
-
-
 FILE_NAME = "restarts.txt"
 _PACKAGES = ("megatron-daro", "torch", "megatron-core", "transformers", "tokenizers", "numpy", "ray", "math-verify")
 # What the checkpoint's tokens and weights belong to, and what only says how answers end and how a chat is written.
 _BOUND = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _FREE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 _NOTES = ("transformers_version", "_name_or_path", "use_cache")  # keys of config.json that no computation reads
+_BELONGS = "the checkpoint's weights and tokens belong to it"
+_RULES: tuple[tuple[str, ChangeClass, str], ...] = (
+    *((f"model config.json {key}", "runs", "") for key in _NOTES),
+    *((f"model file {name}", "trains", "") for name in _FREE),
+    ("model config.json *", "refused", _BELONGS),
+    ("model file *", "refused", _BELONGS),
+    ("data.train content", "refused", "the prompts would be others"),
+    ("data.eval.*", "trains", ""),
+    ("packages *", "runs", ""),
+    ("machine *", "runs", ""),
+)
+"""Class of what is no single option, and why where it is refused: the first that fits counts."""
+
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
 _WIDEST_VALUE = 48
 _ABSENT = "(absent)"
@@ -240,11 +249,17 @@ def audit(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) ->
     Args:
         checkpoint: whose description `saved` is. saved, now: the descriptions.
     """
-    pairs = [*_options(saved["config"], now["config"]), *_surroundings(saved, now)]
-    changes = [change for change in pairs if change.was != change.now]
+    was, is_now = _values(saved), _values(now)
+    # A set that both have may lie elsewhere: what its file holds is compared.
+    names = [name for name in {*was, *is_now} if not (name in was and name in is_now and _only_names_a_set(name))]
+    changes = [
+        Change(name, was.get(name, _ABSENT), is_now.get(name, _ABSENT), *_class_and_reason(name))
+        for name in names
+        if was.get(name, _ABSENT) != is_now.get(name, _ABSENT)
+    ]
     order = {"refused": 0, "trains": 1, "runs": 2}
     changes.sort(key=lambda change: (order[change.kind], change.name))
-    return Audit(checkpoint, tuple(changes), kept=len(pairs) - len(changes))
+    return Audit(checkpoint, tuple(changes), kept=len(names) - len(changes))
 
 
 def record(run_dir: Path, text: str) -> None:
@@ -253,50 +268,33 @@ def record(run_dir: Path, text: str) -> None:
         file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')}  {text}\n\n")
 
 
-def _options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Every field of the configuration but those that name files; evaluation sets by their names."""
-    for path, kind in CLASS_OF.items():
-        if kind == "content" or path.startswith("data.eval."):
-            continue
-        why = why_refused(path) if kind == "refused" else ""
-        yield Change(path, _at(saved, path), _at(now, path), kind, why)
-    sets = [{one["name"]: one for one in config["data"]["eval"]} for config in (saved, now)]
-    for name in sorted({*sets[0], *sets[1]}):
+def _values(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return everything that is compared, as text, by the name that a person reads."""
+    config = description["config"]
+    values = {
+        path: _at(config, path)
+        for path, kind in CLASS_OF.items()
+        if kind != "content" and not path.startswith("data.eval.")
+    }
+    for one in config["data"]["eval"]:
         fields = [path.rpartition(".")[2] for path in CLASS_OF if path.startswith("data.eval.*.")]
-        for field in fields:
-            was, is_ = (_shown(one[name].get(field)) if name in one else _ABSENT for one in sets)
-            if field not in ("path", "name") or _ABSENT in (was, is_):
-                yield Change(f"data.eval.{name}.{field}", was, is_, "trains")
+        values |= {f"data.eval.{one['name']}.{field}": _shown(one.get(field)) for field in fields}
+    values["data.train content"] = _shown(description["train_files"])
+    values |= {f"data.eval.{name} content": _shown(digest) for name, digest in description["eval_files"].items()}
+    parts = {"model": "model config.json", "bound_files": "model file", "free_files": "model file"}
+    for part, what in (parts | {"packages": "packages", "machine": "machine"}).items():
+        values |= {f"{what} {key}": _shown(value) for key, value in description[part].items()}
+    return values
 
 
-def _surroundings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """Model, files, packages and machine."""
-    bound = "the checkpoint's weights and tokens belong to it"
-    for key, was, is_ in _both(saved["model"], now["model"]):
-        free = key in _NOTES
-        yield Change(f"model config.json {key}", was, is_, "runs" if free else "refused", "" if free else bound)
-    for key, was, is_ in _both(saved["bound_files"], now["bound_files"]):
-        yield Change(f"model file {key}", was, is_, "refused", bound)
-    for key, was, is_ in _both(saved["free_files"], now["free_files"]):
-        yield Change(f"model file {key}", was, is_, "trains")
-    yield Change(
-        "data.train content",
-        _shown(saved["train_files"]),
-        _shown(now["train_files"]),
-        "refused",
-        "the prompts would be others",
-    )
-    for key, was, is_ in _both(saved["eval_files"], now["eval_files"]):
-        yield Change(f"data.eval.{key} content", was, is_, "trains")
-    for part in ("packages", "machine"):
-        for key, was, is_ in _both(saved[part], now[part]):
-            yield Change(f"{part} {key}", was, is_, "runs")
+def _only_names_a_set(name: str) -> bool:
+    return name.startswith("data.eval.") and name.endswith((".path", ".name"))
 
 
-def _both(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for key in sorted({*saved, *now}):
-        was, is_ = (_shown(one[key]) if key in one else _ABSENT for one in (saved, now))
-        yield key, was, is_
+def _class_and_reason(name: str) -> tuple[ChangeClass, str]:
+    if name in CLASS_OF:
+        return CLASS_OF[name], _REFUSED.get(name, "")
+    return next((kind, why) for start, kind, why in _RULES if fnmatchcase(name, start))
 
 
 def _at(values: object, path: str) -> str:

@@ -10,11 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from megatron_daro.config.base import filled
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.sections import Config, EngineSection
+from megatron_daro.config.sections import Config
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.interpreter import check_environments, interpreter
@@ -22,10 +21,9 @@ from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, ServerHandle
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.observe import logs
-from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_servers import RayServer
 from megatron_daro.sync.transports import transport_of
 
@@ -39,26 +37,16 @@ class Text:
     stops: bool = False
 
 
-def sglang_engine(
-    config: Config,
-    text: Text,
-    *,
-    run_dir: Path,
-    placement: Placement,
-    warn: Callable[[str], None],
-    loads: Callable[[str], None] = lambda text: None,
-    deadlines: Deadlines,
-) -> SGLangEngine:
+def sglang_engine(run: RunContext, text: Text, placement: Placement) -> SGLangEngine:
     """Return the engine of a run, with its servers and answer workers; start nothing, but look at the interpreters.
 
     Args:
-        text: how the trainer reads text. placement: where servers go. warn: tells a person. loads: told which server
-            loads. deadlines: of starts.
+        text: how the trainer reads text. placement: where servers go.
 
     Raises:
         ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
     """
-    options = config.engine.sglang
+    config, options = run.config, run.config.engine.sglang
     check_environments(options)
     rollout, model_path = config.rollout, config.model.path.absolute()
     model = json.loads((model_path / "config.json").read_text())
@@ -72,23 +60,14 @@ def sglang_engine(
         placement.shares_gpus,
         text.stops,
     )
-    answers = AnswerWorkers(
-        options.answer_workers,
-        model_path,
-        config.model.trust_remote_code,
-        logs=run_dir.absolute() / logs.FOLDER,
-        experts=ExpertsFolder(run_dir) if config.actor.routing_replay else None,
-        warn=warn,
-        deadlines=deadlines,
-    )
     return SGLangEngine(
-        _handles(config.engine, config, run_dir, placement, reads_text=text.stops),
+        _handles(run, placement, reads_text=text.stops),
         options,
         expected,
-        answers=answers,
-        warn=warn,
-        loads=loads,
-        run_dir=run_dir,
+        answers=AnswerWorkers(run),
+        warn=run.progress.warn,
+        loads=partial(run.progress.stage, "engine"),
+        run_dir=run.run_dir,
         temperature=rollout.temperature,
         probe_tokens=probe_text(
             min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
@@ -97,10 +76,8 @@ def sglang_engine(
     )
 
 
-def _handles(
-    section: EngineSection, config: Config, run_dir: Path, placement: Placement, *, reads_text: bool
-) -> Mapping[str, ServerHandle]:
-    options = section.sglang
+def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapping[str, ServerHandle]:
+    config, options = run.config, run.config.engine.sglang
     if options.urls:
         return {f"server {i} ({url})": ExternalServer(url) for i, url in enumerate(options.urls)}
     # The engine speaks in token ids: without a tokenizer a server starts sooner and does less per answer.
@@ -115,17 +92,17 @@ def _handles(
         python=interpreter(options),
         model_path=config.model.path.absolute(),
         tensor_parallel=options.tensor_parallel,
-        seed=filled(section.seed),
+        seed=filled(config.engine.seed),
         arguments=arguments,
         env=options.env,
-        log_path=run_dir.absolute() / logs.FOLDER,
+        log_path=run.log_dir,
         parts=options.nodes,
         maps_memory=transport_of(options.sync).maps_memory,
         loader=transport_of(options.sync).loader,
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
-        for i in range(section.replicas)
+        for i in range(config.engine.replicas)
     }
 
 

@@ -8,7 +8,7 @@ so one whose node is lost goes on elsewhere with the same step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.observe import logs
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.stepping import pool_of
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place, shares
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class
 from megatron_daro.worker_pool.pool import WorkerPool
@@ -46,24 +46,18 @@ class StepWorker:
 class StepPools:
     """The `StepPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
 
-    def __init__(
-        self,
-        section: EnvironmentSection,
-        *,
-        log_folder: Path | None,
-        warn: Callable[[str], None],
-        deadlines: Deadlines,
-    ) -> None:
-        """Start nothing. warn: told of each node's pool that is lost."""
-        self._section, self._loop = section, asyncio.get_running_loop()
+    def __init__(self, run: RunContext) -> None:
+        """Start nothing."""
+        section = self._section = run.config.environment
+        self._loop = asyncio.get_running_loop()
         self._shares: list[int] = []
         self._pool: WorkerPool | None = None
 
         def make(options: dict[str, Any], number: int) -> ActorHandle:
             workers = self._shares[number]
-            return actor_class(StepWorker).options(**options).remote(number, section, workers, log_folder)
+            return actor_class(StepWorker).options(**options).remote(number, section, workers, run.log_dir)
 
-        self._workers = NodeWorkers("environment pool", make, warn=warn, deadlines=deadlines)
+        self._workers = NodeWorkers("environment pool", make, run)
 
     @property
     def restarts(self) -> int:

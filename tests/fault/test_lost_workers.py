@@ -23,6 +23,7 @@ from aiohttp import web
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from run_configuration import run_context
 from sglang_pool import collect, engine_of, group, section, started
 from stub_server import StubServer
 
@@ -31,7 +32,6 @@ from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.stepping import SteppedConversations
@@ -92,9 +92,11 @@ def warnings():
 
 
 @pytest.fixture(scope="module")
-def workers(nodes, model, run, warnings):
+def workers(nodes, model, run, warnings, tmp_path_factory):
     """An answer worker on each node, for all tests: each takes seconds to start."""
-    made = AnswerWorkers(None, model, False, warn=warnings.append, deadlines=Deadlines())
+    made = AnswerWorkers(
+        run_context(warn=warnings.append, run_dir=tmp_path_factory.mktemp("run"), model={"path": model})
+    )
     run(made.start())
     yield made
     run(made.close())
@@ -269,17 +271,19 @@ def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(workers,
 
 
 def test_what_cannot_start_says_why(nodes, run, tmp_path):
-    nothing = AnswerWorkers(1, tmp_path / "nothing", False, warn=print, deadlines=Deadlines())
+    nothing = AnswerWorkers(
+        run_context(run_dir=tmp_path, model={"path": tmp_path / "nothing"}, engine={"sglang": {"answer_workers": 1}})
+    )
     with pytest.raises((ModelError, WorkerError), match="nothing"):
         run(nothing.start())
     run(nothing.close())
 
 
-def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run):
+def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run, tmp_path):
     async def scenario():
         warnings = []
         section = RewardSection(workers=2, timeout_s=60)
-        verdicts = Verdicts(section, beside_driver=True, warn=warnings.append, deadlines=Deadlines())
+        verdicts = Verdicts(run_context(warn=warnings.append, run_dir=tmp_path, reward=section))
         try:
             await verdicts.start()
             before = await verdicts.workers.each("ready")
@@ -348,10 +352,10 @@ async def held(rollouter):
     return sorted((r.group_id, r.index, r.finish_reason, r.verdict.reason, *r.tokens.tolist()) for r in found)
 
 
-async def under_way(section, warnings):
+async def under_way(section, warnings, run_dir):
     """Pools on all nodes, who holds the conversations, and the task in which 300 turns are answered by now."""
     engine = Digits()
-    pools = StepPools(section, log_folder=None, warn=warnings.append, deadlines=Deadlines())
+    pools = StepPools(run_context(warn=warnings.append, run_dir=run_dir, environment=section))
     rollouter = conversations(engine, section, pools, warnings.append)
     working = asyncio.create_task(held(rollouter))
     await until(lambda: engine.answered >= 300)
@@ -364,12 +368,12 @@ def step_pools():
     return [one.pid for one in found if one.is_running() and "StepWorker" in " ".join(one.cmdline())]
 
 
-def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(nodes, run):
+def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(nodes, run, tmp_path):
     section = EnvironmentSection(kind="toy_steps:Steps", options={"tries": 4}, workers=2)
 
     async def scenario():
         warnings = []
-        pools, rollouter, working = await under_way(section, warnings)
+        pools, rollouter, working = await under_way(section, warnings, tmp_path)
         os.kill(step_pools()[-1], signal.SIGKILL)
         lost = await working
         assert pools.restarts == 1 and rollouter.counters()["environment/restarted"] == 0
@@ -380,13 +384,13 @@ def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(
 
 
 @pytest.mark.heavy
-def test_conversations_go_on_elsewhere_when_a_node_is_lost(machines, nodes, run):
+def test_conversations_go_on_elsewhere_when_a_node_is_lost(machines, nodes, run, tmp_path):
     section = EnvironmentSection(kind="toy_steps:Steps", options={"tries": 4}, workers=3)
     third = machines.add_node(**NODE)
 
     async def scenario():
         warnings = []
-        pools, rollouter, working = await under_way(section, warnings)
+        pools, rollouter, working = await under_way(section, warnings, tmp_path)
         machines.remove_node(third, allow_graceful=False)
         found = await working
         assert len(found) == 500 and found == await held(conversations(Digits(), section, None, print))
@@ -398,11 +402,11 @@ def test_conversations_go_on_elsewhere_when_a_node_is_lost(machines, nodes, run)
     run(scenario())
 
 
-def test_an_environment_that_cannot_be_made_on_a_node_ends_the_run_by_name(nodes, run):
+def test_an_environment_that_cannot_be_made_on_a_node_ends_the_run_by_name(nodes, run, tmp_path):
     section = EnvironmentSection(kind="toy_steps:Steps", options={"wrong": "constructor"})
 
     async def scenario():
-        pools = StepPools(section, log_folder=None, warn=print, deadlines=Deadlines())
+        pools = StepPools(run_context(run_dir=tmp_path, environment=section))
         with pytest.raises(RolloutError, match=r"toy_steps:Steps.*no such game"):
             await held(conversations(Digits(), section, pools, print))
 

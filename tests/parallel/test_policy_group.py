@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 import pytest
+from run_configuration import run_context
 from small_models import ROLLOUTS, random_batch, save_model
 
 from megatron_daro.actor.settings import PolicySettings
@@ -54,7 +55,9 @@ def test_a_shard_is_put_once_a_step_and_its_columns_arrive(tmp_path, put):
         changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in changed, "what starts later could join no other cluster"
         asyncio.run(placement.start())
-        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, placement=placement)
+        policy = policy_group.PolicyGroup(
+            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
+        )
         found = asyncio.run(two_steps(policy, random_batch(with_old=False), put))
     assert found["puts of a step"] == 1, "log-probs of old and reference weights, and training, of one shard"
     # Before the first step the old and the reference weights are the current ones; the columns did arrive.
@@ -87,7 +90,9 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
         return reports
 
     with cluster(2):
-        policy = policy_group.PolicyGroup(settings, actor, ALGORITHM, seed=1, updates_per_batch=1, placement=placement)
+        policy = policy_group.PolicyGroup(
+            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
+        )
         reports = asyncio.run(export_twice(policy))
     for report in reports:
         assert report.failures.keys() == {"s0", "s1"}

@@ -9,6 +9,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from run_configuration import run_context
 from sglang_pool import PooledServer, collect, engine_of, expected, group, save_policy, section, started
 
 from megatron_daro.actor.settings import PolicySettings
@@ -39,7 +40,8 @@ async def policy_of(model, **layout):
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)
     await placement.start()
-    return PolicyGroup(settings, actor, algorithm, seed=1, updates_per_batch=1, placement=placement), placement
+    context = run_context(run_dir=model / "run", actor=actor, trainer={"seed": 1})
+    return PolicyGroup(context, settings, algorithm, placement), placement
 
 
 def batch_of(rollouts):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_configuration import run_context
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "rollout"))
 
@@ -154,12 +155,14 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
     cluster = Cluster(loop, tensor=1, data=2, hosts=1, free=10**6, gloo=schedule.seed % 2 == 0, faults=list(faults))
     cluster.disk = disk.ranks
     group = LoopGroup(
+        run_context(
+            warn=lambda message: None,
+            actor=ActorSection(data_parallel=2),
+            trainer={"updates_per_batch": schedule.updates},
+        ),
         SimpleNamespace(model_path=Path("/")),
-        ActorSection(data_parallel=2),
         SimpleNamespace(passes=lambda columns: (), old_logprobs="rollout"),
-        seed=0,
-        updates_per_batch=schedule.updates,
-        placement=SimpleNamespace(deadlines=Deadlines(), take_gpus=lambda gpus: None, has_gpus=False),
+        SimpleNamespace(take_gpus=lambda gpus: None, has_gpus=False),
         healing=HealingLimits(None, per_hour=100, hung_s=60.0),
     )
     group.cluster, group.disk, group.outcome = cluster, disk, SimpleNamespace(last_death_s=-9.0, unhealable=False)

@@ -1,7 +1,7 @@
 """One schedule of deaths against the real policy group, and the laws that hold after it.
 
 The driver does what the controller does with a policy, in its order: prepare, train, weights to an engine that also
-asks for them in between, checkpoints beside it (controller.py `_train_batch`, `_share_weights`, `_checkpoint`).
+asks for them in between, checkpoints beside it (controller.py `_train_batch`, `_sync_weights`, `_checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from run_configuration import run_context
 from simulated_ranks import Cluster, Fault, unbroken
 from virtual_loop import VirtualLoop, collecting_after_runs, run
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing, policy_group, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.policy_group import PolicyGroup, Shard
@@ -256,16 +256,13 @@ def simulate(schedule: Schedule) -> Outcome:
     actor = _actor(schedule.data, schedule.tensor)
     names = ("old_logprobs",) if schedule.passes else ()
     algorithm = SimpleNamespace(passes=lambda columns: names, old_logprobs="recompute")
-    placement = SimpleNamespace(deadlines=Deadlines(), take_gpus=lambda gpus: None, has_gpus=False)
+    placement = SimpleNamespace(take_gpus=lambda gpus: None, has_gpus=False)
     group = Group(
+        run_context(warn=outcome.warnings.append, actor=actor),
         SimpleNamespace(model_path=Path("/")),
-        actor,
         algorithm,
-        seed=0,
-        updates_per_batch=1,
-        placement=placement,
+        placement,
         healing=HealingLimits(None, schedule.per_hour, hung_s=60.0),
-        warn=outcome.warnings.append,
     )
     group.cluster, group.outcome, outcome.group = cluster, outcome, group
     cluster.on_death = lambda process: _note_death(outcome, process)

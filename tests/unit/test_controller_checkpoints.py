@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,18 +21,10 @@ from megatron_daro.rollout.recorder import read_step, read_waiting
 def test_the_state_of_a_checkpoint(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 3, "on_nonfinite": "skip"})
     stack.policy.nonfinite_steps = {2: "skip"}
-    train = stack.policy.train
-
-    async def more(batch, step):
-        result = await train(batch, step)
-        odd = {"difficulty/weight/1": float("nan"), "difficulty/other": 1.0}
-        return replace(result, metrics={**result.metrics, **odd})
-
-    stack.policy.train = more
     run_stack(stack)
     _, state = find_latest_valid(tmp_path, stack.progress)
     assert (state["format"], state["step"], state["batches_done"], state["skipped_steps"]) == (STATE_FORMAT, 3, 3, 1)
-    assert list(state["difficulty_weights"]) == ["difficulty/weight/2"] and state["identity"] == {"seed": 1}
+    assert state["identity"] == {"seed": 1}
 
 
 def test_a_resumed_run_that_is_finished_saves_nothing_twice(tmp_path):

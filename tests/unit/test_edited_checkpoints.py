@@ -156,7 +156,7 @@ def test_a_state_that_is_no_object_is_refused(tmp_path, text):
 
 LEDGER = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
 STATE = {
-    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "difficulty_weights": {}, "identity": {},
+    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "identity": {},
     "sampler": {"source": {"drawn": 0}, "ledger": LEDGER, "counters": {}},
 }  # fmt: skip
 
@@ -169,7 +169,6 @@ STATE = {
         ({"sampler": []}, "sampler"),
         ({"sampler": {}}, r"sampler\.source"),
         ({"sampler": {**STATE["sampler"], "ledger": {}}}, r"sampler\.ledger\.next_id"),
-        ({"difficulty_weights": {"a": "x"}}, r"difficulty_weights\.a"),
     ],
 )
 def test_a_state_of_this_format_has_everything(tmp_path, change, words):

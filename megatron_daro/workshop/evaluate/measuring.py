@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
+from megatron_daro.config.base import filled
 from megatron_daro.config.check_training import named_templates
 from megatron_daro.config.hardware import engines_of
 from megatron_daro.config.problems import Problem, config_error
@@ -26,10 +27,12 @@ from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import ConfigError, DaroError, EngineError
 from megatron_daro.garbage import spare_event_loop
+from megatron_daro.observe.phases import Phases
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, restart_audit
 from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.inputs import answer_stops, held_out_sets
 from megatron_daro.runtime.node_workers import Verdicts
@@ -111,7 +114,7 @@ class Plan:
     @property
     def out(self) -> Path:
         """Where everything goes."""
-        return parts.run_directory(self.config)
+        return filled(self.config.trainer.run_dir)
 
 
 def measure(plan: Plan, notices: Notices) -> Mapping[str, Any]:
@@ -194,18 +197,12 @@ def _kept_text(out: Path, questions: Sequence[Question], wanted: int) -> str:
 
 async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], notices: Notices) -> None:
     """Start engine and verifiers, ask, and end both whatever happened."""
-    config, limits = plan.config, parts.deadlines(plan.config)
-    placement = Placement.of_engines(engines_of(config), limits)
-    engine = parts.rollout_engine(config, tokenizer, placement, notices, loads=notices.notice)
-    scorer = Verdicts(
-        config.reward,
-        beside_driver=config.engine.kind == "embedded",
-        logs=parts.log_folder(config),
-        warn=notices.warn,
-        deadlines=limits,
-    )
+    run = RunContext.of(plan.config, _AsProgress(notices), Phases())
+    placement = Placement.of_engines(engines_of(plan.config), run.deadlines)
+    engine = parts.rollout_engine(run, tokenizer, placement)
+    scorer = Verdicts(run)
     try:
-        await parts.start_engine(placement, engine, scorer)
+        await parts.start_engine(run, placement, engine, scorer)
         window = None
         if isinstance(engine, SGLangEngine | EngineGroup):
             engine.serve_as_loaded()
@@ -218,7 +215,7 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
                 return
             told = _Told(len(pending), notices.notice)
             store = AnswerStore(plan.out)
-            await ask(Parts(engine, scorer, store, window, told, limits.generate), pending, questions)
+            await ask(Parts(engine, scorer, store, window, told, run.deadlines.generate), pending, questions)
         left = len(requests(questions, answers.kept(plan.out)))
         if left:
             raise EngineError(f"the engine gave no answer to {left} requests, though it was asked {_TRIES} times")
@@ -226,6 +223,21 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
         await engine.close()
         await scorer.close()
         placement.close()
+
+
+class _AsProgress:
+    """Has the stages of a start told as notices."""
+
+    def __init__(self, notices: Notices) -> None:
+        self.notice, self.warn = notices.notice, notices.warn
+
+    def stage(self, name: str, text: str = "") -> None:
+        """Tell what the start waits for."""
+        if text:
+            self.notice(text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Not called: nothing is trained."""
 
 
 class _Told:

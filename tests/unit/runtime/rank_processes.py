@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from ray.exceptions import RayActorError
+from run_configuration import run_context
 from test_packing import make_batch
 
 from megatron_daro.actor.double_buffer import KINDS
@@ -20,7 +21,6 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
@@ -212,18 +212,15 @@ class World:
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
         monkeypatch.setattr(policy_group, "actor_class", lambda _: made)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        placement = SimpleNamespace(
-            deadlines=deadlines or Deadlines(), has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None
-        )
+        placement = SimpleNamespace(has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None)
         self.policy = policy_group.PolicyGroup(
+            run_context(
+                warn=self.warnings.append, run_dir=folder, deadlines=deadlines, actor=self.actor, trainer={"seed": 5}
+            ),
             PolicySettings(folder, 1, 32, 1.0, total_steps=10),
-            self.actor,
             AlgorithmSection(name="grpo"),
-            seed=5,
-            updates_per_batch=1,
-            placement=placement,
+            placement,
             healing=limits,
-            warn=self.warnings.append,
         )
 
     def _start(self, rank, logs):

@@ -27,9 +27,11 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, check, loading, resolve, to_yaml
 from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
+from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import owned
@@ -249,10 +251,11 @@ def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configu
         monkeypatch.setattr(Progress, name, lambda self, text: said.append(text))
     run_dir.mkdir(parents=True)
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
-    start = begin(run_dir, config, resume=False, progress=notices)
+    run = RunContext.of(config, notices, Phases())
+    start = begin(run, resume=False, width=notices.width)
     assert (start.step, start.checkpoint, start.begins_again) == (0, None, False)
     assert (run_dir / "config.yaml").read_text() == to_yaml(config)
-    start = begin(run_dir, config, resume=True, progress=notices)
+    start = begin(run, resume=True, width=notices.width)
     assert start.begins_again and start.checkpoint is None
     assert "step 0" in said.pop()
     checkpoints = recovery.Checkpoints(run_dir, keep=1, provenance=provenance(config) if known else None)
@@ -261,7 +264,7 @@ def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configu
         (directory / "weights").write_text("x")
 
     asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
-    start = begin(run_dir, changed, resume=True, progress=notices)
+    start = begin(RunContext.of(changed, notices, Phases()), resume=True, width=notices.width)
     assert start.step == 3 and start.checkpoint.name == "step_000003" and not start.begins_again
     assert (run_dir / "config.yaml").read_text() == to_yaml(changed)
     assert said and ("trainer.keep_checkpoints" in "\n".join(said)) == known

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
+from run_configuration import run_context
 
-from megatron_daro.config import Config
 from megatron_daro.errors import EngineError, LostReceiversError, ModelError, SyncError, WorkerError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import embedded_group
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.sync.plan import SendFailure, SendReport
@@ -91,16 +89,13 @@ class Group:
         monkeypatch.setattr(embedded_group.ray, "kill", kill)
         embedded = {"batch_size": 5, "threads": 2, "max_restarts": max_restarts}
         engine = {"replicas": replicas, "seed": 7, "embedded": embedded}
-        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": ("t",)}, "engine": engine})
-        self.engines = EngineGroup(
-            config.engine,
-            model_path=Path("model"),
-            trust_remote_code=True,
-            dtype="bf16",
-            placement=SimpleNamespace(server=lambda number: {"place": number}, deadlines=Deadlines()),
+        run = run_context(
             warn=self.warnings.append,
-            logs=Path("logs"),
+            model={"path": "model", "trust_remote_code": True},
+            actor={"precision": "bf16"},
+            engine=engine,
         )
+        self.engines = EngineGroup(run, SimpleNamespace(server=lambda number: {"place": number}))
 
     async def served(self):
         """Start, and give everybody weights."""

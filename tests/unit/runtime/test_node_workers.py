@@ -2,13 +2,13 @@
 
 import asyncio
 
-from megatron_daro.config.sections import RewardSection
-from megatron_daro.rollout.deadlines import Deadlines
+from run_configuration import run_context
+
 from megatron_daro.runtime.node_workers import Verdicts
 
 
 def test_failed_starts_are_summed_over_the_pools_of_all_nodes(monkeypatch):
-    verdicts = Verdicts(RewardSection(), beside_driver=False, warn=print, deadlines=Deadlines())
+    verdicts = Verdicts(run_context())
     said = iter([(["right"], 0, 2), (["wrong"], 1, 3), (["right"], 0, 4)])  # of a pool: since it began
 
     async def call(method, *pairs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from run_configuration import configured
+from run_configuration import configured, run_context
 
 from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.parts import policy_group, policy_settings
@@ -24,8 +24,8 @@ def test_segments_of_the_ranks_grow_where_nobody_else_opens_their_memory(section
 
 
 def test_the_critic_of_an_algorithm_of_your_own_that_has_none_cannot_be_exported():
-    config = configured(
+    context = run_context(
         algorithm={"name": "toy_algorithm:Toy", "options": {"baseline": 0.5}}, trainer={"export_critic": True}
     )
     with pytest.raises(ConfigError, match=r"trainer\.export_critic"):
-        policy_group(config, placement=None)
+        policy_group(context, placement=None, trains=True)

@@ -8,11 +8,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from run_configuration import configured
+from run_configuration import run_context
 
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import parts, ray_servers, sglang_group
 from megatron_daro.runtime.sglang_group import Text, sglang_engine
 
@@ -50,7 +49,8 @@ def launched(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 31}))
 
     def launch(*, stops=False, gpus=None, model=(), actor=(), **sglang):
-        config = configured(
+        context = run_context(
+            run_dir=tmp_path,
             engine={"kind": "sglang", "seed": 3, "replicas": 2, "sglang": {"python": sys.executable, **sglang}},
             actor={"precision": "bf16", **dict(actor)},
             model={"path": str(tmp_path), **dict(model)},
@@ -61,7 +61,7 @@ def launched(monkeypatch, tmp_path):
             gpus_of_server=lambda number: gpus and gpus[number],
         )
         text = Text(encode=list, vocabulary=40, stops=stops)
-        sglang_engine(config, text, run_dir=tmp_path, placement=placement, warn=print, deadlines=Deadlines())
+        sglang_engine(context, text, placement)
 
         async def all_of_them():
             for server in servers.values():
@@ -115,7 +115,7 @@ class Started:
     """Policy, engine, verifiers and placement of a run that note in which order they are started."""
 
     def __init__(self, shares=False, fails=""):
-        self.done, self.shares_gpus, self.deadlines = [], shares, Deadlines()
+        self.done, self.shares_gpus = [], shares
         self.fails, self.cancelled = fails, []
 
     def __getattr__(self, name):
@@ -143,11 +143,11 @@ def start_all(one):
     policy = SimpleNamespace(start=one.policy, start_processes=one.processes, build=one.build, remarks=[])
     engine = SimpleNamespace(start=one.engine, release_memory=one.release, resume_memory=None)
     made = SimpleNamespace(engine=engine, scorer=one.part("verifiers"))
-    placement = SimpleNamespace(start=one.placement, shares_gpus=one.shares_gpus, deadlines=one.deadlines)
+    placement = SimpleNamespace(start=one.placement, shares_gpus=one.shares_gpus)
 
     async def start():
         try:
-            await parts.start_all(placement, policy, made, SimpleNamespace(warn=print, stage=lambda *told: None))
+            await parts.start_all(run_context(), placement, policy, made)
         finally:
             for _ in range(10):
                 await asyncio.sleep(0)
