@@ -66,11 +66,6 @@ class Rollouter(Protocol):
         """Return one verdict per finished rollout, in order. Raises RewardError."""
         ...
 
-    @property
-    def failed_verifier_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again."""
-        ...
-
     def counters(self) -> dict[str, int]:
         """Return metric key -> count since the run began; empty where nothing beside the engine can fail."""
         ...
@@ -130,7 +125,7 @@ class Notices(Protocol):
 
 
 class PhaseTimer(Protocol):
-    """Measures the time of a named phase; `observe.trace.Phases` is one."""
+    """Measures the time of a named phase; `observe.metrics.Phases` is one."""
 
     def measure(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the `with` body under this name."""
@@ -189,7 +184,7 @@ class Progress(Notices, Protocol):
 
 
 class Phases(PhaseTimer, Protocol):
-    """Time per phase; `observe.trace.Phases` is one."""
+    """Time per phase; `observe.metrics.Phases` is one."""
 
     def collect(self) -> Mapping[str, float]:
         """Return `timing/*` since the last call."""
