@@ -246,5 +246,5 @@ def misaligned_columns(rollout: Rollout) -> list[str]:
     lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
     wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
     if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
-        wrong.append(f"routed_experts are of {len(rollout.routed_experts)} tokens in all")
+        wrong.append(f"of all {len(rollout.tokens)} tokens routed_experts has {len(rollout.routed_experts)}")
     return wrong
