@@ -43,8 +43,9 @@ from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
-from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch, Update, last_step, passed, plan_updates
-from megatron_daro.rollout.summary import update_metrics
+from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
+from megatron_daro.rollout.summary import GROUP_METRICS, GroupMetrics, update_metrics
+from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
@@ -68,7 +69,7 @@ class Parts:
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
     colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
-    engine and trainer drift apart. signal: when no answer teaches anything.
+    engine and trainer drift apart. signal: when no answer teaches anything. group_metrics: what groups say in numbers.
     """
 
     policy: ExportingPolicy
@@ -89,6 +90,7 @@ class Parts:
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
     signal: SignalWatch = field(default_factory=SignalWatch)
+    group_metrics: Sequence[GroupMetrics] = GROUP_METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +370,8 @@ class Controller:
         columns = replace(self._parts.build(update.groups, update.step), opens_batch=update.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)
-        return columns, update_metrics(batch, update, columns, self._section.steps_per_batch)
+        steps, group_metrics = self._section.steps_per_batch, self._parts.group_metrics
+        return columns, update_metrics(batch, update, columns, steps, group_metrics)
 
     async def _train_step(self, update: Update, train_batch: TrainBatch) -> None:
         """One optimizer step and everything that belongs to it."""

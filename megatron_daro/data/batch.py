@@ -234,14 +234,17 @@ def _check_rollout(rollout: Rollout, group: str) -> None:
             f"{name} has prompt_length {rollout.prompt_length} of {len(rollout.tokens)} tokens; at least one prompt "
             "token is needed and no more than there are"
         )
-    got = len(rollout.loss_mask), len(rollout.logprobs)
-    if got != (rollout.response_length, rollout.response_length):
-        raise DataError(
-            f"{name} has {rollout.response_length} response tokens, but {got[0]} loss-mask entries and "
-            f"{got[1]} log-probs; all three must agree"
-        )
+    if wrong := misaligned_columns(rollout):
+        raise DataError(f"{name} has {rollout.response_length} response tokens, but {' and '.join(wrong)}; {ALIGNED}")
+
+
+ALIGNED = "allowed: the prompt, then one log-prob and one mask entry per response token"
+
+
+def misaligned_columns(rollout: Rollout) -> list[str]:
+    """Say which columns have another length than the tokens that they belong to."""
+    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
+    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
     if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
-        raise DataError(
-            f"{name} has {len(rollout.tokens)} tokens, but routed experts of {len(rollout.routed_experts)}; both must "
-            "agree"
-        )
+        wrong.append(f"of all {len(rollout.tokens)} tokens routed_experts has {len(rollout.routed_experts)}")
+    return wrong

@@ -1,1 +1,44 @@
-"""Rollouts: the ledger of groups, the sampler that fills one training batch, the recorder and its replay."""
+"""From prompts to batches of scored groups. Who waits for whom:
+
+    Controller._generate             its turn (max_staleness), then the engine for itself
+      Sampler.sample                 one batch
+        BatchFiller.fill             the next arrival, until the batch is complete
+          calls in flight            one for a round of groups ("all"), or one for each group ("enough")
+            Rollouter.generate       the engine: an answer (SingleTurn), or turn by turn (Conversations)
+            RolloutCollector.score   the verifiers, while others are still generated
+    Controller._train                the next SampledBatch; after its last step the engine gets the weights
+    Evaluations                      the engine, beside generation or between two batches
+
+Each wait has a limit of `Deadlines`, and the first failure ends everything that is in flight.
+
+Files, in the order to read them:
+
+    protocol.py             what the loop expects of engine, rollouter, scorer, prompts, policy
+    deadlines.py            the limit of every wait, and the one way to wait
+    ledger.py               the books: each group is outstanding, trained, filtered or dropped
+    groups_under_way.py     a group that is not complete: in flight, and between two batches
+    collector.py            which answers count, and what they are worth
+    partial_batch.py        a batch in the making: kept, filtered, dropped
+    batch_filler.py         the loop that fills a batch
+    sampler.py              from batch to batch: what is kept, too old, empty; the snapshot
+    sampled_batch.py        what the controller gets
+    update_plan.py          which groups train at which optimizer step
+    summary.py              what groups say in numbers; where a metric is added
+    no_signal.py            what to tell people when answers teach nothing
+    evaluation.py           accuracy on held-out problems while a run trains
+
+    group_columns.py        groups as Parquet columns
+    recorder.py             the files of a run's rollouts
+    replay.py               recorded batches in the sampler's place
+
+    rollouter.py            single answers, and how verdicts are asked for
+    environment.py          one conversation of several turns, and what an environment of your own offers
+    conversations.py        many of them
+    environment_thread.py   the thread of the user's coroutines
+    turn_requests.py        what conversations ask of engine and verifiers
+    stepping.py             environments that answer turn by turn, in worker processes
+    step_worker.py          the program of such a process
+    rendering.py            what an environment says, as tokens
+    own_environment.py      what `environment.kind` names
+    verifiers_hub.py        environments of the package verifiers
+"""

@@ -1,8 +1,7 @@
 """Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
 
-GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. Both ways to fill a batch
-(`Rounds`, `EarlyFill`) take their answers in here. It refuses answers that were not asked for, that come late or twice,
-and those whose columns do not fit; it decides nothing about groups.
+GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. It refuses answers that were
+not asked for, that come late or twice, and those whose columns do not fit; it decides nothing about groups.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_daro.data.batch import ALIGNED, misaligned_columns
 from megatron_daro.data.templates import Template, verified_text
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.deadlines import Deadlines
@@ -43,8 +43,13 @@ class RolloutCollector:
         template: Template | None = None,
         opens_thinking: bool = False,
     ) -> None:
-        """Start nothing. Arguments as the sampler's; segment_tokens: most tokens of an answer in a batch; template: the
-        named one of the training data; opens_thinking: whether its prompts end with a <think>."""
+        """Start nothing.
+
+        Args:
+            ledger: says which answers count. rollouter: scores. sampling: of every request. phases: time of scoring.
+            segment_tokens: most tokens of an answer in a batch. template: the named one of the training data.
+            opens_thinking: whether its prompts end with a <think>.
+        """
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
         self.aborted_tokens = 0
@@ -58,11 +63,6 @@ class RolloutCollector:
         self._notices = notices
         self._segment = segment_tokens
         self._template, self._opens_thinking = template, opens_thinking
-
-    @property
-    def failed_verifier_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again."""
-        return self._rollouter.failed_verifier_starts
 
     def request(self, group_id: int, entry: Pending) -> GroupRequest:
         """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
@@ -124,6 +124,8 @@ class RolloutCollector:
 
     async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        if not rollouts:
+            return
         answers = [(self._verified(rollout), pending[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
@@ -178,14 +180,11 @@ def check_shape(rollout: Rollout, prompt: np.ndarray) -> None:
     Raises:
         EngineError: the first tokens are not the prompt, or a column has another length than the response.
     """
-    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
-    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
-    if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
-        wrong.append(f"routed_experts are of {len(rollout.routed_experts)} tokens in all")
+    wrong = misaligned_columns(rollout)
     if rollout.prompt_length != len(prompt) or not np.array_equal(rollout.tokens[: rollout.prompt_length], prompt):
         wrong.append(f"the first {rollout.prompt_length} tokens are not the prompt")
     if wrong:
         raise EngineError(
             f"group {rollout.group_id} rollout {rollout.index}: {rollout.response_length} response tokens, but "
-            f"{' and '.join(wrong)}; allowed: the prompt, then one log-prob and one mask entry per response token"
+            f"{' and '.join(wrong)}; {ALIGNED}"
         )

@@ -1,28 +1,28 @@
 """Many conversations at once: the Rollouter of an environment of a user's own.
 
-GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. The user's coroutines run on an event
-loop in a thread of their own, so that one which blocks holds up neither the engine nor the loop of the run. Failed
-conversations are counted and come back as "abort". It refuses to wait for an environment without a limit.
+GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. The user's coroutines run in a thread
+of their own (environment_thread.py), and what they ask is asked from the run's loop (turn_requests.py):
+
+    Conversations.generate   waits for the next group of which all conversations have ended
+      _Running               one conversation in the thread: waits for its end, for a limited time of its own
+        Environment.rollout  the user's; waits for `Conversation.generate`, so for TurnRequests, so for the engine
+
+Failed conversations are counted and come back as "abort". It refuses to wait for an environment without a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
-from megatron_daro.errors import DaroError, EngineError, RolloutError
-from megatron_daro.rollout.collector import check_shape
-from megatron_daro.rollout.environment import Conversation, Environment, OutOfRoomError, Surroundings, nothing_said
-from megatron_daro.rollout.loop_calls import LoopCalls
+from megatron_daro.errors import DaroError, RolloutError
+from megatron_daro.rollout.environment import Conversation, ConversationSettings, Environment, OutOfRoomError
+from megatron_daro.rollout.environment_thread import EnvironmentThread
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
-from megatron_daro.rollout.rollouter import judge
 from megatron_daro.rollout.stepping import StepFailedError, SteppedConversations, StepTimeoutError
+from megatron_daro.rollout.turn_requests import TurnRequests
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 _GRACE_S = 5.0
@@ -34,191 +34,43 @@ _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request for one rollout. tokens: int32, of its prompt. answer: to come, on the environment's loop."""
-
-    request: GroupRequest
-    tokens: np.ndarray
-    answer: asyncio.Future[Rollout]
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Group, attempt and rollout."""
-        return self.request.group_id, self.request.attempt, self.request.indices[0]
-
-    def settle(self, rollout: Rollout) -> None:
-        """Hand the answer over, on the environment's loop, unless nobody waits for it any more."""
-        if not self.answer.done():
-            self.answer.set_result(rollout)
-
-
 class _Call:
-    """The conversations of one `generate`, and what they ask of the engine. On the run's event loop, but for `ask` and
-    `verify`, which are called on the environment's.
+    """The conversations of one `generate`. On the run's event loop.
 
-    together: whether the engine is asked once for all conversations that go on, each time all of them wait for it: an
-    engine that works on one batch at a time then gets whole ones, and the same ones each time.
+    running: those that have begun and not ended. given_up: groups that were aborted. begins: held by the group that
+    begins its conversations.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        scorer: Scorer,
-        requests: Sequence[GroupRequest],
-        thread: _EnvironmentThread,
-        *,
-        together: bool,
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.calls, self.thread = LoopCalls(thread.loop, self.loop), thread
-        self.environment = LoopCalls(self.loop, thread.loop)
+    def __init__(self, thread: EnvironmentThread, turns: TurnRequests, requests: Sequence[GroupRequest]) -> None:
+        self.thread, self.turns = thread, turns
         self.running: dict[Conversation, _Running] = {}
-        self.failure: asyncio.Future[None] = self.loop.create_future()
         self.given_up: set[int] = set()
         self.begins = asyncio.Lock()
-        self.closing = False
         self.group_ids = {request.group_id for request in requests}
-        self._engine, self._scorer, self._together = engine, scorer, together
-        self._live = sum(len(request.indices) for request in requests)
-        self._waiting: list[_Asked] = []
-        self._asking: set[asyncio.Task[None]] = set()
-        self._begins_soon = False
-
-    def ask(self, request: GroupRequest, tokens: np.ndarray) -> asyncio.Future[Rollout]:
-        """Return the engine's answer to come, finish reason "abort" where there is none. tokens: of its prompt."""
-        asked = _Asked(request, tokens, self.thread.loop.create_future())
-        self.calls.post(self._take, asked)
-        return asked.answer
-
-    def verify(self, text: str, prompt: Prompt) -> asyncio.Future[Verdict]:
-        """Return a verdict to come. What the verifiers raise ends the run."""
-        work = self._verify(text, prompt)
-        try:
-            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
-        except RuntimeError:  # the run's loop is closed: this conversation was left behind
-            work.close()
-            raise
-
-    def one_ended(self) -> None:
-        """Let the others wait for one conversation fewer."""
-        self._live -= 1
-        if self._together and not self.closing:
-            self._begin_if_all_wait()
-
-    def fail(self, error: Exception) -> None:
-        """End all conversations with this error, whatever they do with it."""
-        if not self.failure.done():
-            self.failure.set_exception(error)
-
-    async def close(self) -> None:
-        """End what is asked of the engine."""
-        for task in self._asking:
-            task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
-        for asked in self._waiting:
-            self.environment.post(asked.answer.cancel)
-        if self.failure.done():
-            self.failure.exception()  # marks it as seen
-
-    def _take(self, asked: _Asked) -> None:
-        self._waiting.append(asked)
-        if self.closing:
-            self.environment.post(asked.answer.cancel)
-        elif self._together:
-            self._begin_if_all_wait()
-        elif not self._begins_soon:  # with all that are taken in this turn of the loop
-            self._begins_soon = True
-            self.loop.call_soon(self._begin)
-
-    async def _verify(self, text: str, prompt: Prompt) -> Verdict:
-        try:
-            return (await judge(self._scorer, [(text, prompt)]))[0]
-        except DaroError as error:
-            self.fail(error)
-            raise
-
-    def _begin_if_all_wait(self) -> None:
-        if len(self._waiting) < self._live:  # most of the time
-            return
-        waiting = sum(not asked.answer.done() for asked in self._waiting)
-        if waiting and waiting >= self._live:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._begins_soon = False
-        if self.closing:
-            return
-        waiting = [asked for asked in self._waiting if not asked.answer.done()]
-        self._waiting = []
-        if waiting:
-            task = asyncio.ensure_future(self._answer(waiting))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
-
-    async def _answer(self, asked: Sequence[_Asked]) -> None:
-        asked = sorted(asked, key=lambda one: one.key)
-        requests = [one.request for one in asked]
-        answers = {one.key: one for one in asked}
-        unanswered = dict(answers)
-        try:
-            async for rollouts in self._engine.generate(_merged(requests) if self._together else requests):
-                for rollout in rollouts:
-                    key = rollout.group_id, rollout.attempt, rollout.index
-                    if key not in answers:
-                        raise EngineError(f"engine answered group, attempt and rollout {key}, which was not asked for")
-                    check_shape(rollout, answers[key].tokens)
-                    unanswered.pop(key, None)
-                    self.environment.post(answers[key].settle, rollout)
-        except Exception as error:  # whatever it is, all conversations end with it
-            self.fail(error)
-        for one in unanswered.values():
-            self.environment.post(one.settle, nothing_said(one.request))
-
-
-def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:
-    """Return the same with rollouts of one group that go on from equal tokens in one request."""
-    merged: dict[Any, list[GroupRequest]] = {}
-    for one in requests:
-        merged.setdefault((one.group_id, one.attempt, one.prompt.tokens, one.sampling), []).append(one)
-    return [replace(some[0], indices=tuple(one.indices[0] for one in some)) for some in merged.values()]
-
-
-class _EnvironmentThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
-
-    def close(self) -> None:
-        """Cancel what is left and end the loop, as soon as what it does lets it."""
-        self.loop.call_soon_threadsafe(self._stop)
-
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.loop.call_soon(self.loop.stop)  # after the cancelled tasks had their turn
 
 
 class _Running:
-    """A conversation on the environment's loop, seen from the run's. ended: its rollout, or what it raised."""
+    """A conversation in the environments' thread, seen from the run's loop. ended: its rollout, or what it raised."""
 
     def __init__(
-        self, call: _Call, conversation: Conversation, environment: Environment, section: EnvironmentSection
+        self,
+        thread: EnvironmentThread,
+        conversation: Conversation,
+        environment: Environment,
+        section: EnvironmentSection,
     ) -> None:
-        self._call, self._conversation, self._section = call, conversation, section
-        self.ended: asyncio.Future[Rollout] = call.loop.create_future()
+        self._thread, self._conversation, self._section = thread, conversation, section
+        self.ended: asyncio.Future[Rollout] = thread.run_loop.create_future()
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
-        self._timer = call.loop.call_later(section.timeout_s, self._check_time)
-        call.environment.post(self._start, environment)
+        self._timer = thread.run_loop.call_later(section.timeout_s, self._check_time)
+        thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
         """Cancel it where its own time is over; else look again when it may be."""
         remaining_s = self._section.timeout_s - self._conversation.own_s
         if remaining_s > 0:
-            self._timer = self._call.loop.call_later(max(remaining_s, 0.05), self._check_time)
+            self._timer = self._thread.run_loop.call_later(max(remaining_s, 0.05), self._check_time)
         elif not self._conversation.aborted:
             self._conversation.timed_out = self._conversation.aborted = True
             self.cancel()
@@ -227,22 +79,22 @@ class _Running:
         """Cancel it. Where it does not end soon, `ended` is a RolloutError."""
         if not self._cancelled and not self.ended.done():
             self._cancelled = True
-            self._call.environment.post(self._cancel)
-            self._call.loop.call_later(_GRACE_S, self._give_up)
+            self._thread.to_environment.post(self._cancel)
+            self._thread.run_loop.call_later(_GRACE_S, self._give_up)
 
     def _start(self, environment: Environment) -> None:
         if not self._cancelled:
-            self._task = self._call.thread.loop.create_task(_guarded(self._conversation.hold(environment)))
+            self._task = self._thread.loop.create_task(_guarded(self._conversation.hold(environment)))
             self._task.add_done_callback(self._report)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         else:  # it has not begun, and will not
-            self._call.calls.post(self.ended.cancel)
+            self._thread.to_run.post(self.ended.cancel)
 
     def _report(self, task: asyncio.Task[Rollout]) -> None:
-        self._call.calls.post(self._end, task)
+        self._thread.to_run.post(self._end, task)
 
     def _end(self, task: asyncio.Task[Rollout]) -> None:
         self._timer.cancel()
@@ -303,9 +155,9 @@ class Conversations:
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
         self._stepped = environment if isinstance(environment, SteppedConversations) else None
-        self._shared = Surroundings(section.kind, decode, vocabulary, reward, section.reward_weights)
+        self._shared = ConversationSettings(section.kind, decode, vocabulary, reward, section.reward_weights)
         self._together, self._notices = together, notices
-        self._thread: _EnvironmentThread | None = None
+        self._thread: EnvironmentThread | None = None
         self._calls: set[_Call] = set()
         self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS), 0)
         self._failures_in_a_row = 0
@@ -317,27 +169,29 @@ class Conversations:
             RolloutError: the environment returned what cannot be trained on, does not end, or failed 64 times in a
             row. EngineError, RewardError.
         """
-        self._thread = self._thread or _EnvironmentThread()
-        call = _Call(self._engine, self._scorer, requests, self._thread, together=self._together)
+        self._thread = thread = self._thread or EnvironmentThread()
+        conversations = sum(len(request.indices) for request in requests)
+        turns = TurnRequests(self._engine, self._scorer, thread, conversations, together=self._together)
+        call = _Call(thread, turns, requests)
         self._calls.add(call)
         tasks = {asyncio.create_task(self._group(call, request)) for request in requests}
         ended: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
-        waited: list[asyncio.Future[Any]] = [*tasks, call.failure]
+        waited: list[asyncio.Future[Any]] = [*tasks, turns.failure]
         for one in waited:
             one.add_done_callback(ended.put_nowait)
         try:
             for _ in tasks:
                 group = await ended.get()
-                if call.failure.done():
-                    call.failure.result()
+                if turns.failure.done():
+                    turns.failure.result()
                 yield group.result()
         finally:
-            call.closing = True
+            turns.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._calls.discard(call)
-            await call.close()
+            await turns.close()
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
         """End the conversations of these groups (None: all); they come back as "abort"."""
@@ -354,11 +208,6 @@ class Conversations:
         verdicts = [rollout.verdict for rollout, _ in rollouts if rollout.verdict is not None]
         assert len(verdicts) == len(rollouts), "every finished conversation has a verdict"
         return verdicts
-
-    @property
-    def failed_verifier_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again."""
-        return self._scorer.failed_starts
 
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long;
@@ -383,10 +232,10 @@ class Conversations:
             await asyncio.sleep(0)
         outcomes, running = [], []
         for index in request.indices:
-            conversation = Conversation(request, index, call, self._shared)
-            outcomes.append(call.loop.create_future())
+            conversation = Conversation(request, index, call.turns, self._shared)
+            outcomes.append(call.thread.run_loop.create_future())
             if request.group_id in call.given_up:
-                call.one_ended()
+                call.turns.one_ended()
                 outcomes[-1].set_result(conversation.ended("abort"))
                 continue
             running.append(self._run(call, conversation, outcomes[-1]))
@@ -400,16 +249,16 @@ class Conversations:
 
     def _run(self, call: _Call, conversation: Conversation, outcome: asyncio.Future[Rollout]) -> _Running:
         """Begin a conversation. outcome: what becomes of it."""
-        running = _Running(call, conversation, self._environment, self._section)
+        running = _Running(call.thread, conversation, self._environment, self._section)
         call.running[conversation] = running
 
         def end(_: object) -> None:
             del call.running[conversation]
-            call.one_ended()
+            call.turns.one_ended()
             if outcome.done():
                 return
             try:
-                aborted = call.failure.done()
+                aborted = call.turns.failure.done()
                 outcome.set_result(conversation.ended("abort") if aborted else self._outcome(conversation, running))
             except Exception as error:  # it ends the run
                 outcome.set_exception(error)

@@ -73,7 +73,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ConversationSettings:
     """What every conversation of a run shares. decode: ids -> text. vocabulary: token ids are below it.
     reward_weights: reward's name -> factor; empty: each counts once.
     """
@@ -104,7 +104,7 @@ class Asking(Protocol):
 class Conversation:
     """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop."""
 
-    def __init__(self, request: GroupRequest, index: int, call: Asking, shared: Surroundings) -> None:
+    def __init__(self, request: GroupRequest, index: int, call: Asking, shared: ConversationSettings) -> None:
         """Say nothing yet. Made by `Conversations`."""
         self._request, self._index, self._call, self._shared = request, index, call, shared
         self._rollout: Rollout | None = None

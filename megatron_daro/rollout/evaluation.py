@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_daro.config.sections import TrainerSection
@@ -102,15 +102,11 @@ class Evaluator:
         """Return every answer; a conversation that failed is begun again. Nothing where one fails each time."""
         rollouts: list[Rollout] = []
         for attempt in range(_ROUNDS):
-            there = {(one.group_id, one.index) for one in rollouts}
-            unfinished = [
-                replace(r, attempt=attempt, indices=tuple(i for i in r.indices if (r.group_id, i) not in there))
-                for r in requests
-            ]
-            unfinished = [request for request in unfinished if request.indices]
-            if not unfinished:
+            missing = _missing(requests, {(one.group_id, one.index) for one in rollouts})
+            if not missing:
                 break
-            rollouts += [one for one in await self._all(unfinished) if one.finish_reason != "abort"]
+            again = [replace(request, attempt=attempt) for request in missing]
+            rollouts += [one for one in await self._all(again) if one.finish_reason != "abort"]
         return rollouts if len(rollouts) == sum(len(request.indices) for request in requests) else []
 
     async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> list[Rollout]:
@@ -118,10 +114,7 @@ class Evaluator:
         of the servers; nothing where some cannot be had any more: a server that was started again has newer weights."""
         by_place: dict[tuple[int, int], Rollout] = {}
         for _ in range(_ROUNDS):
-            missing = [
-                replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in by_place)) for r in requests
-            ]
-            left = iter([request for request in missing if request.indices])
+            left = iter(_missing(requests, by_place))
 
             async def work(left: Iterator[GroupRequest] = left) -> None:
                 for request in left:
@@ -135,6 +128,12 @@ class Evaluator:
             if len(by_place) == sum(len(request.indices) for request in requests):
                 return list(by_place.values())
         return []
+
+
+def _missing(requests: Sequence[GroupRequest], there: Collection[tuple[int, int]]) -> list[GroupRequest]:
+    """Return what of the requests is left to ask for. there: group and index of answers."""
+    rest = [replace(r, indices=tuple(i for i in r.indices if (r.group_id, i) not in there)) for r in requests]
+    return [request for request in rest if request.indices]
 
 
 def _pass_at(name: str, right: Sequence[int], samples: int) -> dict[str, float]:

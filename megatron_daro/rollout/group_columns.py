@@ -177,19 +177,15 @@ def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.R
         "experts_shape": _of(rollouts, lambda r: r.routed_experts and list(r.routed_experts.shape[1:])),
     }
     columns: dict[str, pa.Array] = _with_exact_texts(plain)
-    none = np.zeros(0)
     prompt_tokens = {entry.group.group_id: np.asarray(entry.group.prompt.tokens, dtype=np.int32) for entry in groups}
-    columns["prompt_tokens"] = _ragged("prompt_tokens", [prompt_tokens[entry.group.group_id] for entry, _, _ in rows])
-    columns["tokens"] = _ragged("tokens", [none if r is None else r.tokens[r.prompt_length :] for r in rollouts])
-    columns["logprobs"] = _ragged("logprobs", [none if r is None else r.logprobs for r in rollouts])
-    whole = np.array([r is None or bool(r.loss_mask.all()) for r in rollouts], dtype=bool)
-    masks = [none if r is None or all_ else r.loss_mask for r, all_ in zip(rollouts, whole, strict=True)]
-    columns["loss_mask"] = _ragged("loss_mask", masks, missing=whole)
-    taught = [None if r is None else r.teacher_logprobs for r in rollouts]
-    untaught = np.array([one is None for one in taught], dtype=bool)
-    columns["teacher_logprobs"] = _ragged(
-        "teacher_logprobs", [none if one is None else one for one in taught], missing=untaught
-    )
+    lists: dict[str, list[Any]] = {
+        "prompt_tokens": [prompt_tokens[entry.group.group_id] for entry, _, _ in rows],
+        "tokens": _of(rollouts, lambda r: r.tokens[r.prompt_length :]),
+        "logprobs": _of(rollouts, lambda r: r.logprobs),
+        "loss_mask": _of(rollouts, lambda r: None if r.loss_mask.all() else r.loss_mask),
+        "teacher_logprobs": _of(rollouts, lambda r: r.teacher_logprobs),
+    }
+    columns |= {name: _ragged(name, values) for name, values in lists.items()}
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
@@ -328,13 +324,14 @@ def _is_ragged(name: str) -> bool:
     return name in ("prompt_tokens", "teacher_logprobs", *_RESPONSE_LISTS)
 
 
-def _ragged(name: str, lists: Sequence[Any], missing: np.ndarray | None = None) -> pa.Array:
-    kind = SCHEMA.field(name).type
-    arrays = [np.asarray(values, dtype=kind.value_type.to_pandas_dtype()) for values in lists]
+def _ragged(name: str, lists: Sequence[Any]) -> pa.Array:
+    """A column of lists of numbers. None is null where the column may be, else an empty list."""
+    field = SCHEMA.field(name)
+    arrays = [np.asarray(() if values is None else values, field.type.value_type.to_pandas_dtype()) for values in lists]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    mask = None if missing is None else pa.array(missing)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)), type=kind, mask=mask)
+    mask = pa.array([values is None for values in lists]) if field.nullable else None
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)), type=field.type, mask=mask)
 
 
 def _views(column: pa.ListArray) -> list[np.ndarray | None]:

@@ -33,11 +33,6 @@ class Ledger:
         """Ids of the groups that are neither trained nor filtered nor dropped, in order."""
         return tuple(sorted(self._attempts))
 
-    @property
-    def next_id(self) -> int:
-        """The id that the next admitted group gets."""
-        return self._next_id
-
     def admit(self, count: int) -> list[int]:
         """Admits `count` new groups; they are outstanding at attempt 0.
 

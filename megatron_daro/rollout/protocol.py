@@ -66,11 +66,6 @@ class Rollouter(Protocol):
         """Return one verdict per finished rollout, in order. Raises RewardError."""
         ...
 
-    @property
-    def failed_verifier_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again."""
-        ...
-
     def counters(self) -> dict[str, int]:
         """Return metric key -> count since the run began; empty where nothing beside the engine can fail."""
         ...

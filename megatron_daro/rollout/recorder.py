@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,18 @@ def read_update(run_dir: Path, step: int) -> RecordedUpdate:
         DataError: as `read_step`.
     """
     path = Path(run_dir) / "rollouts" / _file_name(step)
-    try:
+    with _reading(path):
         text = (pq.read_metadata(path).metadata or {}).get(UPDATE.encode())
         if text is None:
             raise ValueError(f"its metadata has no {UPDATE}")
         return _update(json.loads(text), step)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file that is missing, torn or not what `Recorder` writes. Raises DataError."""
+    try:
+        yield
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
 
@@ -152,13 +159,10 @@ def read_recorded(path: Path) -> list[RecordedGroup]:
     """Return what `write_groups` wrote. Raises DataError as `read_step` does."""
     path = Path(path).absolute()
     run_dir = path.parent.parent if path.name != WAITING_FILE else _run_of(path.parent)
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_format(file.metadata.metadata, file.schema_arrow)
-            tables = (file.read_row_group(i, columns=SCHEMA.names) for i in range(file.num_row_groups))
-            return list(decode((batch for table in tables for batch in table.to_batches()), run_dir))
-    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
+    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        _check_format(file.metadata.metadata, file.schema_arrow)
+        tables = (file.read_row_group(i, columns=SCHEMA.names) for i in range(file.num_row_groups))
+        return list(decode((batch for table in tables for batch in table.to_batches()), run_dir))
 
 
 def read_waiting(checkpoint: Path) -> list[RecordedGroup]:

@@ -19,7 +19,7 @@ from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import RecordedUpdate, read_step, read_update, recorded_steps
-from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay
+from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay, reading_state
 from megatron_daro.types import Group
 
 
@@ -53,11 +53,6 @@ class ReplaySource:
         self.ledger = Ledger()
         self._check_size(self._updates(self._steps[0]))
 
-    @property
-    def steps(self) -> list[int]:
-        """The recorded steps, in order."""
-        return list(self._steps)
-
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continues after the recorded step in `state`.
 
@@ -69,14 +64,9 @@ class ReplaySource:
                 "the checkpoint is of a run that generates its rollouts; resume it without --replay, or replay into a "
                 "new trainer.run_dir"
             )
-        try:
+        with reading_state():
             self._last_step = int(state["source"][REPLAYED_STEP])
             self.ledger.load_state_dict(state["ledger"])
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise CheckpointError(
-                f"the state of a replay is not what a checkpoint holds ({type(error).__name__}: {error}); use an "
-                "earlier checkpoint"
-            ) from error
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """None: the recorded run has already dropped what was too old for it."""

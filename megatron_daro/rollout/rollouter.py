@@ -51,11 +51,6 @@ class SingleTurn:
         """Have the texts verified. Raises RewardError: a verdict is missing."""
         return await judge(self._scorer, [(rollout.text, prompt) for rollout, prompt in rollouts])
 
-    @property
-    def failed_verifier_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again."""
-        return self._scorer.failed_starts
-
     def counters(self) -> dict[str, int]:
         """Count nothing: there is nothing between engine and verifiers that fails."""
         return {}

@@ -3,25 +3,16 @@
 Sampler or replay -> SampledBatch -> controller. The snapshot is taken when the batch is
 complete and before the next one is begun, so a checkpoint written after the batch was trained repeats nothing and
 loses nothing, however far generation has run ahead by then. Holds no behaviour beyond that.
-
-Which groups of a batch train at which optimizer step.
-
-A sampled batch -> the controller's optimizer steps. Groups keep their order; with several
-updates per batch each gets consecutive groups, as evenly as possible. Further epochs take all of the batch's groups
-again, in an order that follows from seed, batch and epoch. A replayed batch has the steps that were recorded. It
-measures and trains nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
-
-from megatron_daro.config.sections import TrainerSection
+from megatron_daro.errors import CheckpointError
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.groups_under_way import PartialGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
@@ -95,6 +86,18 @@ def is_replay(state: Mapping[str, Any]) -> bool:
     return isinstance(source, Mapping) and REPLAYED_STEP in source
 
 
+@contextmanager
+def reading_state() -> Iterator[None]:
+    """Take over a saved state. Raises CheckpointError: it is torn, or does not add up."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(
+            f"the state of the sampler is not what a checkpoint holds ({type(error).__name__}: {error}); use an "
+            "earlier checkpoint"
+        ) from error
+
+
 class BatchSource(Protocol):
     """Where the controller gets batches from: the sampler, or replay."""
 
@@ -115,110 +118,3 @@ class BatchSource(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continue where `Snapshot.to_json` says, with the groups of `Snapshot.waiting`. Raises CheckpointError."""
         ...
-
-
-@dataclass(slots=True)
-class Update:
-    """One optimizer step in the making.
-
-    version: the policy's weight version when the batch began to train. filtered, dropped: what is recorded with this
-    step although it does not train (the first update of a batch has them all). first, last: whether it is the first and
-    the last update of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again:
-    ids of groups that a later update of the batch trains again. trains: false in a replay for a step that was not
-    finite, but whose groups were trained in a later epoch.
-    """
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
-    first_step: int
-    last: bool = False
-    first: bool = False
-    epoch: int = 1
-    again: frozenset[int] = frozenset()
-    trains: bool = True
-    filtered: tuple[Group, ...] = ()
-    dropped: tuple[Group, ...] = ()
-    outcome: Outcome = "trained"
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def record(self) -> RecordedUpdate:
-        """What a replay needs of it."""
-        ids = tuple(group.group_id for group in self.groups)
-        return RecordedUpdate(self.step, self.first_step, self.epoch, ids, self.outcome == "trained")
-
-
-def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:
-    """Return the optimizer step at which a batch will be used up, if it begins after `step` and nothing of it is
-    dropped."""
-    if batch.recorded:
-        return batch.recorded[-1].step
-    return step + min(section.updates_per_batch, len(batch.groups)) * section.epochs_per_batch
-
-
-def plan_updates(
-    batch: SampledBatch, stale: Sequence[Group], step: int, section: TrainerSection
-) -> tuple[list[Update], tuple[Group, ...]]:
-    """Split what is fresh into one part per optimizer step.
-
-    Args:
-        batch: the sampled batch. stale: its groups that are too old.
-        step: optimizer steps done. section: parts, epochs, seed, and the optimizer steps of the whole run.
-
-    Returns:
-        (updates, unused groups: the stale ones, and those for which the run has no more steps). No updates if
-        everything is stale.
-    """
-    fresh = [group for group in batch.groups if group not in stale]
-    plan = _recorded_updates(batch, step) if batch.recorded else _updates(fresh, step, section)
-    plan = [update for update in plan if update.step <= section.steps]
-    later: frozenset[int] = frozenset()
-    for update in reversed(plan):
-        update.again = later
-        later |= {group.group_id for group in update.groups}
-    if trained := [update for update in plan if update.trains]:
-        trained[0].first = trained[-1].last = True
-        trained[0].filtered = batch.filtered
-    return plan, tuple(group for group in batch.groups if group.group_id not in later)
-
-
-def _updates(groups: Sequence[Group], step: int, section: TrainerSection) -> list[Update]:
-    """Split the groups in their own order for the first epoch, and in one of its own for each other."""
-    parts: list[tuple[int, tuple[Group, ...]]] = []
-    for epoch in range(1, section.epochs_per_batch + 1):
-        ordered = groups if epoch == 1 else [groups[i] for i in epoch_order(len(groups), section.seed, step + 1, epoch)]
-        parts += [(epoch, part) for part in _split(ordered, section.updates_per_batch)]
-    return [Update(step + i, step, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
-
-
-def _recorded_updates(batch: SampledBatch, step: int) -> list[Update]:
-    groups = {group.group_id: group for group in batch.groups}
-    return [
-        Update(
-            one.step, step, tuple(groups[i] for i in one.group_ids), one.first_step, epoch=one.epoch, trains=one.applied
-        )
-        for one in batch.recorded
-    ]
-
-
-def epoch_order(number: int, seed: int, first_step: int, epoch: int) -> list[int]:
-    """Return the order of a batch's groups in an epoch after the first.
-
-    Args:
-        number: of groups. seed: of the run. first_step: first optimizer step of the batch. epoch: of the batch, from 2.
-    """
-    keys = np.random.PCG64(np.random.SeedSequence([seed, first_step, epoch])).random_raw(number)
-    return np.argsort(keys, kind="stable").tolist()
-
-
-def _split(groups: Sequence[Group], parts: int) -> list[tuple[Group, ...]]:
-    """Consecutive parts whose sizes differ by at most one; no more parts than groups."""
-    parts = min(parts, len(groups))
-    bounds = [i * len(groups) // parts for i in range(parts + 1)] if parts else []
-    return [tuple(groups[a:b]) for a, b in pairwise(bounds)]
-
-
-def passed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` lies in (before, after]; `every` 0 is never."""
-    return every > 0 and after // every > before // every

@@ -1,10 +1,8 @@
 """Fills one training batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
 
-Between the prompt source, the engine and the verifiers on one side and the controller on the
-other. It uses what was kept from the batch before, lets `Rounds` (which repeats exactly) or `EarlyFill` (which does not
-wait for the slowest) fill up the rest, tells batch and surplus apart by group id, and takes the snapshot to continue
-from. It refuses a run in which no group carries a signal, whose answers it has recorded, and groups that are too old;
-it trains nothing.
+It uses what was kept from the batch before, has `BatchFiller` fill up the rest, tells batch and surplus apart by group
+id, and takes the snapshot to continue from. It refuses a run in which no group carries a signal, whose answers it has
+recorded, and groups that are too old; it trains nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
+from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext, WaitFor
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.groups_under_way import PartialGroup
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import describe
 from megatron_daro.rollout.partial_batch import PartialBatch
+from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay, reading_state
 from megatron_daro.types import Group
 
 _EMPTY = "rollout/batches_empty"
@@ -39,8 +38,9 @@ class Sampler:
     def __init__(
         self,
         context: RolloutContext,
-        filler: BatchFiller,
+        scorer: Scorer,
         *,
+        wait_for: WaitFor,
         kept_bins: Collection[int],
         steps_per_batch: int = 1,
         recorder: Recorder | None = None,
@@ -49,7 +49,8 @@ class Sampler:
         """Start nothing.
 
         Args:
-            context: what groups are made of. filler: the way to fill a batch, over the same context.
+            context: what groups are made of. scorer: the verifiers, whose failed starts are counted.
+            wait_for: whether a batch waits for all of its groups, or for enough of them.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
@@ -60,7 +61,8 @@ class Sampler:
         self._notices = context.notices
         self._collector = context.collector
         self._rollouter = context.rollouter
-        self._filler = filler
+        self._scorer = scorer
+        self._filler = BatchFiller(context, wait_for)
         self._kept_bins = kept_bins
         self._max_lag = context.section.max_staleness * steps_per_batch
         self._max_empty = max_empty_batches
@@ -83,13 +85,8 @@ class Sampler:
                 "the checkpoint is of a replay, which knows no prompts to go on with; resume it with --replay and the "
                 "recorded run, or start in a new run_dir"
             )
-        try:
+        with reading_state():
             self._load(state, waiting)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise CheckpointError(
-                f"sampler state is not what a checkpoint holds ({type(error).__name__}: {error}); "
-                "use an earlier checkpoint"
-            ) from error
 
     def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:
         self._source.load_state_dict(state["source"])
@@ -167,15 +164,15 @@ class Sampler:
         self._carry = ()
 
     def _take_partial(self, batch: PartialBatch, use_version: int) -> None:
-        """Drop unfinished groups whose oldest token will be too old, and all where rounds start afresh."""
+        """Drop unfinished groups whose oldest token will be too old, and all where batches leave none any more."""
         oldest = use_version - self._max_lag
         usable = [
             group
             for group in self._partial
-            if self._filler.keeps_unfinished and (group.weight_version is None or group.weight_version >= oldest)
+            if self._filler.may_leave_unfinished and (group.weight_version is None or group.weight_version >= oldest)
         ]
         self._discard(batch, [group for group in self._partial if group not in usable])
-        if self._partial and not self._filler.keeps_unfinished:
+        if self._partial and not self._filler.may_leave_unfinished:
             self._notices.notice(f"{len(self._partial)} unfinished groups are dropped: rollout.finish_batch is all now")
         self._partial = tuple(usable)
 
@@ -219,7 +216,7 @@ class Sampler:
             rounds=batch.rounds,
             rollout_s=seconds,
             response_tokens=response_tokens,
-            counters=counters | {_FAILED_STARTS: self._collector.failed_verifier_starts},
+            counters=counters | {_FAILED_STARTS: self._scorer.failed_starts},
         )
 
     def _counters(self) -> dict[str, int]:

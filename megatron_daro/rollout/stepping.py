@@ -91,7 +91,7 @@ class StepPool(Protocol):
         ...
 
 
-class _PoolHere:
+class _LocalPool:
     """Those of this machine, which is never lost without this process."""
 
     restarts = 0
@@ -124,7 +124,7 @@ class SteppedConversations:
                 workers; None: on this machine.
         """
         self._section, self._turns, self._warn = section, turns, warn
-        self._pool = pool or _PoolHere(section)
+        self._pool = pool or _LocalPool(section)
         self._started: asyncio.Future[None] | None = None
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:

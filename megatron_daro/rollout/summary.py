@@ -3,27 +3,70 @@
 Groups and the built batch -> metrics, merged by the controller with what the policy reports. Keys are those of the run
 directory's contract. It measures samples only and knows no losses but the predicted one.
 
+To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
+metrics.jsonl, TensorBoard and the report then have it. One that needs more than groups (a verifier, say) is bound to it
+where `controller.Parts` is made, and handed over as a member of `group_metrics`.
+
 Shape letters: N samples, K rollouts per prompt.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 
 import numpy as np
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.sampled_batch import SampledBatch, Update
+from megatron_daro.rollout.sampled_batch import SampledBatch
+from megatron_daro.rollout.update_plan import Update
 from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
+GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
+"""Key -> number, of the complete groups that were sampled for a batch, the filtered and dropped ones too."""
 
-def update_metrics(batch: SampledBatch, update: Update, columns: TrainBatch, steps_per_batch: int) -> dict[str, float]:
+
+def _correctness(groups: Sequence[Group]) -> dict[str, float]:
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    return {
+        "accuracy/mean": _mean(verdict.correct for verdict in verdicts),
+        "reward/mean": _mean(verdict.reward for verdict in verdicts),
+    }
+
+
+def _responses(groups: Sequence[Group]) -> dict[str, float]:
+    """Measure generated tokens, and what ended the answers."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [rollout.generated_length for rollout in rollouts]
+    return {
+        "response/length_mean": _mean(lengths),
+        "response/length_max": float(max(lengths, default=0)),
+        "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
+        "response/repetition_fraction": _mean(rollout.finish_reason == "repetition" for rollout in rollouts),
+    }
+
+
+def _conversations(groups: Sequence[Group]) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return turn_metrics(rollouts, [verdict for group in groups for verdict in group.verdicts])
+
+
+GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversations)
+"""Of every run."""
+
+
+def update_metrics(
+    batch: SampledBatch,
+    update: Update,
+    columns: TrainBatch,
+    steps_per_batch: int,
+    group_metrics: Sequence[GroupMetrics] = GROUP_METRICS,
+) -> dict[str, float]:
     """All of the below for one optimizer step: `columns` are those of `update`, which is of `batch`."""
     size = columns.rollouts_per_prompt
-    metrics = sample_metrics(batch, size) | group_bins((*update.groups, *update.filtered), size)
+    metrics = sample_metrics(batch, size, group_metrics) | group_bins((*update.groups, *update.filtered), size)
     metrics |= length_metrics(columns)
     metrics |= _divergence(update.groups)
     metrics["rollout/epoch"] = float(update.epoch)
@@ -39,33 +82,23 @@ def _divergence(groups: Iterable[Group]) -> dict[str, float]:
     return {"distill/reverse_kl": _mean(np.concatenate(parts))} if parts else {}
 
 
-def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:
-    """Accuracy, reward and generated tokens over every complete group that was sampled for the batch.
+def sample_metrics(
+    batch: SampledBatch, rollouts_per_prompt: int, group_metrics: Sequence[GroupMetrics] = GROUP_METRICS
+) -> dict[str, float]:
+    """Measure every complete group that was sampled for the batch, and what sampling them took.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
 
     Args:
-        batch: the sampled batch.
-        rollouts_per_prompt: K.
+        batch: the sampled batch. rollouts_per_prompt: K.
 
     Returns:
-        `accuracy/mean`, `reward/mean`, `response/length_mean`, `response/length_max`, `response/truncated_fraction`,
-        `response/repetition_fraction`, `rollout/rounds` and `throughput/rollout_tokens_per_s`.
+        What `group_metrics` give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
     """
-    seen = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
-    rollouts = [rollout for group in seen for rollout in group.rollouts]
-    verdicts = [verdict for group in seen for verdict in group.verdicts]
-    lengths = [rollout.generated_length for rollout in rollouts]
-    metrics = {
-        "accuracy/mean": _mean(verdict.correct for verdict in verdicts),
-        "reward/mean": _mean(verdict.reward for verdict in verdicts),
-        "response/length_mean": _mean(lengths),
-        "response/length_max": float(max(lengths, default=0)),
-        "response/truncated_fraction": _mean(rollout.finish_reason == "length" for rollout in rollouts),
-        "response/repetition_fraction": _mean(rollout.finish_reason == "repetition" for rollout in rollouts),
-        "rollout/rounds": float(batch.rounds),
-    }
-    metrics |= turn_metrics(rollouts, verdicts)
+    groups = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
+    metrics = {"rollout/rounds": float(batch.rounds)}
+    for measure in group_metrics:
+        metrics |= measure(groups)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}

@@ -191,9 +191,9 @@ class _Talk:
 
     def calls(self, completion: Completion) -> list[dict[str, Any]]:
         """Return the tools that an answer calls, which are counted."""
-        found, vain = _calls(completion.text) if self._tools else ([], 0)
-        self._conversation.report(tool_calls=len(found), tool_errors=vain)
-        return found
+        calls, unreadable = _calls(completion.text) if self._tools else ([], 0)
+        self._conversation.report(tool_calls=len(calls), tool_errors=unreadable)
+        return calls
 
     def said(self, message: Mapping[str, Any]) -> None:
         """Remember an answer as the environment was told it."""
@@ -312,14 +312,14 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 def _calls(text: str) -> tuple[list[dict[str, Any]], int]:
     """Return the tools that an answer calls, each with name and arguments, and how many calls cannot be read."""
-    calls, vain = [], 0
+    calls, unreadable = [], 0
     for part in _CALL.findall(text):
         try:
             call = json.loads(part)
             calls.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
         except (ValueError, TypeError, KeyError, AttributeError):
-            vain += 1
-    return calls, vain
+            unreadable += 1
+    return calls, unreadable
 
 
 def _message(conversation: Conversation, message: Mapping[str, Any]) -> dict[str, Any]:

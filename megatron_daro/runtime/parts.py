@@ -28,7 +28,7 @@ from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
 from megatron_daro.errors import AlgorithmError, ConfigError
-from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
+from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.evaluation import Evaluator
@@ -180,7 +180,8 @@ def generation_with(
     )
     sampler = Sampler(
         context,
-        EarlyFill(context) if rollout.finishes_early(config.engine.kind) else Rounds(context),
+        scorer,
+        wait_for="enough" if rollout.finishes_early(config.engine.kind) else "all",
         kept_bins=algorithm.kept_bins,
         steps_per_batch=config.trainer.steps_per_batch,
         recorder=recorder(run),

@@ -21,7 +21,7 @@ from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step, read_update
-from megatron_daro.rollout.sampled_batch import epoch_order
+from megatron_daro.rollout.update_plan import epoch_order
 from megatron_daro.routed_experts import ExpertsFolder
 
 

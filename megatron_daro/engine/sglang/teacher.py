@@ -125,11 +125,6 @@ class Taught:
         """As the Rollouter's."""
         return await self._rollouter.score(rollouts)
 
-    @property
-    def failed_verifier_starts(self) -> int:
-        """As the Rollouter's."""
-        return self._rollouter.failed_verifier_starts
-
     def counters(self) -> dict[str, int]:
         """As the Rollouter's."""
         return self._rollouter.counters()

@@ -192,7 +192,7 @@ def test_columns_that_do_not_fit_are_refused():
     group = make_group(1, [True, False])
     broken = make_rollout(1, 0)
     object.__setattr__(broken, "logprobs", broken.logprobs[:1])
-    with pytest.raises(DataError, match=r"3 .*1 log-probs"):
+    with pytest.raises(DataError, match=r"3 .*logprobs has 1"):
         build_batch([Group(1, group.prompt, (broken, group.rollouts[1]), group.verdicts)], algorithm(2))
     headless = make_rollout(1, 0, prompt=0)
     with pytest.raises(DataError, match="prompt"):

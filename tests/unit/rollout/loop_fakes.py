@@ -27,7 +27,7 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.recovery import Checkpoints, find_latest_valid, set_newer_aside
-from megatron_daro.rollout.batch_filler import EarlyFill, RolloutContext, Rounds
+from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
@@ -344,7 +344,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     )
     bins, ledger = range(section.rollouts_per_prompt + 1), Ledger()
     kept_bins = bins[1:-1] if options.pop("filter_groups", True) else bins
-    filling_class = EarlyFill if options.pop("finish_early", False) else Rounds
+    wait_for = "enough" if options.pop("finish_early", False) else "all"
     shared = {"deadlines": options.pop("deadlines", FAST), "notices": progress}
     scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
     rollouter = options.pop("rollouter", None) or SingleTurn(engine, scorer)
@@ -361,7 +361,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     context = RolloutContext(
         section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
     )
-    return Sampler(context, filling_class(context), kept_bins=kept_bins, steps_per_batch=updates, **options)
+    return Sampler(context, scorer, wait_for=wait_for, kept_bins=kept_bins, steps_per_batch=updates, **options)
 
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_daro.config import RewardSection
-from megatron_daro.rollout.environment import Conversation, Surroundings
+from megatron_daro.rollout.environment import Conversation, ConversationSettings
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, Verdict
 
 PROMPT = Prompt("p", "4", "unit", text="2+2?", tokens=(7, 8))
@@ -45,7 +45,9 @@ def conversation(
 ):
     """One that nothing was said in."""
     request = GroupRequest(3, attempt, prompt, (0, 1), SamplingParams(max_new_tokens=room), partial=partial or {})
-    shared = Surroundings("m:Own", model.decode, vocabulary, RewardSection(incorrect_reward=-1.0), weights or {})
+    shared = ConversationSettings(
+        "m:Own", model.decode, vocabulary, RewardSection(incorrect_reward=-1.0), weights or {}
+    )
     return Conversation(request, index, model, shared)
 
 

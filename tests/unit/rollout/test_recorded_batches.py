@@ -44,7 +44,6 @@ def test_a_batch_has_what_trained_and_beside_it_what_did_not(tmp_path):
     record(tmp_path, 4, (3, 1, (4,), False), trained=[4], filtered=[6])
     record(tmp_path, 5, (5, 1, (7,), True), trained=[7])
     one = source(tmp_path, updates_per_batch=2)
-    assert one.steps == [3, 4, 5]
     batch = sampled(one)
     assert (ids(batch.groups), ids(batch.filtered), ids(batch.dropped)) == ([5, 1], [2, 6], [3, 4])
     assert batch.recorded == (RecordedUpdate(3, 3, 1, (5, 1), True),), "a step of one epoch that failed is left out"

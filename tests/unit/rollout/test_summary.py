@@ -10,7 +10,7 @@ from loop_fakes import GRPO, K, make_rollout
 
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, Update
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
 from megatron_daro.rollout.summary import (
     group_bins,
     length_metrics,
@@ -19,6 +19,7 @@ from megatron_daro.rollout.summary import (
     sample_metrics,
     update_metrics,
 )
+from megatron_daro.rollout.update_plan import Update
 from megatron_daro.types import Group, Prompt, Verdict
 
 PROMPT = Prompt("p", "42", "unit", text="6 * 7?", tokens=(1, 2))

@@ -9,13 +9,8 @@ from loop_fakes import K, make_rollout
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.recorder import RecordedUpdate
-from megatron_daro.rollout.sampled_batch import (
-    SampledBatch,
-    Snapshot,
-    epoch_order,
-    last_step,
-    plan_updates,
-)
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
+from megatron_daro.rollout.update_plan import epoch_order, last_step, plan_updates
 from megatron_daro.types import Group, Prompt, Verdict
 
 PROMPT = Prompt("p", "4", "unit", tokens=(1, 2))

@@ -1,13 +1,14 @@
-"""Calls from one event loop to that of another thread, a few at a turn of it.
+"""The thread in which a user's coroutines run, with an event loop of its own, and calls between it and the run's loop.
 
-Conversations pass between the run's loop and the environments' this way. Waking the other loop for each call, which
+One that blocks then holds up neither the engine nor the loop of the run. Waking the other loop for each call, which
 hands it Python's lock in the middle of a turn, and all calls in one turn of it, would hold both loops for seconds where
-thousands of conversations go on at once.
+thousands of conversations go on at once: calls pass a few at a turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,3 +50,25 @@ class LoopCalls:
             if self._calls and not self._scheduled:
                 self._scheduled = True
                 self._target.call_soon(self._run)
+
+
+class EnvironmentThread:
+    """An event loop in a thread of its own. Made on the run's loop.
+
+    loop: its own; run_loop: the run's. to_environment, to_run: calls from one to the other.
+    """
+
+    def __init__(self) -> None:
+        self.run_loop, self.loop = asyncio.get_running_loop(), asyncio.new_event_loop()
+        self.to_environment = LoopCalls(self.run_loop, self.loop)
+        self.to_run = LoopCalls(self.loop, self.run_loop)
+        threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
+
+    def close(self) -> None:
+        """Cancel what is left and end the loop, as soon as what it does lets it."""
+        self.loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)  # after the cancelled tasks had their turn
