@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.stages import part_layers
 from megatron_daro.convert.mapping import hf_tensor_shapes, hf_to_megatron, output_rule, padded_vocab_size, shard
 from megatron_daro.sync.shard_layouts import ServerLayout, TrainerLayout, server_layout, server_parts
 from megatron_daro.sync.shard_plan import Box, ShardPlan, Write

@@ -65,7 +65,7 @@ def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, An
         ConfigError: every unknown name with the nearest one, every name that another field sets or that is refused.
     """
     known = {part: frozenset(f.name for f in dataclasses.fields(cls)) for part, cls in _UPSTREAM.items()}
-    problems = list(option_problems(options, known))
+    problems = list(option_problems(options, frozenset().union(*known.values())))
     if problems:
         raise config_error(SECTION, problems)
     return {part: {n: v for n, v in options.items() if n in names} for part, names in known.items()}

@@ -34,9 +34,10 @@ def check_layout(
 ) -> None:
     """Build every rank of a world without memory; prove that the checkpoint fills each parameter exactly once."""
     from megatron_daro.config.actor import ActorSection
-    from megatron_daro.config.check_training import FIRST_STAGE, LAST_STAGE, division_problems
     from megatron_daro.config.model_shape import read_model_shape
     from megatron_daro.config.problems import config_error
+    from megatron_daro.config.rules.layout import division
+    from megatron_daro.config.stages import FIRST_STAGE, LAST_STAGE
     from megatron_daro.errors import ConfigError
 
     shape = read_model_shape(model_config)
@@ -57,7 +58,7 @@ def check_layout(
         expert_tensor_parallel=expert_tensor,
         megatron={name: layers for name, layers in stages.items() if layers is not None},
     )
-    problems = list(division_problems(actor, shape))
+    problems = list(division(actor, shape))
     if problems:
         raise config_error(str(model_config), problems)
     _print(_checked(actor, shape), as_json=as_json)

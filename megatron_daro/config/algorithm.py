@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_daro.config.actor import OptimizerSection
-from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section
+from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section, Servers
 
 ALGORITHM_NAMES = (
     "grpo",
@@ -233,7 +233,7 @@ class DistillSection(Section):
     """On-policy distillation from a teacher on SGLang servers: a token's advantage falls by how much likelier it is for
     the policy than for the teacher, the reverse KL divergence token by token (Thinking Machines, October 2025)."""
 
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    urls: Servers = ()
     """Servers of one teacher that has the policy's tokenizer, as http://host:port. Empty: no distillation."""
     coefficient: float = Field(default=1.0, ge=0, le=1000)
     """Factor of log p(teacher) - log p(policy) in a token's advantage."""

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -53,6 +54,42 @@ def _expanded(path: Path) -> Path:
 
 ExpandedPath = Annotated[Path, AfterValidator(_expanded), BeforeValidator(_named)]
 """A path in which a leading ~ is the home directory."""
+
+
+def _greedy_or_warm(value: float) -> float:
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise PydanticCustomError(
+            OUT_OF_RANGE, f"0 (greedy), or at least {_LEAST_TEMPERATURE:g}: logits are divided by it"
+        )
+    return value
+
+
+_LEAST_TEMPERATURE = 1e-3
+Temperature = Annotated[float, AfterValidator(_greedy_or_warm)]
+"""Of sampling."""
+
+
+def _with_port(url: str) -> str:
+    try:
+        usable = urlsplit(url).port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise PydanticCustomError(OUT_OF_RANGE, "a URL with a port from 1 to 65535, or none")
+    return url
+
+
+def _each_once(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(urls)) < len(urls):
+        raise PydanticCustomError(OUT_OF_RANGE, "each server once")
+    return urls
+
+
+Servers = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$"), AfterValidator(_with_port)], ...],
+    AfterValidator(_each_once),
+]
+"""Addresses of servers."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What generators of 64 bits take."""
 
@@ -72,6 +109,11 @@ class Section(BaseModel):
             if isinstance(number, float) and number and not _FLOATS[0] <= abs(number) <= _FLOATS[1]:
                 raise PydanticCustomError(OUT_OF_RANGE, "0, or numbers of a size from 1e-30 to 1e30")
         return value
+
+
+def changed(section: Section) -> list[str]:
+    """Return the names of the options that differ from their defaults."""
+    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
 
 
 def filled(value: T | None) -> T:

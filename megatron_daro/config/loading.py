@@ -387,7 +387,7 @@ def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> s
         return "write true or false"
     if plain in (int, float) and isinstance(value, str):
         return "write a plain number, without quotes, units or leading zeros"
-    if plain is str or names:
+    if (plain is str or names) and not isinstance(value, str):
         return "put the text in quotes"
     example = _defaults().get(path)
     example = list(example) if isinstance(example, tuple) else example

@@ -1,32 +1,18 @@
 """`actor.megatron`: which options of Megatron-core may be given, which this package sets, which it cannot keep.
 
-The checks before a start ask here, and so does actor/model.py before it hands the options on.
-Upstream's names are read from its source files: importing Megatron-core takes seconds, and needs torch.
-Refuses: names that upstream does not have, names that the model's config.json or another option sets, options that
-would be ignored or would make another model, and names that a newer Megatron-core has and nobody here has looked at.
+The checks before a start ask here, without importing Megatron-core; actor/model.py asks again with the names that the
+installed one has, and lets it judge the values. An option is handed on only if somebody has looked at it: what would be
+ignored, what would make another model and what a newer Megatron-core brings is refused until it stands in ALLOWED.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron_daro.config.problems import Problem, check_passthrough, show
+from megatron_daro.config.problems import Problem, did_you_mean, nearest_paths, show
 
 SECTION = "actor.megatron"
-
-# Our name for each upstream dataclass -> the classes whose annotated names are its fields, with their files.
-_SOURCES = {
-    "transformer": (
-        ("ModelParallelConfig", "model_parallel_config.py"),
-        ("TransformerConfig", "transformer/transformer_config.py"),
-    ),
-    "optimizer": (("OptimizerConfig", "optimizer/optimizer_config.py"),),
-    "ddp": (("DistributedDataParallelConfig", "distributed/distributed_data_parallel_config.py"),),
-}
 
 _MODEL = {
     **dict.fromkeys(("add_bias_linear", "apply_residual_connection_post_layernorm", "normalization"), "model_type"),
@@ -199,85 +185,6 @@ REFUSED = {
 }
 """Upstream's options that would be ignored, or make wrong numbers, and why; null and false are no harm."""
 
-_FUNCTION = "it is a Python object, which a file cannot hold"
-_ATTENTION = "neither Transformer Engine's attention nor the one for CPUs reads it"
-_NORMS = "neither Transformer Engine's norms nor the one for CPUs read it"
-_INITIAL = "weights are read from files, not drawn"
-_DELAYED = "only the delayed fp8 recipe reads it, which actor.fp8_recipe does not have"
-_FSDP = "only Megatron's FSDP reads it"
-_NO_SHARED_EXPERTS = "no model family here has shared experts"
-_CAPACITY = "it belongs to a capacity of experts, and there is none"
-_FP16 = "only fp16 reads it"
-
-WITHOUT_EFFECT = {
-    **dict.fromkeys(("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func"), _FUNCTION),
-    **dict.fromkeys(("grad_sync_func", "param_sync_func", "init_method", "output_layer_init_method"), _FUNCTION),
-    **dict.fromkeys(("embedding_init_method", "_cpu_offloading_context", "moe_grad_scale_func"), _FUNCTION),
-    **dict.fromkeys(("mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func"), _FUNCTION),
-    **dict.fromkeys(("attention_softmax_in_fp32", "apply_query_key_layer_scaling"), _ATTENTION),
-    "masked_softmax_fusion": _ATTENTION,
-    **dict.fromkeys(("persist_layer_norm", "memory_efficient_layer_norm"), _NORMS),
-    **dict.fromkeys(("perform_initialization", "init_method_std", "embedding_init_method_std"), _INITIAL),
-    **dict.fromkeys(("fp8_margin", "fp8_interval", "fp8_amax_history_len"), _DELAYED),
-    **dict.fromkeys(("fp8_amax_compute_algo", "fp8_wgrad", "tp_only_amax_red"), _DELAYED),
-    **dict.fromkeys(("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"), _FSDP),
-    **dict.fromkeys(("gradient_reduce_div_fusion", "suggested_communication_unit_size"), _FSDP),
-    **dict.fromkeys(("preserve_fp32_weights", "keep_fp8_transpose_cache", "init_model_with_meta_device"), _FSDP),
-    **dict.fromkeys(
-        ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), "log-probabilities are taken in chunks"
-    ),
-    **dict.fromkeys(("async_tensor_model_parallel_allreduce", "moe_extended_tp"), "nothing reads it"),
-    **dict.fromkeys(("moe_token_dropping", "moe_per_layer_logging"), "nothing reads it"),
-    **dict.fromkeys(("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"), _CAPACITY),
-    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _FP16),
-    **dict.fromkeys(("optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload"), _ADAM),
-    **dict.fromkeys(("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), _ADAM),
-    **dict.fromkeys(("qk_clip", "qk_clip_alpha", "qk_clip_threshold"), "it belongs to Muon; the optimizer is AdamW"),
-    "log_max_attention_logit": "nobody asks for what it collects",
-    "log_num_zeros_in_grad": "nobody asks for what it counts",
-    "barrier_with_L1_time": "nothing is timed in upstream's way",
-    "use_te_rng_tracker": "nothing random happens in the layers",
-    "use_fused_weighted_squared_relu": "no model family here has squared ReLU",
-    "moe_shared_expert_overlap": _NO_SHARED_EXPERTS,
-    "moe_router_bias_update_rate": "the routers have no expert bias",
-    "moe_router_quantile_balancing_ema": "the routers have no expert bias",
-    "wgrad_deferral_limit": "it belongs to defer_embedding_wgrad_compute",
-    "align_param_gather": "it belongs to overlap_param_gather",
-    "store_param_remainders": "it belongs to use_precision_aware_optimizer",
-    "sgd_momentum": "the optimizer is AdamW",
-    "flash_decode": "only upstream's own generation reads it",
-    "batch_invariant_mode": "only upstream's own generation is made for it",
-    "flash_attention_version": "it belongs to batch_invariant_mode",
-    "use_inference_optimized_layers": "only upstream's own generation reads it",
-    "mlp_chunks_for_prefill": "only upstream's own generation reads it",
-    "nccl_all_reduce_for_prefill": "only upstream's own generation reads it",
-    "moe_pad_experts_for_cuda_graph_inference": "only upstream's own generation reads it",
-    "use_mamba_mem_eff_path": "no model family here has Mamba layers",
-    "mtp_standalone": "layers that predict several tokens are not built",
-    "megatron_fsdp_cuda_graph_mode": _FSDP,
-}
-"""Upstream's options that change nothing here, and why."""
-
-_FAMILIES = {
-    "mamba_": "no model family here has Mamba layers",
-    "dsa_": "no model family here has sparse attention with an indexer",
-    "linear_": "no model family here has linear attention",
-    "mtp_": "layers that predict several tokens are not built",
-    "mup_": "it belongs to use_mup",
-    "muon_": "the optimizer is AdamW",
-    "adaptive_muon_": "the optimizer is AdamW",
-    "soap_": "the optimizer is AdamW",
-    "lion_": "the optimizer is AdamW",
-    "fsdp_": _FSDP,
-    "megatron_fsdp_": _FSDP,
-    "inference_": "only upstream's own generation reads it",
-    "tp_comm_": "nobody sets up the user buffers of Transformer Engine that it needs",
-    "cuda_graph_": _SHAPES,
-    "use_kitchen": "layers of the package nvidia_kitchen are not built",
-    "kitchen_": "layers of the package nvidia_kitchen are not built",
-}
-"""Beginnings of upstream's names, all of which are refused, and why."""
-
 _ALLOWED = """
 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage batch_p2p_sync overlap_p2p_comm_warmup_flush
 account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
@@ -314,67 +221,24 @@ TRANSFORMER_ENGINE_ONLY = frozenset(_TRANSFORMER_ENGINE_ONLY.split())
 """Allowed options that only Transformer Engine's layers, or NCCL, can honour."""
 
 
-def upstream_names() -> dict[str, frozenset[str]]:
-    """Field names of the installed Megatron-core by dataclass; empty where it is not installed or laid out otherwise.
-
-    Returns:
-        {"transformer": names, "optimizer": names, "ddp": names}.
-    """
-    root = _installed()
-    if root is None:
-        return {}
-    names = {part: _annotated(root, sources) for part, sources in _SOURCES.items()}
-    return names if all(names.values()) else {}
-
-
-def option_problems(options: Mapping[str, Any], known: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
-    """Return what is wrong with `actor.megatron`.
+def option_problems(options: Mapping[str, Any], installed: Collection[str] = ALLOWED) -> Iterator[Problem]:
+    """Yield what is wrong with `actor.megatron`.
 
     Args:
-        options: as the user gave them.
-        known: what `upstream_names` gives; unknown names are not looked for where it is empty.
+        options: as the user gave them. installed: the names that the installed Megatron-core has, where they are known.
     """
-    installed: frozenset[str] = frozenset().union(*known.values())
-    unknown = {}
+    names = sorted(ALLOWED & set(installed))
     for name, value in options.items():
         field = f"{SECTION}.{name}"
         if name in OWNED:
             elsewhere = f", or set model.path to a model with such a {_MODEL[name]}" if name in _MODEL else ""
             yield Problem(field, show(value), f"nothing, it is set by {OWNED[name]}", f"remove it here{elsewhere}")
-        elif why := why_refused(name, value):
-            yield Problem(field, show(value), f"nothing: {why}", "remove it")
-        elif installed and name not in installed:
-            unknown[name] = value
-        elif installed and name not in ALLOWED | REFUSED.keys():
-            allowed = "nothing: this package does not know what it does to the model"
-            yield Problem(field, f"{show(value)}, which the installed Megatron-core has", allowed, "remove it")
-    yield from check_passthrough(SECTION, unknown, installed & ALLOWED)
-
-
-def why_refused(name: str, value: object) -> str:
-    """Return why an option must not have this value; empty where it may."""
-    if name in REFUSED:
-        return "" if value in (None, False) else REFUSED[name]
-    if name in WITHOUT_EFFECT:
-        return f"it has no effect here; {WITHOUT_EFFECT[name]}"
-    return next((why for start, why in _FAMILIES.items() if name.startswith(start)), "")
-
-
-def _installed() -> Path | None:
-    spec = importlib.util.find_spec("megatron")  # a namespace: finding it runs no code of Megatron-core
-    places = spec.submodule_search_locations if spec else None
-    return next((Path(place) / "core" for place in places or () if (Path(place) / "core").is_dir()), None)
-
-
-def _annotated(root: Path, sources: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Names with an annotation in the bodies of the classes: the fields of dataclasses."""
-    names: set[str] = set()
-    for class_name, file in sources:
-        try:
-            tree = ast.parse((root / file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, UnicodeDecodeError):
-            return frozenset()
-        bodies = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-        statements = (statement for body in bodies for statement in body)
-        names |= {s.target.id for s in statements if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
-    return frozenset(names)
+        elif name in REFUSED and value not in (None, False):
+            yield Problem(field, show(value), f"nothing: {REFUSED[name]}", "remove it")
+        elif name not in names and name not in REFUSED:
+            allowed = (
+                "options that Megatron-core has, that no other option sets, and of which it is known that they have "
+            )
+            allowed += "an effect and leave the model and its loss as they are (docs/configuration.md)"
+            fix = did_you_mean(nearest_paths(name, names), "remove it")
+            yield Problem(field, show(value), allowed, fix)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config.model_shape import ModelShape, read_model_shape, require_regular_files
+from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape, require_regular_files
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.safetensors_header import GIT_LFS, HeaderError, read_header
+from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
 
 _FIELD = "model.path"
@@ -61,6 +62,14 @@ def read_model(directory: Path) -> ModelFiles:
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
         return ModelFiles(problems=(problem, *problems))
     return ModelFiles(shape, _has_end_token(directory), tuple(problems))
+
+
+def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
+    """Return the shape of the critic; None for an algorithm of the package without one. Raises ModelError."""
+    path = config.algorithm.critic.path
+    if not config.algorithm.has_critic:
+        return None
+    return policy if path is None else read_model_shape(path, CRITIC_HEADS)
 
 
 def megatron_problems(directory: Path | None) -> Iterator[Problem]:
@@ -155,3 +164,15 @@ def _tokenizer_problems(directory: Path) -> Iterator[Problem]:
     if present[:1] == ["tokenizer.json"] and _read_json(directory / "tokenizer.json")[0] is None:
         why = _read_json(directory / "tokenizer.json")[1]
         yield Problem(_FIELD, why, "a complete tokenizer.json", "copy or download the tokenizer again")
+
+
+def token_numbers(path: Path) -> dict[str, int]:
+    """Return the number of each token, as tokenizer.json has it; empty where it does not say it."""
+    try:
+        content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content.get("model", {}).get("vocab") or {}
+        if isinstance(vocabulary, list):  # Unigram: pairs of token and score, in order
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return {}

@@ -1,14 +1,9 @@
-"""Which precision can run where: fp8 recipes of the actor, and servers that compute in fp8.
+"""Which fp8 recipe of the actor can run where, and what of a model it can multiply.
 
 The configuration's checks ask before anything starts, with what is known of the machines by then; each rank asks
 again with what it sees (actor/optimizer.py). Versions are read from what is installed, because importing torch takes
 seconds. What is not known rejects nothing. The numbers are those of Transformer Engine 2.20.2 and Megatron-core
 0.16.1 to 0.19.2.
-
-SGLang 0.5.23 has two ways to compute the policy's weights in fp8. With `load_format: flash_rl` it casts the bf16
-weights of every update, for dense Qwen2 and Qwen3 models only; without that, parameters that it quantized at its
-start have lost what loads them, and the first update fails. With `fp8_blocks` the policy sends blocks with their
-scales, of any family. Quantized servers that could not follow the policy are rejected.
 """
 
 from __future__ import annotations
@@ -18,10 +13,9 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_daro.config.actor import ActorSection, Fp8Recipe
-from megatron_daro.config.hardware import Hardware, Version, torch_cuda, version_of
+from megatron_daro.config.hardware import Version, torch_cuda, version_of
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.config.problems import Problem, show
-from megatron_daro.config.sections import Config
+from megatron_daro.config.problems import Problem, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +49,8 @@ class _Needs:
     below: float | None = None
 
 
+FP8_BLOCK = 128
+"""Rows and columns of the blocks that share a scale."""
 _CUDNN: Version = (9, 12)
 _STATELESS_FP8: Version = (2, 16)
 _SPLITS_NO_STATE: Version = (0, 19)
@@ -128,27 +124,51 @@ def experts_problem(shape: ModelShape, found: Surroundings) -> Problem | None:
     )
 
 
-def shape_problems(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
-    """Return what of the model the recipe cannot multiply, and layers in bf16 that leave none for fp8."""
+def fp8_problems(actor: ActorSection, shape: ModelShape | None, found: Surroundings) -> Iterator[Problem]:
+    """Yield why a run could not compute in fp8: the first reason against it, and layers in bf16 that leave none for it.
+
+    Args:
+        shape: of the model; None: not known. found: what it would run on.
+    """
+    if actor.precision != "fp8":
+        return
+    against = problem(actor.fp8_recipe, found) or (
+        shape and (experts_problem(shape, found) or _uneven_problem(actor, shape))
+    )
+    if against:
+        yield against
+    if shape:
+        yield from _bf16_layers(actor, shape)
+
+
+def _uneven_problem(actor: ActorSection, shape: ModelShape) -> Problem | None:
     width = NEEDS[actor.fp8_recipe].width
-    for what, size in _sides(actor, shape).items():
-        if size % width:
-            got = f"fp8 ({actor.fp8_recipe}), but a rank has {size} {what}"
-            allowed = f"matrices whose sides are multiples of {width}"
-            fix = "set actor.precision=bf16, or another tensor_parallel"
-            yield Problem("actor.precision", got, allowed, fix, also=("actor.tensor_parallel", "model.path"))
+    uneven = [f"{size} {what}" for what, size in _sides(actor, shape).items() if size % width]
+    if not uneven:
+        return None
+    got = f"fp8 ({actor.fp8_recipe}), but a rank has {', '.join(uneven)}"
+    fix = "set actor.precision=bf16, or another tensor_parallel"
+    also = ("actor.tensor_parallel", "model.path")
+    return Problem("actor.precision", got, f"matrices whose sides are multiples of {width}", fix, also=also)
+
+
+def _bf16_layers(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
     start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
-    also = ("actor.num_layers_at_start_in_bf16", "actor.pipeline_parallel", "model.path")
     if start + end >= shape.layers:
-        got = f"{end}, with {start} at the start, but the model has {shape.layers} layers"
-        fix = "lower them, or set actor.precision=bf16"
-        yield Problem("actor.num_layers_at_end_in_bf16", got, "fewer than all layers together", fix, also=also)
+        allowed = f"fewer than the model's {shape.layers} layers, together with those at the start"
+        yield wrong(
+            {"actor": actor},
+            "actor.num_layers_at_end_in_bf16",
+            allowed,
+            "lower them, or set actor.precision=bf16",
+            beside="actor.num_layers_at_start_in_bf16 model.path",
+        )
     most = shape.layers // actor.pipeline_parallel
-    for name, count in (("start", start), ("end", end)):
+    for field, count in (("actor.num_layers_at_start_in_bf16", start), ("actor.num_layers_at_end_in_bf16", end)):
         if count > most:
             allowed = f"at most {most}, layers / pipeline_parallel: Megatron-core keeps them on one stage"
-            field = f"actor.num_layers_at_{name}_in_bf16"
-            yield Problem(field, str(count), allowed, f"set {field}={most}", also=also)
+            beside = "actor.pipeline_parallel model.path"
+            yield wrong({"actor": actor}, field, allowed, f"set {field}={most}", beside=beside)
 
 
 def _sides(actor: ActorSection, shape: ModelShape) -> dict[str, int]:
@@ -197,89 +217,3 @@ def precision_text(actor: ActorSection) -> str:
     start, end = actor.num_layers_at_start_in_bf16, actor.num_layers_at_end_in_bf16
     some = f", first {start} and last {end} layers in bf16" if start or end else ""
     return f"fp8 ({actor.fp8_recipe}, {actor.fp8_format}{some})"
-
-
-FP8_BLOCK = 128
-"""Rows and columns of the blocks that share a scale."""
-_ARGUMENTS, _BLOCKS = "engine.sglang.arguments", "engine.sglang.fp8_blocks"
-_BOTH = "{quantization: fp8, load_format: flash_rl}"
-_FAMILIES = ("qwen2", "qwen3")
-_OWNED = ("quantization", "load_format", "json_model_override_args")
-# From there on SGLang rounds the scales to powers of two and packs them; the next update does not fit any more.
-_PACKS_SCALES = 10.0
-
-
-def server_precision(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
-    """Return what keeps servers that quantize from taking the policy's weights."""
-    if config.engine.kind != "sglang":
-        return iter(())
-    if config.engine.sglang.fp8_blocks:
-        return _fp8_blocks(config, shape, hardware)
-    return _quantized_updates(config, shape, hardware)
-
-
-def _fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
-    """With engine.sglang.fp8_blocks."""
-    sglang = config.engine.sglang
-    off = f"set {_BLOCKS}=false"
-    given = [name for name in _OWNED if name in sglang.named_arguments]
-    if given:
-        allowed = f"without {' and '.join(given)} in {_ARGUMENTS}: servers are started for blocks"
-        yield Problem(_BLOCKS, "true", allowed, f"remove {' and '.join(given)}, or {off}", also=(_ARGUMENTS,))
-    if sglang.sync == "disk":
-        allowed = "distributed or tensor: files are written in bf16"
-        yield Problem("engine.sglang.sync", f"disk with {_BLOCKS}", allowed, off, also=(_BLOCKS,))
-    if config.actor.precision == "fp32":
-        fix = f"set actor.precision=bf16, or {off}"
-        yield Problem(_BLOCKS, "true with actor.precision fp32", "actor.precision bf16 or fp8", fix)
-    capability = hardware.capability
-    if hardware.fp8 is False or (capability is not None and capability >= _PACKS_SCALES):
-        allowed = "GPUs of compute capability 8.9 or 9.0; from 10 on SGLang 0.5.23 packs the scales and takes no update"
-        yield Problem(_BLOCKS, f"true on {_found(hardware)}", allowed, off)
-    yield from _uneven(shape, sglang.tensor_parallel) if shape else ()
-
-
-def _uneven(shape: ModelShape, ranks: int) -> Iterator[Problem]:
-    """Yield the widths that SGLang cannot cut into blocks."""
-    heads = {"query heads x head_dim": shape.heads, "key/value heads x head_dim": max(shape.kv_heads, ranks)}
-    widths = {what: number * shape.head_dim / ranks for what, number in heads.items()}
-    dense = not shape.experts or len(shape.experts.dense_layers) > 0
-    widths |= {"hidden_size": float(shape.hidden)} | ({"intermediate_size": shape.ffn / ranks} if dense else {})
-    if shape.experts:
-        widths["width of an expert"] = shape.experts.ffn / ranks
-    bad = [f"{what} {width:g}" for what, width in widths.items() if width % FP8_BLOCK]
-    if bad:
-        got = f"true with {', '.join(bad)} on each of {ranks} ranks"
-        fix = f"set {_BLOCKS}=false, or a smaller engine.sglang.tensor_parallel"
-        also = ("engine.sglang.tensor_parallel", "model.path")
-        yield Problem(_BLOCKS, got, f"multiples of {FP8_BLOCK}", fix, also=also)
-
-
-def _found(hardware: Hardware) -> str:
-    return "no GPU" if hardware.kind == "cpu" else f"a GPU of compute capability {hardware.capability:g}"
-
-
-def _quantized_updates(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:
-    """With servers that quantize each update themselves."""
-    sglang = config.engine.sglang
-    quantization, load_format = (sglang.named_arguments.get(name) for name in ("quantization", "load_format"))
-    if quantization is None and load_format != "flash_rl":
-        return
-    if (quantization, load_format) != ("fp8", "flash_rl"):
-        got = f"quantization {show(quantization)} with load_format {show(load_format)}"
-        allowed = f"{_BOTH}, or neither: servers that quantize in another way cannot take the policy's weights"
-        yield Problem(_ARGUMENTS, got, allowed, f"set {_ARGUMENTS}={_BOTH}, or remove both")
-        return
-    if shape and shape.family not in _FAMILIES:
-        got = f"{_BOTH} with a model of type {shape.family}"
-        allowed = f"models of type {' or '.join(_FAMILIES)}: SGLang quantizes the updates of no other"
-        yield Problem(_ARGUMENTS, got, allowed, "remove both: servers then compute in bf16", also=("model.path",))
-    if sglang.sync == "disk":
-        allowed = f"distributed or tensor with {_BOTH}: weights from files would be quantized twice"
-        yield Problem("engine.sglang.sync", "disk", allowed, "set engine.sglang.sync=distributed", also=(_ARGUMENTS,))
-    if config.actor.precision == "fp32":
-        fix = "set actor.precision=bf16, or remove both arguments"
-        yield Problem(_ARGUMENTS, f"{_BOTH} with actor.precision fp32", "actor.precision bf16 or fp8", fix)
-    if hardware.fp8 is False:
-        got, allowed = f"{_BOTH} on {_found(hardware)}", "GPUs of compute capability 8.9 or newer"
-        yield Problem(_ARGUMENTS, got, allowed, "remove both: servers then compute in bf16")

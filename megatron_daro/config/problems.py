@@ -1,4 +1,4 @@
-"""One thing that is wrong with a configuration, and how a list of them is reported.
+"""One thing that is wrong with a configuration, how a rule says it, and how a list of them is reported.
 
 Loading and checks collect Problems; one ConfigError carries them all. Nothing here stops at
 the first.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_daro.errors import ConfigError
@@ -43,6 +44,49 @@ def show(value: object) -> str:
     """Return a value as people would write it, cut to a line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def wrong(settings: object, field: str, allowed: str, fix: str, *, beside: str = "", got: str = "") -> Problem:
+    """Say that a field has a value that it must not have beside those of other fields.
+
+    Args:
+        settings: a Config, or a mapping with some of its sections.
+        field: dotted path, such as `rollout.keep_surplus`.
+        allowed, fix: for the user.
+        beside: paths, separated by spaces, of the other fields that the rule looked at: they are told with their
+            values, and where one of them is wrong itself nothing is said.
+        got: in place of the values.
+    """
+    also = tuple(beside.split())
+    if not got:
+        others = {path: _value_at(settings, path) for path in also}
+        texts = [f"{path} {_text(value)}" for path, value in others.items() if value is not _ABSENT]
+        got = _text(_value_at(settings, field)) + (f" with {', '.join(texts)}" if texts else "")
+    return Problem(field, got, allowed, fix, also=also)
+
+
+_ABSENT = object()
+
+
+def _value_at(settings: object, path: str) -> object:
+    """Return the value of a dotted path; `_ABSENT` where the settings do not have it."""
+    for part in path.split("."):
+        if isinstance(settings, Mapping):
+            settings = settings.get(part, _ABSENT)
+        elif isinstance(settings, Sequence) and not isinstance(settings, str):
+            settings = settings[int(part)]
+        else:
+            settings = getattr(settings, part, _ABSENT)
+    return settings
+
+
+def _text(value: object) -> str:
+    """Return a resolved value as the user wrote it."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return show(str(value) if isinstance(value, Path) else value)
 
 
 def config_error(source: str, problems: Sequence[Problem]) -> ConfigError:

@@ -1,7 +1,7 @@
 """The typed sections of the configuration, and `Config`, which holds one of each.
 
 Loading builds one Config; the composition root hands each component its own section and no
-more. Refuses unknown keys and later writes. What spans two sections is in checks.py.
+more. Refuses unknown keys and later writes. What spans several fields is in rules/.
 """
 
 from __future__ import annotations
@@ -11,14 +11,28 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.base import ExpandedPath, OneOf, Section, Seed, filled
+from megatron_daro.config.base import OUT_OF_RANGE, ExpandedPath, OneOf, Section, Seed, Servers, Temperature, filled
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 FieldName = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _with_one_problem(template: str) -> str:
+    if template.count("{prompt}") != 1:
+        raise PydanticCustomError(OUT_OF_RANGE, "a text with {one} once, where the problem goes", {"one": "{prompt}"})
+    return template
+
+
+def _ordered(rates: tuple[float, float]) -> tuple[float, float]:
+    if rates[0] > rates[1]:
+        raise PydanticCustomError(OUT_OF_RANGE, "a list of 2, the lower one first")
+    return rates
 
 
 class ModelSection(Section):
@@ -52,7 +66,7 @@ class EvalSet(Section):
     """As data.answer_field."""
     rollouts_per_prompt: int = Field(default=1, ge=1, le=65536)
     """Answers per problem."""
-    temperature: float = Field(default=0.0, ge=0, le=100)
+    temperature: Temperature = Field(default=0.0, ge=0, le=100)
     """0: greedy, else at least 0.001."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
     """1: off."""
@@ -110,13 +124,13 @@ class DataSection(Section):
     prompt_template: Literal["chat", "plain", "qwen-math", "r1", "none"] = "chat"
     """chat: the tokenizer's chat template around the text; plain: the text alone; the others: templates of papers, in
     the place of the text (docs/evaluate.md has them). r1 ends answers at </answer> and verifies what its tags hold."""
-    template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
+    template: Annotated[str, Field(pattern=r"\{prompt\}"), AfterValidator(_with_one_problem)] = "{prompt}"
     """Text of the prompt (with chat: of the user's message); {prompt} is the problem."""
     template_date: datetime.date | None = None
     """What a chat template takes for today (strftime_now), as 2026-07-31. Unset: the day on which the run began."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Tokens; longer prompts are dropped and counted."""
-    pass_rates: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] | None = None
+    pass_rates: Annotated[tuple[Share, Share], AfterValidator(_ordered)] | None = None
     """Only problems whose stored pass rate lies between these two, both inside; one without is an error. Unset: all."""
     shuffle: bool = True
     """Shuffle in each epoch, from trainer.seed."""
@@ -152,7 +166,7 @@ class RolloutSection(Section):
     """Prompts (groups) per training batch."""
     rollouts_per_prompt: int = Field(default=8, ge=2, le=65536)
     """Rollouts per prompt (K)."""
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = Field(default=1.0, ge=0, le=100)
     """Sampling temperature; at least 0.001 for training."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
     """Nucleus sampling; 1: off."""
@@ -241,7 +255,7 @@ class SGLangSection(Section):
 
     python: ExpandedPath | None = None
     """Python interpreter that has sglang. Unset: the trainer's."""
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ()
+    urls: Servers = ()
     """Running servers, as http://host:port; then none is started."""
     arguments: dict[str, Any] = {}
     """Server arguments under their upstream names, such as mem_fraction_static."""

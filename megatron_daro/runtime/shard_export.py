@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.stages import part_layers
 from megatron_daro.convert.mapping import naming_of
 from megatron_daro.errors import ModelError
 from megatron_daro.sync.digests import noted

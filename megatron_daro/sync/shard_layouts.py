@@ -91,7 +91,7 @@ class TrainerLayout:
     """How the trainer's model lies on its ranks, which Megatron numbers in the order TP, CP, DP, PP, the fastest first;
     for experts ETP, EP, replicas, PP (megatron/core/parallel_state.py, `RankGenerator`, 0.16.1).
 
-    parts: for each pipeline stage the layers of each of its virtual parts (config/check_training.py, `part_layers`).
+    parts: for each pipeline stage the layers of each of its virtual parts (config/stages.py, `part_layers`).
     expert_tensor: None: 1 with EP > 1, else TP. padded_vocab: rows of the padded vocabulary.
     fused_norms: parameters have the names of Transformer Engine's layers; grouped_experts: experts have those of
     grouped ones (None: as fused_norms).

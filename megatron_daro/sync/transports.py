@@ -3,7 +3,7 @@
 Whatever depends on the way asks its row: the ranks for their sender, the engine for the steps of an update, the start
 of a server for its loader, its vetting for the calls that it must have. Beside a row here, another way needs its sender
 (a file of this folder), its name with a sentence for users at `engine.sglang.sync` (config/sections.py, from which
-docs/configuration.md is made), what it does not go with (config/check_engine.py), and a loader in in_server/ where
+docs/configuration.md is made), what it does not go with (config/rules/engine.py), and a loader in in_server/ where
 SGLang cannot load what arrives by itself. Imports no torch before a sender is made: the driver asks, too.
 """
 

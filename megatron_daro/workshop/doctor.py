@@ -23,9 +23,9 @@ from packaging.requirements import Requirement
 
 from megatron_daro.config import Config, detect, precision, resolve
 from megatron_daro.config.base import filled
-from megatron_daro.config.check_critic import critic_shape
 from megatron_daro.config.checks import check
 from megatron_daro.config.hardware import torch_hip
+from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment
 from megatron_daro.errors import DaroError, SandboxError

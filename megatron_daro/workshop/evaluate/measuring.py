@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
 from megatron_daro.config.base import filled
-from megatron_daro.config.check_training import named_templates
 from megatron_daro.config.hardware import engines_of
 from megatron_daro.config.problems import Problem, config_error
+from megatron_daro.config.rules.data import templates
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.data.tokenizer import load_tokenizer
@@ -85,7 +85,7 @@ def configuration(
     measured |= {"engine.kind": "sglang"} if model.urls else {}
     fixed = [f"{path}={json.dumps(value)}" for path, value in measured.items()]
     config = resolve_tree(tree, [*overrides, *fixed], source=source)
-    if problems := list(named_templates(config)):
+    if problems := list(templates(config)):
         raise config_error(source, problems)
     if config.environment.is_own:
         raise ConfigError(

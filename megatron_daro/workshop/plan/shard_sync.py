@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_daro.config import Config
-from megatron_daro.config.check_training import part_layers
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.stages import part_layers
 from megatron_daro.errors import ModelError
 from megatron_daro.observe.table import prose, table_text
 from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout

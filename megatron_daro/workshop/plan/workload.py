@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_daro.config import Config
-from megatron_daro.config.check_critic import critic_shape
+from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
 from megatron_daro.errors import ConfigError

@@ -216,7 +216,7 @@ environment.kind=my:Own environment.reward_weights.a=x | environment.reward_weig
 reward.incorrect_reward=1 | reward.correct_reward | reward.incorrect_reward=0.99
 reward.correct_reward=1e308 | reward.correct_reward | reward.correct_reward=1e6
 reward.marker=3 | reward.marker | reward.marker="3"
-reward.marker="" | reward.marker | reward.marker=x
+reward.marker="" | reward.marker |
 reward.timeout_s=1e-9 | reward.timeout_s | reward.timeout_s=0.01
 reward.workers=1025 | reward.workers | reward.workers=1024
 reward.options.x=1 | reward.options | reward.verifier=my:Own
@@ -277,6 +277,7 @@ NODE actor.precision=fp8 cluster.gpu=A100-80G | actor.precision | cluster.gpu=L4
 NODE actor.precision=fp8 actor.fp8_recipe=mxfp8 | actor.fp8_recipe |
 NODE actor.precision=fp8 actor.fp8_recipe=blockwise cluster.gpu=L40S | actor.fp8_recipe |
 NODE actor.precision=fp8 model.path=MODELS/odd | actor.precision | model.path=MODELS/small
+NODE actor.precision=fp8 model.path=MODELS/odd cluster.gpu=A100 | actor.precision | actor.precision=bf16
 NODE actor.precision=fp8 model.path=MODELS/experts | actor.precision | actor.precision=bf16
 NODE actor.precision=fp8 actor.num_layers_at_start_in_bf16=2 actor.num_layers_at_end_in_bf16=2 |
   actor.num_layers_at_end_in_bf16 | actor.num_layers_at_end_in_bf16=1
@@ -353,6 +354,7 @@ TURNS engine.sglang.tensor_parallel=3 | engine.sglang.tensor_parallel |
 TURNS engine.sglang.tensor_parallel=16 | engine.sglang.tensor_parallel |
 TURNS engine.replicas=2 | engine.replicas |
 TURNS engine.sglang.sync=disk engine.sglang.nodes=2 | engine.sglang.nodes | engine.sglang.nodes=1
+TURNS engine.sglang.nodes=2 | engine.sglang.nodes | engine.sglang.nodes=1
 TURNS engine.colocate=false | engine.replicas | engine.colocate=true
 trainer.steps | command line | -
 trainer..steps=3 | command line | -
@@ -430,7 +432,7 @@ def values(overrides: list[str]) -> dict[str, object]:
     return {key: yaml_text.parse(text, key).value for key, _, text in (word.partition("=") for word in overrides)}
 
 
-WITHOUT_THEIR_VALUE = ("algorithm.turn_rewards", "data.train.5", "data.train.0.x")
+WITHOUT_THEIR_VALUE = ("data.train.5", "data.train.0.x")
 """The path is wrong whatever its value is, or another option makes it wrong."""
 
 

@@ -1,0 +1,95 @@
+"""Warnings: what works and is probably not meant. They do not stop a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.hardware import Hardware, demand_of
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.rules.algorithm import STEPS_OF_A_BATCH
+from megatron_daro.config.rules.layout import PARALLEL, layout_text
+from megatron_daro.config.sections import Config
+
+_GSPO_WIDEST = 0.01
+"""Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
+_OF_FP8 = ("fp8_recipe", "fp8_format", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+def model(shape: ModelShape | None) -> Iterator[Problem]:
+    """Parts of config.json that training leaves out."""
+    if shape and shape.experts and shape.experts.balancing:
+        got = f"a config.json with a loss that balances experts (router_aux_loss_coef {shape.experts.balancing:g})"
+        fix = "none needed; watch the experts' use, and set output_router_logits to false to silence this"
+        yield Problem("model.path", got, "training without it: as rollouts chose the experts", fix)
+
+
+def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
+    """GPUs that idle, and CPU cores that several ranks share."""
+    actor, got = config.actor, layout_text(config.actor)
+    of_engines = demand_of(config).gpus - actor.world_size
+    replicas = (hardware.count - of_engines) // actor.world_size
+    if hardware.kind == "gpu" and replicas > 1:
+        allowed = f"up to {actor.world_size * replicas} ranks beside the engines"
+        fix = f"set actor.data_parallel={actor.data_parallel * replicas}, or more engine.replicas, to use more GPUs"
+        yield wrong(config, "actor", allowed, fix, beside=PARALLEL, got=got)
+    if hardware.kind == "cpu" and actor.world_size > hardware.count:
+        allowed = f"{hardware.count} CPU cores are on {hardware.place}"
+        yield wrong(
+            config, "actor", allowed, "use fewer ranks, or expect them to share cores", beside=PARALLEL, got=got
+        )
+
+
+def precision(config: Config) -> Iterator[Problem]:
+    """Options of fp8 without fp8."""
+    for name in _OF_FP8 if config.actor.precision != "fp8" else ():
+        if getattr(config.actor, name) != ActorSection.model_fields[name].default:
+            allowed, fix = "no effect: it says how fp8 is computed", "set actor.precision=fp8, or remove it"
+            yield wrong(config, f"actor.{name}", allowed, fix, beside="actor.precision")
+
+
+def sampling(config: Config) -> Iterator[Problem]:
+    """Samples of older weights that nothing corrects, and batches that are smaller than they need be."""
+    corrected = config.algorithm.correction.kind != "none" or config.algorithm.trust_region == "gspo"
+    if config.rollout.max_staleness > 0 and not corrected:
+        allowed = "tis or mis, or algorithm.trust_region=gspo, are advised off-policy"
+        fix = "set algorithm.correction.kind=tis"
+        yield wrong(config, "algorithm.correction.kind", allowed, fix, beside="rollout.max_staleness")
+    if config.engine.kind == "embedded" and config.rollout.finishes_early("embedded"):
+        allowed = "all or auto: with enough this engine generates one group after the other; all repeats exactly"
+        yield wrong(config, "rollout.finish_batch", allowed, "set rollout.finish_batch=auto", beside="engine.kind")
+
+
+def algorithm(config: Config) -> Iterator[Problem]:
+    """Options that are not the published algorithm's beside the others of this run."""
+    section, reward, updates = config.algorithm, config.reward, config.trainer.steps_per_batch
+    plain_rewards = (reward.correct_reward, reward.incorrect_reward) == (1, 0)
+    penalized = section.overlong.penalizes
+    shaped = not plain_rewards or penalized or section.length_reward.weight > 0 or section.kl.in_reward
+    if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and shaped:
+        allowed = "rewards is the published DGPO: they are others than 0 and 1 here"
+        yield wrong(config, "algorithm.dgpo.deviation", allowed, "set algorithm.dgpo.deviation=rewards")
+    if section.name == "ha_dw" and section.ha_dw.every == "step" and updates > 1:
+        allowed, fix = "batch is the published HA-DW", "set algorithm.ha_dw.every=batch"
+        yield wrong(config, "algorithm.ha_dw.every", allowed, fix, beside=STEPS_OF_A_BATCH)
+    if penalized and plain_rewards:
+        allowed = "-1, DAPO's: beside 0 and 1 the penalty weighs twice as much, and a right answer of full length "
+        allowed += "is worth no more than a wrong one"
+        fix = "set reward.incorrect_reward=-1"
+        yield wrong(config, "reward.incorrect_reward", allowed, fix, beside="algorithm.overlong.kind")
+    if section.name == "kimi" and updates == 1:
+        allowed = "2 or more, as published: its tau weighs what moved since the batch began, with 1 nothing"
+        yield wrong(
+            config, "trainer.updates_per_batch", allowed, "set trainer.updates_per_batch=4", beside="algorithm.name"
+        )
+    kl_in_loss = section.kl.coefficient > 0 and section.kl.place == "loss"
+    if section.name == "grpo_sequence" and kl_in_loss and section.kl.mean == "tokens":
+        allowed = "rollouts is the published GRPO (eq. 3): the KL stands inside the mean over an answer's tokens"
+        yield wrong(config, "algorithm.kl.mean", allowed, "set algorithm.kl.mean=rollouts", beside="algorithm.name")
+    if section.trust_region == "gspo" and section.clip_high > _GSPO_WIDEST:
+        allowed = (
+            "gspo's own range is about 3e-4 and 4e-4: a ratio per sequence, its tokens' geometric mean, moves little"
+        )
+        fix = "set algorithm.clip_low=3e-4 and algorithm.clip_high=4e-4"
+        yield wrong(config, "algorithm.trust_region", allowed, fix, beside="algorithm.clip_low algorithm.clip_high")

@@ -1,0 +1,189 @@
+"""Rules of `algorithm`: the loss, DARO, lengths that cost reward, a critic, a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_daro.config.base import changed, filled
+from megatron_daro.config.model_files import token_numbers
+from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.rules.layout import division
+from megatron_daro.config.sections import Config
+from megatron_daro.errors import ModelError
+
+STEPS_OF_A_BATCH = "trainer.updates_per_batch trainer.epochs_per_batch"
+
+
+def loss(config: Config) -> Iterator[Problem]:
+    """Yield options of the loss that do not fit each other."""
+    section, region = config.algorithm, config.algorithm.trust_region
+    kl, correction = section.kl, section.correction
+    if section.dual_clip is not None and region not in ("clip", "gspo"):
+        allowed, fix = "unset, or trust_region clip or gspo: no other reads it", "set algorithm.dual_clip=null"
+        yield wrong(config, "algorithm.dual_clip", allowed, fix, beside="algorithm.trust_region")
+    if region == "reinforce" and config.trainer.epochs_per_batch > 1:
+        allowed = "1 with trust_region reinforce, which has no ratio to the old policy"
+        fix = "set algorithm.trust_region=clip"
+        yield wrong(config, "trainer.epochs_per_batch", allowed, fix, beside="algorithm.trust_region")
+    if section.name == "kimi" and region != "clip":
+        allowed, fix = "unset with name kimi, which has a surrogate of its own", "remove algorithm.trust_region"
+        yield wrong(config, "algorithm.trust_region", allowed, fix, beside="algorithm.name")
+    elif section.name == "kimi" and section.dual_clip is not None:
+        allowed, fix = "unset with name kimi, which has a surrogate of its own", "remove algorithm.dual_clip"
+        yield wrong(config, "algorithm.dual_clip", allowed, fix, beside="algorithm.name")
+    if section.old_logprobs == "forward" and config.trainer.steps_per_batch > 1:
+        allowed, fix = "recompute or rollout with several updates per batch", "set algorithm.old_logprobs=recompute"
+        yield wrong(config, "algorithm.old_logprobs", allowed, fix, beside=STEPS_OF_A_BATCH)
+    if correction.kind == "mis" and not correction.low < correction.high:
+        allowed = "below algorithm.correction.high"
+        yield wrong(config, "algorithm.correction.low", allowed, "exchange the two", beside="algorithm.correction.high")
+    if correction.kind != "none" and section.old_logprobs == "rollout":
+        allowed = "none with old_logprobs rollout, whose ratio to the engine is always 1"
+        fix = "set algorithm.old_logprobs=recompute"
+        yield wrong(config, "algorithm.correction.kind", allowed, fix, beside="algorithm.old_logprobs")
+    if correction.kind != "none" and correction.level == "token" and region == "gspo":
+        allowed = (
+            "sequence with trust_region gspo: a sequence has one ratio there, and would have a weight for each token"
+        )
+        fix, beside = "set algorithm.correction.level=sequence", "algorithm.trust_region algorithm.correction.kind"
+        yield wrong(config, "algorithm.correction.level", allowed, fix, beside=beside)
+    if kl.mean == "rollouts" and kl.place != "loss":
+        allowed, fix = "tokens with a KL term outside the loss: nothing is averaged", "set algorithm.kl.mean=tokens"
+        yield wrong(config, "algorithm.kl.mean", allowed, fix, beside="algorithm.kl.place")
+    if kl.place == "token_reward" and not _may_have_critic(config):
+        allowed = "loss or reward: without a critic all tokens of a rollout have one advantage"
+        yield wrong(config, "algorithm.kl.place", allowed, "set algorithm.kl.place=reward", beside="algorithm.name")
+
+
+def daro(config: Config) -> Iterator[Problem]:
+    """Yield forms of DARO's weights that do not fit each other."""
+    section = config.algorithm.daro
+    low, high = section.clamp
+    if not 0 < low <= 1 <= high or low == high:
+        allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
+        yield wrong(config, "algorithm.daro.clamp", allowed, "set algorithm.daro.clamp=[0.1,10]")
+    if section.parameter == "linear" and section.half_life is not None:
+        allowed, fix = "log with a half-life: w itself is not learnt there", "set algorithm.daro.parameter=log"
+        yield wrong(config, "algorithm.daro.parameter", allowed, fix, beside="algorithm.daro.half_life")
+
+
+def overlong(config: Config) -> Iterator[Problem]:
+    """Yield zones of the penalty for long answers that no answer reaches, or that are wider than an answer."""
+    section, longest = config.algorithm.overlong, config.rollout.max_response_tokens
+    if not section.penalizes:
+        return
+    max_tokens, cache_tokens = filled(section.max_tokens), filled(section.cache_tokens)
+    if max_tokens - cache_tokens >= longest:
+        allowed = f"a penalty that begins below the longest answer, not at {max_tokens - cache_tokens} tokens"
+        fix = f"set algorithm.overlong.max_tokens={longest}"
+        beside = "rollout.max_response_tokens algorithm.overlong.cache_tokens"
+        yield wrong(config, "algorithm.overlong.max_tokens", allowed, fix, beside=beside)
+    if cache_tokens >= max_tokens:
+        allowed = "below algorithm.overlong.max_tokens"
+        fix = f"set algorithm.overlong.cache_tokens={max(1, max_tokens // 5)}"
+        beside = "algorithm.overlong.max_tokens rollout.max_response_tokens"
+        yield wrong(config, "algorithm.overlong.cache_tokens", allowed, fix, beside=beside)
+
+
+def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
+    """Yield options of a critic that nothing would read, that contradict each other, or that name an unfit model."""
+    section, options, trainer = config.algorithm, config.algorithm.critic, config.trainer
+    if not _may_have_critic(config):
+        yield from _unread_critic(config)
+        return
+    if options.value_clip is not None and trainer.steps_per_batch == 1:
+        allowed = "unset with one update per batch, before which no value has moved"
+        fix = "set algorithm.critic.value_clip=null, or trainer.updates_per_batch=4"
+        yield wrong(config, "algorithm.critic.value_clip", allowed, fix, beside="trainer.updates_per_batch")
+    if options.offload and trainer.replace_lost_ranks:
+        allowed = "false with replace_lost_ranks, whose snapshots need both models on the GPUs"
+        fix = "set trainer.replace_lost_ranks=false"
+        yield wrong(config, "algorithm.critic.offload", allowed, fix, beside="trainer.replace_lost_ranks")
+    if options.pretrain_steps >= trainer.steps:
+        allowed = f"below {trainer.steps}: the policy would never move"
+        fix = "lower it or raise trainer.steps"
+        yield wrong(config, "algorithm.critic.pretrain_steps", allowed, fix, beside="trainer.steps")
+    if options.warmup_steps > trainer.steps:
+        allowed, fix = f"at most {trainer.steps}", "lower it or raise trainer.steps"
+        yield wrong(config, "algorithm.critic.warmup_steps", allowed, fix, beside="trainer.steps")
+    if section.has_critic and section.ppo.bootstrap_truncated and config.rollout.max_response_tokens == 1:
+        allowed = "false with answers of one token: the last token is not trained then, so nothing would be"
+        fix = "set algorithm.ppo.bootstrap_truncated=false"
+        yield wrong(config, "algorithm.ppo.bootstrap_truncated", allowed, fix, beside="rollout.max_response_tokens")
+    if options.path is not None and policy is not None:
+        yield from _critic_model(options.path, config, policy)
+
+
+def _may_have_critic(config: Config) -> bool:
+    """Whether the algorithm trains a critic; one of your own may."""
+    return config.algorithm.has_critic or ":" in config.algorithm.name
+
+
+def _unread_critic(config: Config) -> Iterator[Problem]:
+    if config.trainer.export_critic:
+        allowed, fix = "false with an algorithm that has no critic", "set trainer.export_critic=false"
+        yield wrong(config, "trainer.export_critic", allowed, fix, beside="algorithm.name")
+    for name, section in (("ppo", config.algorithm.ppo), ("critic", config.algorithm.critic)):
+        if given := changed(section):
+            got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which has no critic"
+            allowed, fix = "only with an algorithm that has one", "set algorithm.name=ppo or remove them"
+            yield wrong(config, f"algorithm.{name}", allowed, fix, beside="algorithm.name", got=got)
+
+
+def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Problem]:
+    """Yield why a checkpoint cannot be the critic of this policy."""
+    field, allowed = "algorithm.critic.path", "a model of the policy's tokenizer"
+    fix = "name such a model, or leave it unset: the critic then begins as the policy"
+    try:
+        shape = read_model_shape(path, CRITIC_HEADS)
+    except ModelError as error:
+        yield Problem(field, f"{str(path)!r}, which cannot be used ({error})", allowed, fix)
+        return
+    numbers = token_numbers(path)
+    if numbers != token_numbers(config.model.path):
+        yield Problem(field, f"{str(path)!r}, whose tokenizer has other tokens", allowed, fix, also=("model.path",))
+    elif shape.vocab <= max(numbers.values()) if numbers else shape.vocab != policy.vocab:
+        got = f"{str(path)!r} with an embedding of {shape.vocab} tokens (the policy: {policy.vocab})"
+        yield Problem(field, got, allowed, fix, also=("model.path",))
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > shape.max_positions:
+        got = f"{str(path)!r} with max_position_embeddings {shape.max_positions}"
+        allowed = f"at least the {longest} tokens of a prompt and its response"
+        yield Problem(field, got, allowed, fix, also=("model.path",))
+    for problem in division(config.actor, shape):
+        got = f"{str(path)!r}, with which {problem.field} is {problem.got}"
+        yield Problem(field, got, f"{problem.allowed} there", fix, also=(problem.field,))
+
+
+def distill(config: Config) -> Iterator[Problem]:
+    """Yield what advantages of tokens do not go with, and options of a teacher that nothing would read."""
+    section, field = config.algorithm.distill, "algorithm.distill"
+    if config.algorithm.kl.in_reward and (section.urls or config.algorithm.turn_rewards):
+        allowed = "a KL term in the loss, or none: one in the reward would not reach advantages of tokens"
+        fix, got = "set algorithm.kl.place=loss", "a teacher with a KL term in the reward"
+        if section.urls:
+            yield wrong(config, field, allowed, fix, beside="algorithm.kl.place", got=got)
+        else:
+            yield wrong(config, "algorithm.turn_rewards", allowed, fix, beside="algorithm.kl.place")
+    if not section.urls:
+        if given := changed(section):
+            allowed, fix = "options with a teacher only", f"set {field}.urls, or remove them"
+            yield Problem(field, f"{', '.join(given)} without urls", allowed, fix)
+        return
+    if both := sorted(set(section.urls) & set(config.engine.sglang.urls)):
+        got = f"{', '.join(both)}, which is a server of the policy"
+        allowed = "servers of the teacher"
+        yield wrong(config, f"{field}.urls", allowed, "start one", beside="engine.sglang.urls", got=got)
+    if config.rollout.temperature != 1:
+        got = f"a teacher with rollout.temperature {config.rollout.temperature:g}"
+        allowed, fix = "1: its log-probs are of temperature 1", "set rollout.temperature=1"
+        yield wrong(config, field, allowed, fix, beside="rollout.temperature", got=got)
+    if config.algorithm.has_critic:
+        got = f"a teacher with algorithm.name {config.algorithm.name}, which makes advantages per token itself"
+        allowed, fix = "an algorithm with one advantage for a rollout", "set algorithm.name=grpo"
+        yield wrong(config, field, allowed, fix, beside="algorithm.name", got=got)
+    if not section.coefficient and not section.reward_weight:
+        got, fix = "coefficient and reward_weight 0", f"set {field}.coefficient=1"
+        yield Problem(field, got, "one of them above 0", fix)

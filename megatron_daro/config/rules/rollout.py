@@ -1,0 +1,95 @@
+"""Rules of `rollout`: a batch divides, its sequences fit, and the answers of a group differ and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_daro.config.model_files import ModelFiles
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.sections import Config
+
+_MOST_ROLLOUTS = 2**22
+"""Columns of one batch, as the driver holds them, stay within memory."""
+_SAMPLES = "rollout.prompts_per_step rollout.rollouts_per_prompt"
+_LENGTHS = "data.max_prompt_tokens rollout.max_response_tokens"
+
+
+def batch(config: Config) -> Iterator[Problem]:
+    """Yield what keeps the samples of a batch from being divided into updates and over the replicas."""
+    samples, updates = config.rollout.batch_rollouts, config.trainer.updates_per_batch
+    if samples > _MOST_ROLLOUTS:
+        allowed = f"at most {_MOST_ROLLOUTS} rollouts a batch; these are {samples}"
+        beside = "rollout.rollouts_per_prompt"
+        yield wrong(config, "rollout.prompts_per_step", allowed, "lower one of the two", beside=beside)
+    if samples % updates:
+        allowed, fix = (
+            f"a divisor of the {samples} samples of a batch",
+            "choose one, or change rollout.prompts_per_step",
+        )
+        yield wrong(config, "trainer.updates_per_batch", allowed, fix, beside=_SAMPLES)
+    elif samples // updates < config.actor.data_parallel:
+        allowed = f"at most {samples // updates}, the samples of an update"
+        fix = "raise rollout.prompts_per_step or lower actor.data_parallel"
+        yield wrong(config, "actor.data_parallel", allowed, fix, beside=f"{_SAMPLES} trainer.updates_per_batch")
+
+
+def lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Yield what keeps the longest sequence from fitting into a micro-batch, or into the model."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    budget, multiple = config.actor.micro_batch_tokens, config.actor.sequence_multiple
+    if longest > budget:
+        allowed = f"at least {longest}, the longest prompt with the longest response"
+        fix = f"set actor.micro_batch_tokens={-(-longest // multiple) * multiple}, or shorten the sequences"
+        yield wrong(config, "actor.micro_batch_tokens", allowed, fix, beside=_LENGTHS)
+    if budget % multiple:
+        allowed = f"a multiple of {multiple} (TP with sequence parallel * 2 CP)"
+        fix = f"set actor.micro_batch_tokens={-(-budget // multiple) * multiple}"
+        beside = "actor.tensor_parallel actor.context_parallel"
+        yield wrong(config, "actor.micro_batch_tokens", allowed, fix, beside=beside)
+    if shape and longest > shape.max_positions:
+        allowed = f"at most {shape.max_positions} tokens with the prompt, the model's max_position_embeddings"
+        fix = "lower rollout.max_response_tokens or data.max_prompt_tokens"
+        yield wrong(config, "rollout.max_response_tokens", allowed, fix, beside="data.max_prompt_tokens model.path")
+
+
+def sampling(config: Config, model: ModelFiles) -> Iterator[Problem]:
+    """Yield why the rollouts of a group could not differ, not end, or not be kept."""
+    rollout, shape = config.rollout, model.shape
+    if rollout.temperature == 0:
+        allowed = "above 0 for training: the rollouts of a group would all be equal"
+        yield wrong(config, "rollout.temperature", allowed, "set rollout.temperature=1.0")
+    if rollout.keep_surplus and rollout.max_staleness == 0:
+        allowed = "true with rollout.max_staleness 1 or more: kept groups would be too old"
+        fix = "set rollout.keep_surplus=false or rollout.max_staleness=1"
+        yield wrong(config, "rollout.keep_surplus", allowed, fix, beside="rollout.max_staleness")
+    if shape and any(token >= shape.vocab for token in rollout.stop_token_ids):
+        allowed, fix = f"ids below {shape.vocab}, the model's vocabulary", "use the ids of this model's tokenizer"
+        yield wrong(config, "rollout.stop_token_ids", allowed, fix, beside="model.path")
+    if shape and not (model.has_end_token or rollout.stop or rollout.stop_token_ids):
+        allowed = "at least one token that ends an answer: the model's files name none"
+        fix = "set rollout.stop_token_ids, or eos_token_id in config.json"
+        yield wrong(config, "rollout.stop_token_ids", allowed, fix, beside="model.path rollout.stop")
+
+
+def segments(config: Config) -> Iterator[Problem]:
+    """Yield what answers in segments, and the stop for repetition, do not go with."""
+    rollout, needed = config.rollout, config.rollout.batches_kept
+    if rollout.segment_tokens is not None:
+        for section, own in (("engine", config.engine.is_own), ("environment", config.environment.is_own)):
+            if own:
+                allowed = f"unset with an {section} of your own, whose answers begin anew and do not go on"
+                fix = "set rollout.segment_tokens=null"
+                yield wrong(config, "rollout.segment_tokens", allowed, fix, beside=f"{section}.kind")
+        if rollout.max_staleness < needed:
+            allowed = f"at least {needed}, the batches that the longest answer takes: else it is dropped"
+            beside = "rollout.segment_tokens rollout.max_response_tokens"
+            yield wrong(config, "rollout.max_staleness", allowed, f"set rollout.max_staleness={needed}", beside=beside)
+    span = rollout.repetition.tokens
+    if span is not None and 2 * rollout.repetition.period > span:
+        allowed, fix = "at most half of rollout.repetition.tokens", f"set rollout.repetition.period={span // 2}"
+        yield wrong(config, "rollout.repetition.period", allowed, fix, beside="rollout.repetition.tokens")
+    if config.algorithm.repetition_penalty and span is None:
+        allowed = "0, or a stop for repetition: without one no answer would have the penalty"
+        fix = "set rollout.repetition.tokens=256, or algorithm.repetition_penalty=0"
+        yield wrong(config, "algorithm.repetition_penalty", allowed, fix, beside="rollout.repetition.tokens")

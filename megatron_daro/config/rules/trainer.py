@@ -1,0 +1,66 @@
+"""Rules of the run: its steps and evaluations, rewards, the environment, and packages that an option needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from megatron_daro.config.base import changed
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.sections import Config
+
+_OF_OWN_VERIFIER = ("strict", "marker", "refuse_restated", "after_thinking")
+
+
+def steps(config: Config) -> Iterator[Problem]:
+    """Yield steps that the run does not have, and evaluations of nothing."""
+    if config.actor.optimizer.warmup_steps > config.trainer.steps:
+        allowed, fix = f"at most {config.trainer.steps}, the run's steps", "lower it or raise trainer.steps"
+        yield wrong(config, "actor.optimizer.warmup_steps", allowed, fix, beside="trainer.steps")
+    if config.trainer.eval_every_steps and not config.data.eval:
+        allowed, fix = "0 without data.eval", "add a set to data.eval, or set trainer.eval_every_steps=0"
+        yield wrong(config, "trainer.eval_every_steps", allowed, fix, beside="data.eval")
+
+
+def reward(config: Config) -> Iterator[Problem]:
+    """Yield rewards that do not tell right from wrong, and options that the verifier would not read."""
+    section = config.reward
+    if section.correct_reward <= section.incorrect_reward:
+        allowed = "above reward.incorrect_reward"
+        fix = "set reward.correct_reward=1 and reward.incorrect_reward=0 (or -1)"
+        yield wrong(config, "reward.correct_reward", allowed, fix, beside="reward.incorrect_reward")
+    if section.options and not section.is_own:
+        yield wrong(config, "reward.options", "options of module:Class only", "remove them", beside="reward.verifier")
+    unread = [name for name in changed(section) if name in _OF_OWN_VERIFIER]
+    if unread and section.is_own:
+        got = f"{', '.join(unread)} with reward.verifier {section.verifier}, which would not use them"
+        allowed, fix = "reward.options only", "remove them, or hand them to the class by reward.options"
+        beside = " ".join(f"reward.{name}" for name in unread)
+        yield wrong(config, "reward.verifier", allowed, fix, beside=beside, got=got)
+
+
+def environment(config: Config) -> Iterator[Problem]:
+    """Yield what belongs to an environment of your own, and what the run hands to one by itself."""
+    section, kind = config.environment, "environment.kind"
+    if not section.is_own:
+        for name in ("options", "reward_weights"):
+            if getattr(section, name):
+                allowed = f"{name} of module:Class only"
+                yield wrong(config, f"environment.{name}", allowed, "remove them", beside=kind)
+        if config.algorithm.turn_rewards:
+            allowed = "false, or an environment of several turns"
+            yield wrong(config, "algorithm.turn_rewards", allowed, "remove it", beside=kind)
+    if "tokenizer" in section.options:
+        yield wrong(config, "environment.options", "names but tokenizer: the run fills this in", "remove it")
+
+
+def packages(config: Config) -> Iterator[Problem]:
+    """Yield options whose package is not installed here."""
+    if config.observe.wandb.enabled and importlib.util.find_spec("wandb") is None:
+        allowed = "true where the package wandb is installed"
+        fix = 'run pip install "megatron_daro[wandb]", or set observe.wandb.enabled=false'
+        yield Problem("observe.wandb.enabled", "true without the package wandb", allowed, fix)
+    if config.actor.logprob_kernel == "triton" and importlib.util.find_spec("triton") is None:
+        allowed = "triton where the package triton is installed"
+        fix = "install a CUDA build of torch, which brings it, or set actor.logprob_kernel=torch"
+        yield Problem("actor.logprob_kernel", "triton without the package triton", allowed, fix)
