@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rich.console import Group
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -104,9 +103,11 @@ def draw_panel(state: ProgressState, width: int) -> Panel:
     grid.add_row("pass rate", _pass_rate_row(state, bars))
     grid.add_row("weights", _weights_row(state, bars))
     grid.add_row("time", "  ".join(f"{name} {_seconds(t)}" for name, t in state.phase_times()) or _NO_VALUE)
-    bar = ProgressBar(total=max(1, state.total_steps), completed=state.step)
+    outer = Table.grid(expand=True)  # a bar alone would not end its line
+    outer.add_row(ProgressBar(total=max(1, state.total_steps), completed=state.step))
+    outer.add_row(grid)
     title = Text(state.title or "megatron-daro", style="bold")
-    return Panel(Group(bar, grid), title=title, title_align="left", padding=(0, 1))
+    return Panel(outer, title=title, title_align="left", padding=(0, 1))
 
 
 def _step_row(state: ProgressState) -> Text:

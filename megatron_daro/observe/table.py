@@ -47,7 +47,7 @@ def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int)
     parts = [[0]]
     for number in range(1, len(head)):
         taken = [*parts[-1], number]
-        if sum(widths[one] + _GAP for one in taken) - _GAP > width and len(parts[-1]) > 1:
+        if sum(widths[one] + _GAP for one in taken) > width and len(parts[-1]) > 1:
             taken = [0, number]
             parts.append(taken)
         parts[-1] = taken
@@ -57,7 +57,7 @@ def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int)
         table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
         for number in part:
             justify: Literal["left", "right"] = "left" if number < left else "right"
-            table.add_column(Text(head[number]), justify=justify, min_width=widths[number] + _GAP - 1)
+            table.add_column(Text(head[number]), justify=justify, min_width=widths[number])
         for row in cells:
             table.add_row(*(Text(row[number]) for number in part))
         console.print(table)

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from weightless import save_tiny_model
 
 from megatron_daro import cli
+from megatron_daro.observe.table import table_text
 from megatron_daro.workshop.evaluate import measuring
 
 MODEL = {
@@ -73,6 +74,13 @@ def test_cells_stay_whole_where_a_table_is_cut(planned, evaluated, monkeypatch):
     text = evaluated()
     assert text.count("50.0% [41.2%, 58.8%]") == 9 and text.count("math_500_of_level_5") >= 3
     assert re.search(r"\d \d \d \d \d \d to \d x \d", planned(*SERVERS, "--sync"))
+
+
+@pytest.mark.parametrize("longest", range(1, 12))
+def test_no_cell_of_a_table_is_cut_off(longest):
+    rows = [[f"{row}{column}:".ljust(3 + column % longest, "9") for column in range(14)] for row in "ab"]
+    text = table_text([f"c{column}" for column in range(14)], rows, left=1)
+    assert [cell for row in rows for cell in row if cell not in text.split()] == []
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
