@@ -101,7 +101,7 @@ def test_tokenizer_without_a_stop_token(fails, model):
             removed = {k: v for k, v in content.items() if not k.startswith("eos_token")}
             path.write_text(json.dumps(removed))
     finished = fails(f"model.path={model}")
-    assert finished.code == CONFIGURATION and "name no end token" in finished.stderr
+    assert finished.code == CONFIGURATION and "rollout.stop_token_ids" in finished.stderr
 
 
 @pytest.mark.parametrize(
