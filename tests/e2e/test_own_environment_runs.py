@@ -112,9 +112,9 @@ def test_a_run_that_was_killed_between_turns_goes_on_with_the_same_conversations
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["environment.kind=no_such_module:X"], "environment.kind: got 'no_such_module:X', which cannot be imported"),
-        (["environment.kind=toy_environment:OtherSignature"], "OtherSignature.rollout does not fit Environment"),
-        (["environment.kind=single_turn", "environment.options.late=1"], "late with environment.kind single_turn"),
+        (["environment.kind=no_such_module:X"], "environment.kind: got 'no_such_module:X'"),
+        (["environment.kind=toy_environment:OtherSignature"], "OtherSignature.rollout"),
+        (["environment.kind=single_turn", "environment.options.late=1"], "environment.options: got {'late': 1}"),
     ],
 )
 def test_a_class_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):
