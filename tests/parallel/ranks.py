@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_daro.ports import reserve_port
 
-LIMIT_S = 240
+LIMIT_S = 480
 PRELOAD = ["torch", "transformers", "megatron_daro.actor.policy", "megatron_daro.actor.parallel"]
 
 
