@@ -22,7 +22,6 @@ LONG = "MEGATRON_DARO_LONG" in os.environ
 """All moments and the time limit: 14 minutes on a busy machine. Else those of FEW, in a shorter run."""
 STEPS = 30 if LONG else 16
 OPTIONS = [f"trainer.steps={STEPS}", "engine.replicas=1", "trainer.save_every_steps=1"]
-ROOT = Path(__file__).resolve().parents[2]
 HOLD_NODES = '#!/bin/bash\nwhile [ -e {place}/hold_$SLURMD_NODENAME ]; do sleep 0.1; done\nexec {python} "$@"\n'
 
 
@@ -127,12 +126,6 @@ def at_the_time_limit(scene: Scene, requeued: int) -> None:
     job.wait("requeued at the time limit", lambda: requeues(job) == requeued + 1, 180)
     scene.job.slurm.run("scontrol", "update", f"jobid={job.number}", "TimeLimit=50")
     job.start_again()
-
-
-def test_the_page_has_the_moments():
-    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
-    for name, *_ in MOMENTS:
-        assert name in page, f"tests/README.md does not name the moment {name!r}"
 
 
 def test_a_hostile_run_directory_is_one_directory(slurm, tiny, tmp_path):
