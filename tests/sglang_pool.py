@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.engine.sglang.answers import DirectAnswers
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
@@ -40,7 +41,7 @@ from megatron_daro.sync import files, in_server
 from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.send import Sender
+from megatron_daro.sync.transports import Sender
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 VARIABLE = "MEGATRON_DARO_SGLANG"
@@ -145,7 +146,7 @@ class PooledServer:
             arguments={
                 "dtype": "float32",
                 "skip_tokenizer_init": True,
-                "custom_weight_loader": [in_server.LOADER],
+                "custom_weight_loader": [TRANSPORTS["shards"].loader],
                 **CPU_ARGUMENTS,
                 **arguments,
             },

@@ -251,7 +251,7 @@ def placement(run: RunContext, *, engines: bool) -> Placement:
 def policy_settings(config: Config) -> PolicySettings:
     """Return what each rank needs of the run beside its own sections."""
     engine, megatron = config.engine, config.actor.megatron
-    shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.sync == "tensor")
+    shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.transport.maps_memory)
     return PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,

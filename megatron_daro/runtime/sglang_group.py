@@ -25,7 +25,6 @@ from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_servers import RayServer
-from megatron_daro.sync.transports import transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,8 @@ def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapp
         env=options.env,
         log_path=run.log_dir,
         parts=options.nodes,
-        maps_memory=transport_of(options.sync).maps_memory,
-        loader=transport_of(options.sync).loader,
+        maps_memory=options.transport.maps_memory,
+        loader=options.transport.loader,
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))

@@ -42,7 +42,6 @@ from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
-from megatron_daro.sync.transports import transport_of
 from megatron_daro.types import GroupRequest, Rollout
 
 _TRIES = 8
@@ -102,7 +101,7 @@ class SGLangEngine:
             fleet=self.fleet,
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout=layout_of_servers(options, expected.model_path) if transport_of(options.sync).rank_to_rank else None,
+            layout=layout_of_servers(options, expected.model_path) if options.transport.rank_to_rank else None,
             sync_dir=options.sync_dir or run_dir / "sync",
             probe=self._probe,
             death_of=self._supervision.death_of,

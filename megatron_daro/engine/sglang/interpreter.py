@@ -22,7 +22,6 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
 from megatron_daro.engine.sglang.command import argument_problems
 from megatron_daro.engine.sglang.environment import server_environment
-from megatron_daro.sync.transports import transport_of
 
 OLDEST_SGLANG = (0, 5, 18)
 INSPECTION_TIMEOUT_S = 120.0
@@ -103,7 +102,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
     """NCCL compares versions when a group is made, and refuses (its init.cc: "Mismatched NCCL version detected")."""
     own = upstream_names.nccl_package()
-    if not transport_of(options.sync).collective or not own or not theirs:
+    if not options.transport.collective or not own or not theirs:
         return []
     package, own_version, version = own.partition("==")[0], own.partition("==")[2], theirs.partition("==")[2]
     if own_version == version:

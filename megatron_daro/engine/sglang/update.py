@@ -28,7 +28,6 @@ from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target
-from megatron_daro.sync.transports import transport_of
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -80,7 +79,7 @@ class ServerUpdate:
         self._context, self._servers, self._version = context, list(servers), version
         self._awaits_others = awaits_others
         self._fleet, self._options = context.fleet, context.options
-        self._transport = transport_of(self._options.sync)
+        self._transport = self._options.transport
         self._report: SendReport | None = None
         self._directory: Path | None = None
         self._verified: set[str] = set()

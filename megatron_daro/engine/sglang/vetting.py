@@ -25,7 +25,6 @@ from megatron_daro.engine.sglang.client import (
 )
 from megatron_daro.engine.sglang.replies import Tokens, read
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync.transports import transport_of
 
 _CALL_S = 10.0
 _TOKENIZER_TEXT = "If 3x + 4 = 10, then x = 2."
@@ -156,7 +155,7 @@ def _missing_calls(facts: ServerFacts, expected: Expected, options: SGLangSectio
     version, first, wrong = version_number(facts.version), _dotted(FIRST_VERSION), []
     if version and version < FIRST_VERSION:
         wrong.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
-    calls_of_options = transport_of(options.sync).calls + (MEMORY_CALLS if expected.shares_gpus else ())
+    calls_of_options = options.transport.calls + (MEMORY_CALLS if expected.shares_gpus else ())
     for calls, fix in ((NEEDED_CALLS, ""), (calls_of_options, ", or another engine.sglang.sync")):
         missing = [call for call in calls if call not in facts.calls]
         if missing:
@@ -193,7 +192,7 @@ def _no_fp8_blocks(facts: ServerFacts) -> list[str]:
 
 def _other_parameters(facts: ServerFacts, options: SGLangSection) -> list[str]:
     """Ranks that write into a server's parameters must know how these lie."""
-    only = transport_of(options.sync).only_sglang
+    only = options.transport.only_sglang
     if not only or version_number(facts.version) == only:
         return []
     return [
