@@ -41,7 +41,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import DataSection, ModelSection, SGLangSection, TrainerSection
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
@@ -182,7 +182,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
         handles,
         options,
         Expected(model, "qwen2", 64, 128),
-        answers=DirectAnswers(lambda ids: ""),
+        asker=DirectAsker(lambda ids: ""),
         warn=print,
         run_dir=directory,
         temperature=1.0,

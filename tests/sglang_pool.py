@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
@@ -316,7 +316,7 @@ def engine_of(
         handles,
         options or section(),
         expect or expected(run_dir),
-        answers=answers or DirectAnswers(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
+        asker=answers or DirectAsker(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
         warn=told.append,
         run_dir=run_dir,
         temperature=temperature,

@@ -17,7 +17,7 @@ from aiohttp import web
 from loopback_server import listen
 
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.engine.sglang.client import MEMORY_CALLS, NEEDED_CALLS
+from megatron_daro.engine.sglang.vetting import MEMORY_CALLS, NEEDED_CALLS
 
 ALL_CALLS = (
     *NEEDED_CALLS,

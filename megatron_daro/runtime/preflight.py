@@ -287,7 +287,7 @@ def _make_own_verifier(section: RewardSection) -> None:
 async def _ask_servers(urls: Sequence[str]) -> None:
     """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-    from megatron_daro.engine.sglang.vetting import still_starts, unusable
+    from megatron_daro.engine.sglang.starting import still_starts, unusable
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:

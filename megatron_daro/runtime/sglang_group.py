@@ -63,7 +63,7 @@ def sglang_engine(run: RunContext, text: Text, placement: Placement) -> SGLangEn
         _handles(run, placement, reads_text=text.stops),
         options,
         expected,
-        answers=AnswerWorkers(run),
+        asker=AnswerWorkers(run),
         warn=run.progress.warn,
         loads=partial(run.progress.stage, "engine"),
         run_dir=run.run_dir,

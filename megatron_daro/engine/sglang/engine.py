@@ -2,8 +2,8 @@
 
     generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries brought nothing new
       _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
-      _ask:  Answers.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
-             -> reply checked (replies.py) -> rollouts (rollouts.py)
+      _ask:  Asker.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
+             -> reply checked, and made rollouts (replies.py)
 
 A group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is given
 back when that answer has ended. It is routed here and asked elsewhere, so no token passes through this process. A
@@ -17,29 +17,30 @@ import asyncio
 import itertools
 import random
 import uuid
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_daro.backoff import backoff_s
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
-from megatron_daro.engine.sglang.answers import Answers, CutStreamError, EndedAnswer, LostWorkerError, Question
+from megatron_daro.engine.sglang.asking import Asker, CutStreamError, EndedAnswer, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
 from megatron_daro.engine.sglang.replies import BadAnswerError
 from megatron_daro.engine.sglang.request import Call, calls_of
-from megatron_daro.engine.sglang.running import LastServers, RunningGroup, until_stopped
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
+from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
 from megatron_daro.types import GroupRequest, Rollout
@@ -68,7 +69,7 @@ class SGLangEngine:
         options: SGLangSection,
         expected: Expected,
         *,
-        answers: Answers,
+        asker: Asker,
         warn: Callable[[str], None],
         loads: Callable[[str], None] = lambda text: None,
         run_dir: Path,
@@ -80,7 +81,7 @@ class SGLangEngine:
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
-            answers: asks servers; started and closed with this. warn: tells a person.
+            asker: asks servers; started and closed with this. warn: tells a person.
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
@@ -88,7 +89,7 @@ class SGLangEngine:
         Raises:
             ModelError: `sync: shards` with servers whose weights lie in a way that is not known.
         """
-        self._options, self._expected, self._answers, self._warn = options, expected, answers, warn
+        self._options, self._expected, self._asker, self._warn = options, expected, asker, warn
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self.fleet = Fleet(
@@ -114,7 +115,7 @@ class SGLangEngine:
         self._last_servers = LastServers()
         # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
         self._held: dict[str, tuple[Server, int]] = {}
-        answers.when_ended(self._take_ended)
+        asker.when_ended(self._take_ended)
         self._begins = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
         self._retries, self._started = 0, False
@@ -125,7 +126,7 @@ class SGLangEngine:
             return
         try:
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._answers.start())
+                starting.create_task(self._asker.start())
                 starting.create_task(self._supervision.start())
         except BaseException as error:
             await self.close()
@@ -207,7 +208,7 @@ class SGLangEngine:
             "engine/fenced": float(self.fleet.fenced_count),
             "engine/restarts": float(sum(server.restarts for server in self.fleet.servers)),
             "engine/retries": float(self._retries),
-            "engine/answer_worker_restarts": float(self._answers.restarts),
+            "engine/answer_worker_restarts": float(self._asker.restarts),
         }
 
     async def release_memory(self) -> None:
@@ -235,7 +236,7 @@ class SGLangEngine:
         for run in list(self._running):
             run.stop.set()
         await self._supervision.close()
-        await self._answers.close()
+        await self._asker.close()
         self._started = False
 
     async def _join(self, server: Server) -> None:
@@ -347,7 +348,7 @@ class SGLangEngine:
         limit = self._options.request_timeout_s
         keeps_cache = self._options.pause == "in_place"
         question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._expected.vocabulary)
-        work = asyncio.create_task(self._answers.ask(question))
+        work = asyncio.create_task(self._asker.ask(question))
         given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self.fleet.ended())
         try:
             waits: set[asyncio.Future[Any]] = {work, given_up, ended}
@@ -419,3 +420,81 @@ def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
 def _pause_s(failures: int) -> float:
     """Before the next try, with jitter: many requests fail at the same moment."""
     return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+
+
+_MOST_CONVERSATIONS = 50_000
+_Result = TypeVar("_Result")
+
+
+@dataclass(eq=False)
+class RunningGroup:
+    """A group that is being generated.
+
+    stop: nothing more of it is wanted. ids: what the server calls the samples that it works on. failed_on: the last
+    server that failed. done and partial: by index.
+    """
+
+    request: GroupRequest
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ids: tuple[str, ...] = ()
+    server: Server | None = None
+    failed_on: Server | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def remaining(self) -> GroupRequest:
+        """Return what is still to be asked for."""
+        indices = tuple(i for i in self.request.indices if i not in self.done)
+        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
+
+    def take(self, rollouts: Sequence[Rollout]) -> bool:
+        """Keep what came; whether anything of it is new."""
+        before = sum(r.response_length for r in self.partial.values()), len(self.done)
+        for rollout in rollouts:
+            if rollout.finish_reason != "abort":
+                self.done[rollout.index] = rollout
+            elif rollout.response_length:
+                self.partial[rollout.index] = rollout
+        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
+
+    def collected(self) -> tuple[Rollout, ...]:
+        """Return what there is: finished rollouts, and for the others what they got to."""
+        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
+        by_index = cut | self.done
+        return tuple(by_index[i] for i in self.request.indices if i in by_index)
+
+
+class LastServers:
+    """Which server answered the last turn of a conversation: the next one finds its tokens in that server's cache."""
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[tuple[int, int, int], Server] = OrderedDict()
+
+    def of(self, request: GroupRequest) -> Server | None:
+        """Look the server up; None for a first turn."""
+        return self._servers.get(self._key(request)) if request.attempt >= TURN else None
+
+    def note(self, request: GroupRequest, server: Server) -> None:
+        """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
+        turns."""
+        if len(request.indices) > 1:
+            return
+        self._servers[self._key(request)] = server
+        self._servers.move_to_end(self._key(request))
+        if len(self._servers) > _MOST_CONVERSATIONS:
+            self._servers.popitem(last=False)
+
+    @staticmethod
+    def _key(request: GroupRequest) -> tuple[int, int, int]:
+        return request.group_id, request.attempt % TURN, request.indices[0]
+
+
+async def until_stopped(work: Awaitable[_Result], stop: asyncio.Event) -> _Result | None:
+    """Return the result of `work`, or None when `stop` comes first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()
