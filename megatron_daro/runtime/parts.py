@@ -45,7 +45,7 @@ from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.sglang_group import Text, routed_experts, sglang_engine
+from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
@@ -131,7 +131,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
-    section, routed = config.rollout, routed_experts(config)
+    section, routed = config.rollout, routed_experts_shape(config)
     return SamplingParams(
         section.temperature,
         section.top_p,
@@ -296,12 +296,12 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
     own that does not fit, or whose constructor raised."""
     config = run.config
     if config.engine.kind == "sglang":
-        text = Text(
+        facts = TokenizerFacts(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
             ends_at_texts(config, answer_stops(config, tokenizer)),
         )
-        return sglang_engine(run, text, placement)
+        return sglang_engine(run, facts, placement)
     if config.engine.is_own:
         return OwnEngine(
             config.engine.kind,
