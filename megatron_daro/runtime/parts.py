@@ -47,7 +47,8 @@ from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
-from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
+from megatron_daro.sync.colocation import Colocation, SharingEngine
+from megatron_daro.sync.publish import ReceivingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
