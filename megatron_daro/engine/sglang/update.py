@@ -1,12 +1,17 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
-WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
-begin, (send,) end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
-version, continue, probe. A server that shares GPUs with the trainer takes the memory of its weights before all of it,
-and that of its cache before it continues. A server that fails a phase leaves the update and is fenced; if sending
-fails, which breaks a broadcast's group for all, the guilty ones are fenced and the others get everything again from
-the beginning; from shards to shards the others have everything and go on. It never lets a server serve with weights
-that are mixed or unknown.
+WeightSync runs one at a time, step by step; the policy's ranks send in between. The phases of each step:
+
+    prepare   take the memory of the weights (where the trainer shares GPUs), pause, begin
+    (send)    where it fails: blame
+    install   read the files (of sync disk), end, flush the cache, compare which matrices are fp8 blocks (of a new
+              server), compare checksums, set the version, take the memory of the cache (as above), continue
+    probe     reject those whose answer is not the policy's
+    accept    those that are left serve
+
+A server that fails a phase leaves the update and is fenced; if sending fails, which breaks a broadcast's group for all,
+the guilty ones are fenced and the others get everything again from the beginning; from shards to shards the others have
+everything and go on. It never lets a server serve with weights that are mixed or unknown.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import queue
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_daro.config.transports import TRANSPORTS, SGLangTransport
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.transports import Sender
+from megatron_daro.sync.transports import SENDERS, Sender
 
 PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
 
@@ -64,6 +66,11 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
     report, got = sent_to_actors(stream, fp8_blocks=("a.{layer}.weight",))
     assert report.fp8_blocks == ("a.0.weight",)
     assert [name for name, _ in got] == ["a.0.weight", "a.0.weight_scale_inv", "b.weight"]
+
+
+def test_every_way_has_a_sender_or_goes_from_rank_to_rank():
+    assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.rank_to_rank}
+    assert set(get_args(SGLangTransport)) <= set(TRANSPORTS)
 
 
 def test_files_have_the_label_of_the_rank(tmp_path):
