@@ -47,7 +47,8 @@ from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import GROUP_METRICS, GroupMetrics, update_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
+from megatron_daro.sync.colocation import Colocation
+from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5

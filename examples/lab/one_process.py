@@ -135,7 +135,7 @@ class OneUpdate:
         """Open the update."""
         self._engine.open_update()
         target = Target("engine", actor=cast(Any, self._engine))  # called as it is, not by Ray
-        return SendPlan(transport="actor", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
+        return SendPlan(transport="ray", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
     async def blame(self, report: SendReport) -> None:
         """Not called: nothing is sent that could fail by itself."""

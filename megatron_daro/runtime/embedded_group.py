@@ -343,7 +343,7 @@ class _GroupUpdate:
                 return None
             await self._each(lambda worker: worker.open_update.remote())
         return SendPlan(
-            transport="actor",
+            transport="ray",
             targets=tuple(Target(one.name, actor=worker) for one, worker in self._taking.items()),
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=_RECEIVE_S,

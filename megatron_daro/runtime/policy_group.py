@@ -28,6 +28,7 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
@@ -41,7 +42,6 @@ from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.sync.routes import RankRole, joined_report, routes
 from megatron_daro.sync.shard_tcp import check_offers
-from megatron_daro.sync.transports import transport_of
 from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
 T = TypeVar("T")
@@ -310,7 +310,7 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
-        if transport_of(plan.transport).rank_to_rank:
+        if TRANSPORTS[plan.transport].rank_to_rank:
             return await self._export_shards(plan)
         started, report = time.perf_counter(), SendReport()
         directory = plan.directory.absolute() if plan.directory else None

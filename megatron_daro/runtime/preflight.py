@@ -41,7 +41,6 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.restart_audit import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
-from megatron_daro.sync.transports import transport_of
 
 CONFIG_FILE = "config.yaml"
 
@@ -227,7 +226,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
             asyncio.run(_ask_servers(config.engine.sglang.urls))
-        if transport_of(config.engine.sglang.sync).rank_to_rank:
+        if config.engine.sglang.transport.rank_to_rank:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
         from megatron_daro.actor.policy import check_megatron_options
@@ -288,7 +287,7 @@ def _make_own_verifier(section: RewardSection) -> None:
 async def _ask_servers(urls: Sequence[str]) -> None:
     """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-    from megatron_daro.engine.sglang.vetting import still_starts, unusable
+    from megatron_daro.engine.sglang.starting import still_starts, unusable
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:

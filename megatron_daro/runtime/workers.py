@@ -47,7 +47,7 @@ from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, S
 if TYPE_CHECKING:
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
-    from megatron_daro.sync.send import Sender
+    from megatron_daro.sync.transports import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
 # "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
@@ -230,7 +230,7 @@ class TrainWorker:
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
         from megatron_daro.actor import parallel
-        from megatron_daro.sync.relays import groups_of
+        from megatron_daro.sync.handles import groups_of
 
         before = parallel.listening()
         self._relays |= groups_of(members)
@@ -251,8 +251,7 @@ class TrainWorker:
         """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
         joined."""
         from megatron_daro.actor import device
-        from megatron_daro.sync.handles import push_buckets
-        from megatron_daro.sync.relays import received
+        from megatron_daro.sync.handles import push_buckets, received
 
         return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
 
@@ -265,7 +264,7 @@ class TrainWorker:
         send and report. Args: members: of a group that was joined, whose other ranks get every bucket. critic: it is
         the critic's weights that are sent."""
         from megatron_daro.actor import device, parallel
-        from megatron_daro.sync.send import Sender
+        from megatron_daro.sync.transports import Sender
 
         tensors = self._policy.export_critic if critic else self._policy.export
         if plan is None:
@@ -491,7 +490,7 @@ def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendRepo
         failures |= _taken(before, plan.timeout_s)
         before = {}
         if failures:
-            continue  # other ranks gather along
+            break
         reference = ray.put(bucket)
         before = {target.name: cast(ReceivingActor, target.actor).receive.remote(reference) for target in plan.targets}
         num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1

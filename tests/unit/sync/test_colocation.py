@@ -18,7 +18,7 @@ from megatron_daro.controller import Controller
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import step_directories
-from megatron_daro.sync.publish import Colocation
+from megatron_daro.sync.colocation import Colocation
 from megatron_daro.types import MemoryMove
 
 MIB = 2**20
