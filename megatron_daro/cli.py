@@ -1,8 +1,7 @@
 """The console command `megatron-daro`: train, report, and those of commands/.
 
 The composition root. Reads the configuration, calls the runtime or the report, turns errors
-into exit codes. What a sub-command needs is imported inside it, so `--help` loads neither torch nor ray. Does no work
-of its own.
+into exit codes. What a sub-command needs is imported inside it, so that `--help` stays fast.
 
 `EXIT_CODES` says how a command can end; the last line of stderr has the cause.
 """

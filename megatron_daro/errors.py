@@ -1,7 +1,6 @@
 """The error tree: one root, picklable, every message says what was got, what is allowed and how to fix it.
 
-None; every layer raises from here. Errors cross process
-borders (Ray workers, verifier workers), so each carries only its message.
+Every layer raises these. They cross process borders (Ray workers, verifier workers), so each carries only its message.
 """
 
 from __future__ import annotations

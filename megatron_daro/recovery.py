@@ -113,7 +113,7 @@ class Checkpoints:
     def __init__(
         self, run_dir: Path, *, keep: int, keep_every: int = 0, provenance: Mapping[str, Any] | None = None
     ) -> None:
-        """Start nothing.
+        """The checkpoints under RUN/checkpoints.
 
         Args:
             run_dir: the run directory.

@@ -2,8 +2,7 @@
 
 Ray's session of a private cluster, and the sockets of Python's fork servers, are put here. A
 directory is removed only with proof that it is ours and nobody's any more: its name, its user, and the lock on its
-`owner.lock`, which the kernel gives back when the owner ends, however it ends. Refuses to guess: a directory without
-that file stays.
+`owner.lock`, which the kernel gives back when the owner ends, however it ends. A directory without that file stays.
 """
 
 from __future__ import annotations

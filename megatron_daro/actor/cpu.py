@@ -4,8 +4,8 @@ Upstream (0.16.1 to 0.19.2) has no CPU back end, and tests, CI and laptops need 
 by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions, `.cuda()` methods, and type strings
 such as "torch.cuda.FloatTensor". Functions that it fuses with torch.compile run as they are written: loading the
 compiler alone takes seconds of every start. Where gloo does less than nccl (memory of what is on its way, unequal
-parts), the difference is made up for. Refuses to be installed when a GPU is there (it would send its work to the CPU in
-silence). Can go when upstream takes its device from configuration.
+parts), the difference is made up for. Only where there is no GPU. Can go when upstream takes its device from
+configuration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where this process computes: its GPU, or the CPU with Megatron-core's calls redirected (cpu.py).
 
-`prepare` comes before the first import of megatron.core, which megatron.py sees to. Refuses to guess: one process, one
-device.
+One process has one device. `prepare` comes before the first import of megatron.core, which megatron.py sees to.
 """
 
 from __future__ import annotations

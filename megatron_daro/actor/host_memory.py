@@ -4,8 +4,8 @@ The policy leaves and comes back, kind by kind (`HostMemory`), or a policy and a
 (`TakingTurns`); in between the tensors are there, without memory: their storages are resized to 0 and filled again, so
 every view of them (buckets of gradients, shards of the optimizer) stays valid. On a GPU the host's memory is pinned and
 kept for the next time; on a CPU the same code runs with ordinary memory. The 8-bit copies of fp8 layers are not kept, a
-pass makes them again; nor are gradients, a step begins with zeros, unless a model leaves within a step. It refuses
-nothing: who computes meanwhile is refused by the policy.
+pass makes them again; nor are gradients, a step begins with zeros, unless a model leaves within a step.
+The policy refuses whoever computes meanwhile.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ the gradients is one or two tiles, and the time lost to a fourth matrix product 
 pass over a tile stays in cache. On a CPU, where products are dear and few tokens are trained at once, logits that fit
 `KEPT_LOGITS_BYTES` are kept for the backward pass instead.
 
-What it refuses to do: it never gathers hidden states, never reduces the hidden gradient over the tensor-parallel group
-(see `vocab_parallel_logprobs`), and does not mask: positions that do not count carry any valid label, and the caller
-multiplies by its mask, or selects the positions that count beforehand, which is cheaper.
+The caller reduces the hidden gradient over the tensor-parallel group (see `vocab_parallel_logprobs`), and masks:
+positions that do not count carry any valid label, and it multiplies by its mask, or selects the positions that count
+beforehand, which is cheaper.
 
 Shapes: T tokens; D hidden; V real vocabulary; Vp columns this rank holds (padding included);
 C tokens of one chunk; X columns of one tile.

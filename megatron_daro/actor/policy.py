@@ -1,7 +1,7 @@
 """The Megatron policy of one process: model, optimizer, algorithm, and what can be done with them.
 
 A worker process (runtime/) holds one; every rank of the layout makes the same calls in the same
-order, since most of them are collective. Refuses to know Ray, engines or run directories.
+order, since most of them are collective.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ the actor's loss (objective, with surrogate and corrections) with one coefficien
 learns (difficulty_weights, histories). `algorithm` says what an algorithm is; `weighting` has the table of them, with
 GRPO, its relatives and DARO, and makes one by its name; pass_rate_rules, histories and ppo have the others.
 
-Pure torch, one process: no collective call is made here, the totals over ranks are handed in. Refuses to import
-anything but torch, numpy, the standard library and the error tree, so that another framework can take the loss alone.
+Pure torch, one process: totals over ranks are handed in. Imports torch, numpy, the standard library and the error tree
+only, so that another framework can take the loss alone.
 """

@@ -3,7 +3,7 @@
 The totals of the whole optimizer step (bins, trained tokens, rollouts; summed over all ranks before the forward pass)
 -> one coefficient per rollout -> L = sum_i coefficient_i * sum_t l_t, on any split of them -> sums over the step ->
 what the algorithm learns, the same on every rank.
-Refuses to know a micro-batch: a denominator taken from part of a step makes the loss depend on how the step was split.
+A denominator taken from part of a step would make the loss depend on how the step was split.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, P numbers that
 an algorithm learns by descending the policy loss.

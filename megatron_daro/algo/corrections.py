@@ -1,7 +1,7 @@
 """Off-policy corrections: what to do when another engine, or older weights, made the rollouts.
 
 Rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence (for the trust region
-gspo), for the objective. Refuses to drop anything silently: each weight comes with the indicator of what it changed.
+gspo), for the objective. Each weight comes with the indicator of what it changed.
 A dropped token keeps its place in the denominators, which are fixed before the forward pass.
 
 Shape letters: T packed tokens, M segments (samples of this micro-batch).

@@ -2,7 +2,7 @@
 
 Verdicts -> bins -> tokens per bin, summed over all ranks -> coefficients of the token losses.
 DARO's weight per bin is in `difficulty_weights`. Refuses incomplete groups: a group of fewer than K rollouts has no bin
-among 0..K. Makes no collective call.
+among 0..K.
 
 Shape letters: N samples, K rollouts per prompt, [K+1] one entry per bin 0..K. Bins 0 and K carry no signal.
 """

@@ -1,7 +1,7 @@
 """The clipped surrogate: the loss of one token.
 
 The actor's log-probs of the sampled tokens -> token losses -> weighted sums (weighting).
-Refuses clip ranges without a meaning. Does not reduce: sums and denominators are the business of `weighting`.
+Sums and denominators are the business of `weighting`.
 
 Shapes: "..." is any common (broadcastable) shape.
 """

@@ -1,7 +1,7 @@
 """`megatron-daro convert`: Hugging Face checkpoints to Megatron's and back, with a card that says what was checked.
 
-The command line, and tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py, which
-are the same command. Does no work of its own: convert/plan.py and workshop/convert/ do.
+tools/convert_hf_to_megatron.py and tools/convert_megatron_to_hf.py are the same command. convert/plan.py and
+workshop/convert/ do the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`megatron-daro eval`: measure a model on sets of problems, or compare two measurements.
 
 Options -> the model that is asked, the sets, one configuration -> workshop/evaluate/measuring.py -> a
-table. Does no work of its own.
+table.
 """
 
 from __future__ import annotations

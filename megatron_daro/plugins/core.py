@@ -1,9 +1,9 @@
 """What every adapter does in one optimizer step: counts -> coefficients -> loss sums -> new weights -> state.
 
 `DifficultyStep.begin` before the first forward pass of an optimizer step, `weigh` in the loss
-of every micro-batch, `end` after the last one. Between them the host may do what it likes. Knows no host, calls no
-collective: whoever calls hands in a function that sums a vector over the ranks which hold different tokens.
-Refuses to go on when the tokens that the losses saw are not the tokens that were counted: then the host masked,
+of every micro-batch, `end` after the last one. Between them the host may do what it likes. The
+caller hands in a function that sums a vector over the ranks which hold different tokens.
+Ends the run when the tokens that the losses saw are not the tokens that were counted: then the host masked,
 dropped or repeated samples in between, and every denominator would be wrong.
 
 Shape letters: N samples of this rank's part of the step, M samples of one micro-batch, T padded response positions,

@@ -1,6 +1,6 @@
 """DARO inside verl: algorithm.adv_estimator=daro, where this package is installed beside it.
 
-Verl loads this module in every process (entry point `verl.plugins` through verl_plugin.py, or
+verl loads this module in every process (entry point `verl.plugins` through verl_plugin.py, or
 VERL_USE_EXTERNAL_MODULES). Before the first step the driver asks every worker of the actor whether it did. The
 advantage estimator (driver) sees whole groups: it writes group-normalised advantages, and each sample's pass rate into
 `returns`, which the actor's loss does not use, with MARK added. The actor's worker counts tokens per bin before each

@@ -80,7 +80,7 @@ class AnswerWorkers:
     """The `Asker` of an engine: actors."""
 
     def __init__(self, run: RunContext) -> None:
-        """Start nothing. `engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
+        """`engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
         self._count = run.config.engine.sglang.answer_workers
         model = run.config.model
         # Where the experts that servers chose are written to.

@@ -52,7 +52,7 @@ class EngineGroup:
     """The embedded engines of a run."""
 
     def __init__(self, run: RunContext, placement: Placement) -> None:
-        """Start nothing; `start` does. Args: placement: where each goes, started before."""
+        """Args: placement: where each engine goes, started before."""
         section, model = run.config.engine, run.config.model
         self._run, self._placement, self._warn = run, placement, run.progress.warn
         self._path, self._trust = model.path.absolute(), model.trust_remote_code

@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and while everything is taken apart.
 
 `interruptible` is around a whole command; `stop_on_signals` is around the loop, and gives the
-handlers back when it ends. All three signals mean the same. Refuses to be hurried: what ends already is ended in order,
-unless somebody insists.
+handlers back when it ends. All three signals mean the same. What ends already is ended in order, unless
+somebody insists.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The command line calls `train`, in this process, in this order:
       -> Ray -> _train: placement -> ranks -> engine, verifiers, sampler -> Controller
                         start_all -> resume -> Controller.run under supervision
 
-parts.py makes what `_train` puts together. Computes nothing.
+parts.py makes what `_train` puts together.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class NodeWorkers:
     """The workers of one kind."""
 
     def __init__(self, kind: str, make: Make, run: RunContext) -> None:
-        """Start nothing.
+        """`start` starts one on each node.
 
         Args:
             kind: what each is, for messages: "answer worker".
@@ -275,7 +275,7 @@ class Verdicts:
     """The verifiers of a run."""
 
     def __init__(self, run: RunContext) -> None:
-        """Start nothing. `reward.workers` processes are dealt out to the nodes; where there is only one, and no
+        """`reward.workers` processes are dealt out to the nodes; where there is only one, and no
         servers, they belong to this process."""
         section = self._section = run.config.reward
         self._beside_driver = run.config.engine.kind == "embedded"

@@ -2,7 +2,7 @@
 
 launch.py calls these in the order of a start: `placement`, `policy_group`, `generation` (engine, verifiers, what
 fills batches), then `start_all`. What runs in processes of its own takes the `RunContext`; what the loop drives is
-handed its section, or the few values that it needs of others. Computes nothing.
+handed its section, or the few values that it needs of others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which data-parallel replica the others wait for, step after step: a GPU that is throttled, a node that is busy.
 
 PolicyGroup shows it each rank's own seconds of a step. Ranks of one replica wait for each other within their work, so
-that only replicas can be told apart; replicas have equal work (data/schedule.py). Says nothing of a single slow step.
+that only replicas can be told apart; replicas have equal work (data/schedule.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whose snapshots are kept where: peers, what they are sent, what fits into memory, who has the state of a lost rank.
 
-Healing.py asks; these are functions of where the ranks are and what they have.
+`Healing` asks these functions of where the ranks are and what they have.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class StepPools:
     """The `StepPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
 
     def __init__(self, run: RunContext) -> None:
-        """Start nothing."""
+        """`environment.workers` processes are dealt out to the nodes."""
         section = self._section = run.config.environment
         self._loop = asyncio.get_running_loop()
         self._shares: list[int] = []

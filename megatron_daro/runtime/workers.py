@@ -1,8 +1,8 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
-Thin shells. Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The
-actors that a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
+Thin shells: policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
+Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The actors that
+a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
 """
 
 from __future__ import annotations

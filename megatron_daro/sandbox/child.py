@@ -1,8 +1,8 @@
 """The program between a sandbox and the code it runs: makes namespaces and limits, then runs the code as their init.
 
 Sandbox -> stdin (JSON) -> (this) -> namespaces -> python. Run as a file by `python -I -S`, so it imports the standard
-library only. What it reports goes to a descriptor that the code never has. It refuses to run anything where a step of
-the isolation fails.
+library only. What it reports goes to a descriptor that the code never has. The code runs only where every step of
+the isolation succeeded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 WorkerPool -> stdin -> (this) -> stdout -> WorkerPool. Started as `python -m`, never forked, so
 that it holds no thread, lock or GPU context of the trainer and never imports the trainer's main module.
-Refuses to outlive its parent: the kernel kills it when the parent dies, and it ends when stdin closes.
+The kernel kills it when its parent dies, and it ends when stdin closes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pool's end of one worker process: start, ask with a limit on time and memory, kill.
 
 WorkerPool -> (this) -> worker. Text in, text out, as JSON: no pickle is read from a process
-that handled model answers. Refuses to wait without a deadline.
+that handled model answers.
 """
 
 from __future__ import annotations

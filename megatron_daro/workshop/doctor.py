@@ -1,7 +1,7 @@
 """What is installed, which of it works, and what a run of a recipe would miss: the rows of `megatron-daro doctor`.
 
 This machine (and a recipe) -> Findings. Parts are tried in processes of their own with a time
-limit, so that a library that hangs or crashes when it is imported is a finding. Changes nothing.
+limit, so that a library that hangs or crashes when it is imported is a finding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""NeMo-RL's own GRPO example with DARO, on a CPU: `run_grpo_daro.py RUN_GRPO --config ...`, three steps, a small model.
+"""NeMo-RL's own GRPO example with DARO, on a CPU, for three steps of a small model.
 
-From NeMo-RL, as it is: examples/run_grpo.py, its configuration, `grpo_train` (rewards, advantages, masks, train data,
-metrics, checkpoints), `CheckpointManager`, `ClippedPGLossFn`, `BatchedDataDict`. Stood in for: Ray, tokenizer and data
-set, the generator (answers are canned), and the policy, which shards rows and sums losses as NeMo-RL's workers do.
-Packages that NeMo-RL imports and that are not used here are empty where they are not installed (`UNUSED`).
+As `examples/plugins/nemo_rl/run_grpo_daro.py RUN_GRPO --config ...` does it. From NeMo-RL, as it is:
+examples/run_grpo.py, its configuration, `grpo_train` (rewards, advantages, masks, train data, metrics, checkpoints),
+`CheckpointManager`, `ClippedPGLossFn`, `BatchedDataDict`. Stood in for: Ray, tokenizer and data set, the generator
+(answers are canned), and the policy, which shards rows and sums losses as NeMo-RL's workers do. Packages that NeMo-RL
+imports and that are not used here are empty where they are not installed (`UNUSED`).
 
     python nemo_rl_run.py OUTPUT_DIRECTORY [key=value ...]
 """

@@ -196,6 +196,66 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["docs/missing.md", "#two", "missing.md", "picture.svg"]
 
 
+FILE = re.compile(r"(?<![\w/.*<>-])([\w./-]*\w\.py)\b")
+FOLDER = re.compile(r"(?<![\w/.*<>-])([\w./-]*\w/)(?![\w.*])")
+MAP_LINE = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*)  +\S", re.MULTILINE)
+NOT_OURS = re.compile(
+    r"(python/)?(torch|triton|megatron/core|sglang|srt|verl|NEMO_RL)/"
+    r"|(moe|transformer)/|(layers|managers|configs|models|clients|envs)/"
+    r"|(train|train_rl|run_grpo|run_grpo_single_controller|(examples/)?(run_grpo|start_rlvr_pipeline))\.py$"
+    r"|(SEQLEN_BALANCING|conversion_mapping|fp8_utils|patch_torch|qwen3_moe|runtime_context)\.py$"
+    r"|(my_losses|loss_case)\.py$"
+)
+"""Files of other projects, by the folder or the name under which a text of ours calls them; files of the reader."""
+
+
+def missing_files(text: str, path: Path) -> list[str]:
+    """Python files that a text of `path` names and that are not there.
+
+    A name is relative to the repository, the package, a folder around `path`, or one that the text itself names. A
+    file that the text shows (`# name.py` on top of its code) is there.
+    """
+    shown = set(re.findall(r"^# (\w+\.py)$", text, re.MULTILINE))
+    names = [name for name in dict.fromkeys(FILE.findall(text)) if name not in shown and not NOT_OURS.match(name)]
+    roots = [PACKAGE, *(parent for parent in path.parents if parent == ROOT or ROOT in parent.parents)]
+    named = [root / name for root in roots for name in [*FILE.findall(text), *FOLDER.findall(text)]]
+    folders = {place.parent if place.is_file() else place for place in named if place.exists()}
+    return [name for name in names if not any((folder / name).is_file() for folder in [*roots, *folders])]
+
+
+def missing_modules(text: str, folder: Path) -> list[str]:
+    """Modules that the map of a package names in its first column and that are not in its folder."""
+    names = [name for names in MAP_LINE.findall(text) for name in names.split(", ")]
+    return [name for name in names if not (folder / f"{name}.py").is_file() and not (folder / name).is_dir()]
+
+
+PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "tests/README.md", "megatron_daro/plugins/README.md")
+
+
+def test_files_that_a_page_names_are_there():
+    pages = sorted({page for pattern in PAGES for page in ROOT.glob(pattern)} - {ROOT / "CHANGELOG.md"})
+    missing = {name_of(page): missing_files(page.read_text(), page) for page in pages}
+    assert {name: files for name, files in missing.items() if files} == {}
+
+
+def test_files_that_a_module_docstring_names_are_there():
+    missing = {}
+    for path in tracked("*.py"):
+        text = ast.get_docstring(parsed(path.read_text())) or ""
+        maps = missing_modules(text, path.parent) if path.name == "__init__.py" else []
+        missing[name_of(path)] = missing_files(text, path) + maps
+    assert {name: files for name, files in missing.items() if files} == {}
+
+
+def test_a_missing_file_is_found(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "here.py").touch()
+    page = tmp_path / "page.md"
+    text = "`controller.py`, `actor/loss.py`, in `docs/` gone.py; tests/gone.py, srt/theirs.py\n# my.py\nsee my.py\n"
+    assert missing_files(text, page) == ["gone.py", "tests/gone.py"]
+    assert missing_modules("here, gone  what they do\nother   -\na sentence\n", tmp_path / "one") == ["gone", "other"]
+
+
 def test_the_readme_leads_to_every_page():
     text = (ROOT / "README.md").read_text()
     pages = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]

@@ -1,7 +1,7 @@
 """Processes that run cases: four ranks that import Megatron once and then join one layout after another.
 
 `search` asks for cases, one at a time; each rank that takes part runs it and answers. A rank
-that does not answer in time is ended with its neighbours, and the case counts as failed. Nothing waits for ever.
+that does not answer in time is ended with its neighbours, and the case counts as failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CasePool:
     """Runs cases. Use as a context manager."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """`with` starts the processes."""
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._layout: tuple[int, ...] | None = None

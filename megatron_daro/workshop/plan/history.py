@@ -2,7 +2,7 @@
 
 RUN/config.yaml, RUN/metrics.jsonl, RUN/rollouts -> History -> Workload and Constants of the
 search. The model of times stays; what is fitted is one factor for each phase (training, generation) and two times that
-nothing hides (sync, everything else), as medians over the steps. Reads only.
+nothing hides (sync, everything else), as medians over the steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads a run directory for the report: metrics, configuration, and what is worth knowing about both.
 
 RUN/metrics.jsonl and RUN/config.yaml -> `RunData` -> plots and tables. It copes with a run
-that is still going, with metric families that are missing, and with long runs (it averages neighbouring steps); it
-changes nothing.
+that is still going, with metric families that are missing, and with long runs (it averages neighbouring steps).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a recipe and a cluster file to a job in the queue: sizes, checks, script, sbatch.
 
-Commands/submit.py calls it. Everything that can be known before the queue is: the recipe
-against the cluster's GPUs, the partition and its limits, other jobs in the run directory, the container image, and what
-`sbatch --test-only` says.
+Everything that can be known before the queue is checked: the recipe against the cluster's GPUs, the partition and its
+limits, other jobs in the run directory, the container image, and what `sbatch --test-only` says.
 """
 
 from __future__ import annotations
