@@ -28,7 +28,7 @@ from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
-from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather, translated, unhurried
+from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather
 from megatron_daro.runtime.workers import Place
 from megatron_daro.types import MemoryKind, TrainBatch
 
@@ -376,29 +376,3 @@ async def _answer(call: Awaitable[T], limit_s: float | None, default: T | None =
     except (RayError, TimeoutError):
         return None
     return default if answer is None else answer
-
-
-async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, Exception]:
-    """Wait until a process of a group that was not dismissed is gone; return its name, its handle and the error."""
-    handles = dict(workers)
-    sentinels: dict[asyncio.Task[Exception], str] = {}
-    try:
-        async for name, handle in unhurried(handles.items()):
-            sentinels[asyncio.ensure_future(_ended(handle.sentinel.remote()))] = name
-        if not workers.dismissed:
-            done, _ = await asyncio.wait(sentinels, return_when=asyncio.FIRST_COMPLETED)
-        if workers.dismissed:
-            await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
-        first = next(iter(done))
-        return sentinels[first], handles[sentinels[first]], translated(sentinels[first], first.result())
-    finally:
-        for sentinel in sentinels:
-            sentinel.cancel()
-
-
-async def _ended(sentinel: Awaitable[None]) -> Exception:
-    try:
-        await sentinel
-    except Exception as error:  # the supervisor's border: whatever ends a worker is the news
-        return error
-    return RuntimeError("its sentinel returned")

@@ -33,9 +33,9 @@ from megatron_daro.data.schedule import CostModel, schedule
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.healing import Healing, HealingLimits, first_death
+from megatron_daro.runtime.healing import Healing, HealingLimits
 from megatron_daro.runtime.slow_replicas import SlowReplicas
-from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
+from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, first_death, gather, unhurried
 from megatron_daro.runtime.workers import Place, TrainWorker
 from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
@@ -186,14 +186,9 @@ class PolicyGroup:
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         seed = self._run.config.trainer.seed
         arguments = (self._address, self._settings, self._actor, self._algorithm, seed, _COLLECTIVE_S)
-        options = {"heals": self.heals, "to_be_restored": to_be_restored}
+        options = {"heals": self._healing is not None, "to_be_restored": to_be_restored}
         await self._all(lambda worker: worker.setup.remote(*arguments, **options))
         self._places, self._relayed = await self._all(lambda worker: worker.place.remote()), set()
-
-    @property
-    def heals(self) -> bool:
-        """Whether ranks that die are replaced, so that `ended` is what to watch."""
-        return self._healing is not None
 
     @property
     def places(self) -> list[Place]:
@@ -201,7 +196,7 @@ class PolicyGroup:
         return self._places
 
     async def ended(self) -> Exception:
-        """Watch the processes, and heal where that is done; return why it cannot go on."""
+        """Watch the ranks, and replace those that die where that is done; return why the run cannot go on."""
         if self._healing is None or self._healing.keeps == "none":
             return (await first_death(self.workers))[-1]
         hung = asyncio.ensure_future(self._healing.end_hung())

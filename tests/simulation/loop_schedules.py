@@ -223,7 +223,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))
     try:
-        outcome = await supervised(life.controller.run(), [], [life.group.ended()])
+        outcome = await supervised(life.controller.run(), [life.group.ended()])
         life.status = outcome.status
     except DaroError as error:
         life.error = error
