@@ -29,7 +29,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import MemoryKind, TrainBatch
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Ranks(Protocol):
     workers: WorkerGroup
 
     @property
-    def places(self) -> list[Place]:
+    def infos(self) -> list[RankInfo]:
         """Each rank's part."""
 
     def start_process(self, rank: int) -> ActorHandle:
@@ -97,16 +97,16 @@ class Healing:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
         answers = await self._all(lambda worker: worker.snapshot_bytes.remote())
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
-        places = self._ranks.places
-        self.keeps, taken, allowed = affordable(places, sizes, free, self._limits.memory_gib)
-        self._peers, self._sent = peers_of([place.host for place in places]), kinds_sent(places, self.keeps)
+        infos = self._ranks.infos
+        self.keeps, taken, allowed = affordable(infos, sizes, free, self._limits.memory_gib)
+        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
         memory = f"{taken:.2g} GiB of a node's memory (up to {allowed:.2g}: trainer.snapshot_gib)"
         self.remark = {
             "both": f"a lost rank is replaced, and at most one step repeated; snapshots take {memory}",
             "peer": "a lost rank is replaced, and at most one step repeated, unless its peer is lost too or it dies "
             f"while a snapshot is taken: memory is short, so that only peers keep snapshots, in {memory}",
             "none": "a lost rank ends the run, and --resume goes back to the newest checkpoint: "
-            + ("there is one rank only" if len(places) == 1 else f"snapshots would take {memory}"),
+            + ("there is one rank only" if len(infos) == 1 else f"snapshots would take {memory}"),
         }[self.keeps]
         if self.keeps != "none":
             await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
@@ -336,8 +336,8 @@ class Healing:
         if await self.lost_ranks():  # who meets without them can neither go on nor leave
             raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
         await self._ranks.join()
-        self._peers = peers_of([place.host for place in self._ranks.places])
-        self._sent = kinds_sent(self._ranks.places, self.keeps)
+        self._peers = peers_of([info.host for info in self._ranks.infos])
+        self._sent = kinds_sent(self._ranks.infos, self.keeps)
         await self._all(lambda worker: worker.restore.remote(serial))
         return serial
 
@@ -347,7 +347,7 @@ class Healing:
         assert self._committed is not None, "prepare comes first"
         missing = 0
         for serial in sorted({self._serial, self._committed}, reverse=True):
-            sources = sources_of(serial, kept, self._ranks.places, workers)
+            sources = sources_of(serial, kept, self._ranks.infos, workers)
             if not isinstance(sources, int):
                 return serial, sources
             missing = sources

@@ -36,7 +36,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, first_death, gather, unhurried
-from megatron_daro.runtime.workers import Place, TrainWorker
+from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.sync.routes import RankRole, joined_report, routes
@@ -149,7 +149,7 @@ class PolicyGroup:
         self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
         self._most_prepared = run.config.trainer.updates_per_batch
         self.workers = WorkerGroup()
-        self._places: list[Place] = []
+        self._infos: list[RankInfo] = []
         self._address = ""
         self._version = 0
         self._relayed: set[tuple[int, ...]] = set()  # groups of ranks that buckets go to other hosts in
@@ -188,12 +188,12 @@ class PolicyGroup:
         arguments = (self._address, self._settings, self._actor, self._algorithm, seed, _COLLECTIVE_S)
         options = {"heals": self._healing is not None, "to_be_restored": to_be_restored}
         await self._all(lambda worker: worker.setup.remote(*arguments, **options))
-        self._places, self._relayed = await self._all(lambda worker: worker.place.remote()), set()
+        self._infos, self._relayed = await self._all(lambda worker: worker.info.remote()), set()
 
     @property
-    def places(self) -> list[Place]:
+    def infos(self) -> list[RankInfo]:
         """Each rank's part; known after `start`."""
-        return self._places
+        return self._infos
 
     async def ended(self) -> Exception:
         """Watch the ranks, and replace those that die where that is done; return why the run cannot go on."""
@@ -225,14 +225,14 @@ class PolicyGroup:
     @property
     def remarks(self) -> list[str]:
         """What a person should know about how the ranks compute; known after `start`."""
-        remarks = list(dict.fromkeys(remark for place in self._places for remark in place.remarks))
+        remarks = list(dict.fromkeys(remark for info in self._infos for remark in info.remarks))
         remarks += [self._healing.remark] if self._healing else []
-        idle = [rank for rank, place in enumerate(self._places) if place.device == "cpu"]
+        idle = [rank for rank, info in enumerate(self._infos) if info.device == "cpu"]
         if not self._placement.has_gpus or not idle:
             return remarks
         return [
             *remarks,
-            f"{len(idle)} of {len(self._places)} ranks (the first: rank {idle[0]}) were given a GPU by Ray, but their "
+            f"{len(idle)} of {len(self._infos)} ranks (the first: rank {idle[0]}) were given a GPU by Ray, but their "
             "torch sees none: they compute on the CPU; install torch for CUDA on the nodes",
         ]
 
@@ -276,8 +276,8 @@ class PolicyGroup:
         )
         results = await gather(calls)
         _check_agreement(results)
-        result = next(result for result, place in zip(results, self._places, strict=True) if place.answers)
-        metrics, warning = self._slow.observe([result.own_s for result in results], self._places)
+        result = next(result for result, info in zip(results, self._infos, strict=True) if info.reports)
+        metrics, warning = self._slow.observe([result.own_s for result in results], self._infos)
         if warning:
             self._run.progress.warn(f"step {step}: {warning}")
         return dataclasses.replace(result, metrics={**result.metrics, **metrics})
@@ -417,21 +417,19 @@ class PolicyGroup:
     async def _run_pass(self, name: str, batch: TrainBatch, shards: Sequence[Shard]) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
         calls = await self._calls(shards, lambda worker, s: worker.run_pass.remote(name, s.reference, s.micro_batches))
-        for place, call in zip(self._places, calls.values(), strict=True):
-            if place.answers:
-                shards[place.data_parallel].columns[f"{name}_R"] = call
+        for info, call in zip(self._infos, calls.values(), strict=True):
+            if info.reports:
+                shards[info.data_parallel].columns[f"{name}_R"] = call
         return await self._joined(batch, shards, calls)
 
     async def _joined(self, batch: TrainBatch, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:
         """float32 [R] of the whole batch, of what the ranks answer for their shards."""
         answers = await gather(calls)
-        parts = {
-            place.data_parallel: answer for place, answer in zip(self._places, answers, strict=True) if place.answers
-        }
+        parts = {info.data_parallel: answer for info, answer in zip(self._infos, answers, strict=True) if info.reports}
         return await asyncio.to_thread(joined_column, batch, shards, parts)
 
     def _stages(self) -> list[int]:
-        return sorted({place.stage for place in self._places})
+        return sorted({info.stage for info in self._infos})
 
     async def _export_shards(self, plan: SendPlan) -> SendReport:
         """Have every rank send what it holds to the servers' ranks that need it, all at once."""
@@ -451,12 +449,12 @@ class PolicyGroup:
             self._relayed.add(members)
             await self._all(lambda worker: worker.join_relays.remote([members]))
         calls, senders = dict[str, Any](), dict[str, int]()
-        async for rank, ((name, worker), place) in unhurried(
-            enumerate(zip(self.workers.items(), self._places, strict=True))
+        async for rank, ((name, worker), info) in unhurried(
+            enumerate(zip(self.workers.items(), self._infos, strict=True))
         ):
             if rank in stage_routes.relays:
                 calls[name] = worker.relay.remote(stage_routes.relays[rank], members)
-            elif place.exports and place.stage == stage:
+            elif info.exports and info.stage == stage:
                 group = members if rank == stage_routes.sender else ()
                 calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, critic=plan.critic)
             if rank in stage_routes.relays or rank in stage_routes.plans:
@@ -468,14 +466,14 @@ class PolicyGroup:
         """What each rank does, seen from the export of a stage."""
         return {
             rank: RankRole(p.host, p.exports and p.stage == stage, p.sends and p.stage == stage)
-            for rank, p in enumerate(self._places)
+            for rank, p in enumerate(self._infos)
         }
 
     async def _calls(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
         return {
-            name: call(worker, shards[place.data_parallel])
-            async for (name, worker), place in unhurried(zip(self.workers.items(), self._places, strict=True))
+            name: call(worker, shards[info.data_parallel])
+            async for (name, worker), info in unhurried(zip(self.workers.items(), self._infos, strict=True))
         }
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:

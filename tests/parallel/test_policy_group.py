@@ -84,7 +84,7 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
         await placement.start()
         await policy.start()
         hosts = ("10.0.0.1", "10.0.0.2")
-        policy.places[:] = [dataclasses.replace(p, host=h) for p, h in zip(policy.places, hosts, strict=True)]
+        policy.infos[:] = [dataclasses.replace(p, host=h) for p, h in zip(policy.infos, hosts, strict=True)]
         reports = [await policy.export(plan) for _ in range(2)]
         await policy.close()
         return reports

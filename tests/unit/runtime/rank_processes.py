@@ -24,7 +24,7 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepResult
 
 ROOM = 32
@@ -107,14 +107,14 @@ class Rank:
         self.actor = actor
         self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
 
-    def do_place(self):
+    def do_info(self):
         size, replicas = self.actor.tensor_parallel, self.actor.data_parallel
-        return Place(
+        return RankInfo(
             data_parallel=self.rank // size % replicas,
             stage=self.rank // size // replicas,
             exports=self.rank // size % replicas == 0,
             sends=self.rank % (size * replicas) == 0,
-            answers=self.rank % size == 0,
+            reports=self.rank % size == 0,
             device=self.world.device,
             host="a",
             remarks=("slow attention", f"rank {self.rank}") if self.rank < 2 else ("slow attention",),
@@ -128,11 +128,11 @@ class Rank:
         if torn:
             raise WorkerError("connection closed by peer")
         own_s = 9.0 if self.rank in self.world.slow else 1.0
-        metrics = {"loss": step / 4} if self.do_place().answers else {}
+        metrics = {"loss": step / 4} if self.do_info().reports else {}
         return StepResult(step, metrics, own_s=own_s)
 
     def do_score(self, batch, micro_batches, temperature):
-        return batch.rollout_logprobs_R / temperature if self.do_place().answers else None
+        return batch.rollout_logprobs_R / temperature if self.do_info().reports else None
 
     def do_start_save(self, directory):
         (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
@@ -153,7 +153,7 @@ class Rank:
             values = np.zeros(ROOM, np.uint8)
             values[: len(self.seen[kind])] = self.seen[kind]
             slot.blocks[kind] = [torch.from_numpy(values)]
-        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_place().weights_key}
+        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_info().weights_key}
         self.pending = slot
 
     def do_finish_snapshot(self, serial, keep, peer, kinds):
@@ -177,7 +177,7 @@ class Rank:
 
     def do_restore(self, serial):
         slot = self.states.whole(serial)
-        assert slot.rest == {"key": self.do_place().weights_key}
+        assert slot.rest == {"key": self.do_info().weights_key}
         for kind in KINDS:
             (block,) = slot.blocks[kind]
             self.seen[kind] = [0, *(int(step) for step in block if step)]
