@@ -167,8 +167,8 @@ class NoModel(PolicyGroup):
     async def start(self) -> None:
         ranks = range(self.num_ranks)
         processes = [Ranks.remote() for _ in range(min(PROCESSES, len(ranks)))]  # type: ignore[attr-defined]
-        self.workers.update({f"actor rank {i}": processes[i % len(processes)] for i in ranks})
-        self._infos = [RankInfo(data_parallel=i, stage=0, exports=False, sends=False, reports=True) for i in ranks]
+        self.ranks.workers.update({f"actor rank {i}": processes[i % len(processes)] for i in ranks})
+        self.ranks.infos = [RankInfo(data_parallel=i, stage=0, exports=False, sends=False, reports=True) for i in ranks]
         await gather([process.__ray_ready__.remote() for process in processes])
 
 

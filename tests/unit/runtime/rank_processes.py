@@ -21,7 +21,7 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
+from megatron_daro.runtime import healing, kept_states, policy_group, ranks, shards, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
 from megatron_daro.runtime.workers import RankInfo
@@ -122,7 +122,7 @@ class Rank:
         )
 
     def do_train(self, batch, micro_batches, step, **columns):
-        torn = not all(handle.process.alive for handle in self.world.policy.workers.values())
+        torn = not all(handle.process.alive for handle in self.world.policy.ranks.workers.values())
         for kind in KINDS[:1] if torn else KINDS:
             self.seen[kind].append(step)
         if torn:
@@ -138,7 +138,7 @@ class Rank:
         (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
 
     def do_finish_save(self):
-        if not all(handle.process.alive for handle in self.world.policy.workers.values()):
+        if not all(handle.process.alive for handle in self.world.policy.ranks.workers.values()):
             raise WorkerError("connection closed by peer")
 
     def do_load(self, directory):
@@ -207,10 +207,10 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, kept_states, policy_group, supervisor):
+        for module in (healing, kept_states, shards, supervisor):
             monkeypatch.setattr(module, "ray", fake)
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
-        monkeypatch.setattr(policy_group, "actor_class", lambda _: made)
+        monkeypatch.setattr(ranks, "actor_class", lambda _: made)
         (folder / "config.json").write_text(json.dumps(MODEL))
         placement = SimpleNamespace(has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None)
         self.policy = policy_group.PolicyGroup(
@@ -235,11 +235,11 @@ class World:
 
     def process(self, rank):
         """The one that is this rank now."""
-        return list(self.policy.workers.values())[rank].process
+        return list(self.policy.ranks.workers.values())[rank].process
 
     @property
     def seen(self):
         """The steps of each rank, where weights and optimizer have the same."""
-        processes = [handle.process for handle in self.policy.workers.values()]
+        processes = [handle.process for handle in self.policy.ranks.workers.values()]
         assert all(process.seen["weights"] == process.seen["optimizer"] for process in processes)
         return [process.seen["weights"] for process in processes]
