@@ -214,7 +214,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
     bare = None
     try:
         await asyncio.gather(engine.start(), policy.start())
-        (worker,) = policy.workers.values()
+        (worker,) = policy.ranks.workers.values()
         memory = PeakMemory(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
         sync = WeightSync(policy, engine)
         first = await one_update(sync, 0, memory)  # joins the group

@@ -38,7 +38,7 @@ from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.policy_group import Shard, joined_column, renumbered
+from megatron_daro.runtime.shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import Rollout, StepResult, TrainBatch
