@@ -39,7 +39,7 @@ from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.restart_audit import provenance
+from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
 CONFIG_FILE = "config.yaml"
@@ -88,21 +88,21 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
         CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
     """
     run_dir, progress = run.run_dir, run.progress
-    provenance = restart_audit.provenance(run.config)
-    start = Start(provenance)
+    made_of = provenance(run.config)
+    start = Start(made_of)
     newest = recovery.find_latest_valid(run_dir, progress) if resume else None
     if newest:
-        audit = compared(newest[0], provenance, progress)
+        audit = compared(newest[0], made_of, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
             for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
         recovery.set_newer_aside(newest[0])
-        start = Start(provenance, *newest)
+        start = Start(made_of, *newest)
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
-        start = Start(provenance, begins_again=True)
+        start = Start(made_of, begins_again=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(run.config))
     return start
 
