@@ -285,7 +285,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: 
                 closers={"verifiers": made.scorer.close},
                 deadlines=run.deadlines,
             ),
-            max_staleness=0,
+            batches_ahead=0,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(run, placement, group, made)

@@ -206,6 +206,6 @@ async def _train(run: RunContext, algorithm: Algorithm, inputs: Inputs, metrics:
             closers={"verifiers": lambda: asyncio.to_thread(pool.close)},
             deadlines=run.deadlines,
         ),
-        max_staleness=config.rollout.batches_ahead,
+        batches_ahead=config.rollout.batches_ahead,
     )
     return await controller.run()

@@ -163,7 +163,7 @@ async def _train(
             colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
-        max_staleness=config.rollout.batches_ahead if generation else 0,
+        batches_ahead=config.rollout.batches_ahead if generation else 0,
     )
     with stop_on_signals(controller):
         try:

@@ -206,7 +206,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         recorder=disk,
         identity={"seed": 1},
     )
-    return Life(cluster, engine, group, Controller(section, parts, max_staleness=schedule.staleness), sampler)
+    return Life(cluster, engine, group, Controller(section, parts, batches_ahead=schedule.staleness), sampler)
 
 
 async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | None) -> None:
