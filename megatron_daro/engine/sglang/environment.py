@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 
 _DROPPED_PREFIXES = ("PYTHON", "RAY_", "TORCHELASTIC_")
 """PYTHONPATH and PYTHONHOME point into the trainer's environment; PYTHONDONTWRITEBYTECODE makes every start of a
@@ -68,7 +68,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED | hardware.nccl_of_both_ends(inherited)
+    kept |= _ADDED | nccl_environment.nccl_of_both_ends(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import engines_of
+from megatron_daro.config.placement import engines_of
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.rules.data import templates
 from megatron_daro.data.stops import Stops
