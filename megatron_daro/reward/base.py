@@ -112,7 +112,10 @@ class VerifierSpec:
     @classmethod
     def of_section(cls, section: RewardSection) -> VerifierSpec:
         """Return the verifier of the configuration. Raises ConfigError: an option that it does not take."""
-        rewards = {"correct_reward": section.correct_reward, "incorrect_reward": section.incorrect_reward}
+        rewards: dict[str, Any] = {
+            "correct_reward": section.correct_reward,
+            "incorrect_reward": section.incorrect_reward,
+        }
         if section.is_own:
             return cls(section.verifier, **rewards, options=section.options)
         known = OPTIONS[section.verifier]
