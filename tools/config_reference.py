@@ -73,7 +73,7 @@ def reference() -> str:
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
-            own = {"algorithm": _options_of_algorithms, "reward": _options_of_verifiers}.get(name, tuple)()
+            own = BY_NAME[name]() if name in BY_NAME else ()
             parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section), *own]))
     parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
@@ -112,6 +112,10 @@ def _options_of_verifiers() -> Iterator[str]:
     for verifiers, names in groupby(known, key=takers.__getitem__):
         yield from ("", f"**reward.options** with verifier {verifiers}:", "")
         yield from _constructor("reward.options", {name: known[name] for name in names})
+
+
+BY_NAME = {"algorithm": _options_of_algorithms, "reward": _options_of_verifiers}
+"""Sections whose mapping `options` holds what the class that they name takes."""
 
 
 def _constructor(path: str, options: Mapping[str, Option]) -> Iterator[str]:
