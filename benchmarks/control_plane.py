@@ -44,7 +44,7 @@ from tiny_task import save_tokenizer
 
 from megatron_daro.config import resolve
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import demand_of
+from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.engine.sglang.fleet import Fleet
 from megatron_daro.garbage import spare_event_loop

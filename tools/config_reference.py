@@ -28,6 +28,7 @@ from megatron_daro.config import Config  # noqa: E402
 from megatron_daro.config.base import Section  # noqa: E402
 from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip  # noqa: E402
 from megatron_daro.options import Option, allowed, options_of  # noqa: E402
+from megatron_daro.reward.base import OPTIONS  # noqa: E402
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
@@ -72,7 +73,7 @@ def reference() -> str:
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
-            own = _options_of_algorithms() if name == "algorithm" else ()
+            own = BY_NAME[name]() if name in BY_NAME else ()
             parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section), *own]))
     parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
@@ -102,6 +103,19 @@ def _options_of_algorithms() -> Iterator[str]:
         names = list(same)
         yield from ("", f"**algorithm.options** with name {' or '.join(names)}:", "")
         yield from _constructor("algorithm.options", with_options[names[0]])
+
+
+def _options_of_verifiers() -> Iterator[str]:
+    """What `reward.options` may hold, by the verifiers that take it."""
+    known = {name: option for options in OPTIONS.values() for name, option in options.items()}
+    takers = {name: " or ".join(verifier for verifier in OPTIONS if name in OPTIONS[verifier]) for name in known}
+    for verifiers, names in groupby(known, key=takers.__getitem__):
+        yield from ("", f"**reward.options** with verifier {verifiers}:", "")
+        yield from _constructor("reward.options", {name: known[name] for name in names})
+
+
+BY_NAME = {"algorithm": _options_of_algorithms, "reward": _options_of_verifiers}
+"""Sections whose mapping `options` holds what the class that they name takes."""
 
 
 def _constructor(path: str, options: Mapping[str, Option]) -> Iterator[str]:

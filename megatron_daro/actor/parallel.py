@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.actor import device
 from megatron_daro.actor.megatron import parallel_state, tensor_parallel
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 from megatron_daro.config.actor import resolved_expert_tensor
 from megatron_daro.errors import ConfigError
 
@@ -61,7 +61,7 @@ class Layout:
 def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
     """Set up the environment of a rank that has its process to itself, before its first process group: variables of
     NCCL and torch, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
-    os.environ.update(hardware.nccl_of_rank(os.environ))
+    os.environ.update(nccl_environment.nccl_of_rank(os.environ))
     target = device.prepare()
     if expandable_segments:
         device.expand_segments(target)
@@ -78,7 +78,7 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
         seed: base seed; Megatron offsets it per TP and PP rank.
         timeout_s: limit of every collective, in seconds.
     """
-    os.environ.update(hardware.nccl_of_rank(os.environ))
+    os.environ.update(nccl_environment.nccl_of_rank(os.environ))
     target = device.prepare()
     backend = "nccl" if target.type == "cuda" else "gloo"
     dist.init_process_group(

@@ -168,8 +168,6 @@ class DistillSection(Section):
     """Factor of log p(teacher) - log p(policy) in a token's advantage."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the algorithm's own advantage, which is added; 0: the teacher alone."""
-    timeout_s: float = Field(default=600.0, ge=0.1, le=1e6)
-    """Time limit of one request, seconds; repeated up to 8 times."""
 
 
 class AlgorithmSection(Section):

@@ -346,22 +346,13 @@ class RewardSection(Section):
     """math: math-verify on the last boxed answer; integer: DAPO's last `Answer:` line; exact: equal text;
     module:Class: a verifier of your own."""
     options: dict[str, Any] = {}
-    """Options of a verifier of your own: keyword arguments of its constructor."""
+    """Options of this verifier, which judges them; of your own: keyword arguments of its constructor."""
     workers: int = Field(default=2, ge=1, le=65536)
     """Worker processes in total, at least one per Ray node."""
     timeout_s: float = Field(default=5.0, ge=0.01, le=1e5)
     """Time limit per answer, seconds; then the worker is killed and replaced."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
     """Memory limit per answer beyond the idle worker, MiB."""
-    strict: bool = True
-    """Accept only the expected form (box, Answer line, marker); off: also a trailing number."""
-    marker: Annotated[str, Field(min_length=1)] = "####"
-    """exact: the text before the answer."""
-    refuse_restated: bool = False
-    """math: reject expressions from the problem's statement."""
-    after_thinking: bool = True
-    """Only what follows the last </think> counts as the answer, and nothing where thinking did not end; off: the whole
-    response is read."""
     correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)

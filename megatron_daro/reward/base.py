@@ -8,13 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from megatron_daro.errors import RewardError
+from megatron_daro.errors import ConfigError, RewardError
+from megatron_daro.options import Option, unknown_option, wrong_option
 from megatron_daro.types import END_OF_THINKING, Verdict, is_thinking
+
+if TYPE_CHECKING:
+    from megatron_daro.config.sections import RewardSection  # the workers do without pydantic
 
 VerifierName = Literal["math", "integer", "exact"]
 VERIFIERS: tuple[VerifierName, ...] = ("math", "integer", "exact")
+
+_COMMON = {
+    "strict": Option(
+        bool, True, "accept only the expected form (box, Answer line, marker); off: also a trailing number."
+    ),
+    "after_thinking": Option(
+        bool,
+        True,
+        "only what follows the last </think> counts as the answer, and nothing where thinking did not end; off: the "
+        "whole response is read.",
+    ),
+}
+_RESTATED = Option(bool, False, "reject expressions from the problem's statement.")
+OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "math": _COMMON | {"refuse_restated": _RESTATED},
+    "integer": _COMMON,
+    "exact": _COMMON | {"marker": Option(str, "####", "the text before the answer, not empty.")},
+}
+"""What `reward.options` may hold, by verifier; fields of VerifierSpec."""
 
 
 class Verifier(Protocol):
@@ -73,7 +96,7 @@ class VerifierSpec:
     `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
     refuse_restated: an expression that stands in the statement is no answer (`math` only, needs the statement).
     after_thinking: only what stands behind the thinking is an answer.
-    options: keyword arguments of the constructor, module:Class only.
+    options: keyword arguments of the constructor, module:Class only (`reward.options` of the others are fields here).
     """
 
     name: str = "math"
@@ -85,6 +108,22 @@ class VerifierSpec:
     refuse_restated: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     after_thinking: bool = True
+
+    @classmethod
+    def of_section(cls, section: RewardSection) -> VerifierSpec:
+        """Return the verifier of the configuration. Raises ConfigError: an option that it does not take."""
+        rewards: dict[str, Any] = {
+            "correct_reward": section.correct_reward,
+            "incorrect_reward": section.incorrect_reward,
+        }
+        if section.is_own:
+            return cls(section.verifier, **rewards, options=section.options)
+        known = OPTIONS[section.verifier]
+        unknown = [unknown_option(name, known) for name in section.options if name not in known]
+        wrong = unknown[0] if unknown else wrong_option(known, section.options)
+        if wrong:
+            raise ConfigError(f"reward.options.{wrong}; fix: correct or remove it")
+        return cls(section.verifier, **rewards, **section.options)
 
     @property
     def is_own(self) -> bool:
@@ -98,7 +137,9 @@ class VerifierSpec:
                 "write one of these"
             )
         if not self.marker:
-            raise RewardError("reward marker: got an empty string, allowed any non-empty text such as '####'; set one")
+            raise RewardError(
+                "reward.options.marker: got an empty string, allowed any non-empty text such as '####'; fix: set one"
+            )
 
     def answer_part(self, text: str) -> str:
         """Return the part of a response in which its answer may stand.

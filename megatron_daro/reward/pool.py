@@ -62,17 +62,7 @@ class RewardPool(WorkerPool):
     @classmethod
     def from_section(cls, section: RewardSection) -> RewardPool:
         """Return the pool of the configuration's reward section."""
-        spec = VerifierSpec(
-            name=section.verifier,
-            strict=section.strict,
-            correct_reward=section.correct_reward,
-            incorrect_reward=section.incorrect_reward,
-            marker=section.marker,
-            refuse_restated=section.refuse_restated,
-            options=section.options,
-            after_thinking=section.after_thinking,
-        )
-        return cls(spec, section.workers, section.timeout_s, section.memory_mib)
+        return cls(VerifierSpec.of_section(section), section.workers, section.timeout_s, section.memory_mib)
 
     def score(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
         """Verdicts of (answer text, gold) or (answer text, gold, statement) tuples, in their order.

@@ -47,7 +47,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_daro import temporary
 from megatron_daro.config import detect
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import Demand, Hardware, gpu_nodes, misfit
+from megatron_daro.config.hardware import Hardware, gpu_nodes
+from megatron_daro.config.placement import Demand, misfit
 from megatron_daro.engine.sglang.watchdog import descendants, signal_all
 from megatron_daro.errors import ConfigError, DeadlineError, WorkerError
 from megatron_daro.rollout.deadlines import Deadlines

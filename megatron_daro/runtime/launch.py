@@ -22,7 +22,7 @@ from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import demand_of
+from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.errors import WorkerError
 from megatron_daro.garbage import spare_event_loop

@@ -18,8 +18,8 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.placement import demand_of
 from megatron_daro.config.sections import EngineSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch

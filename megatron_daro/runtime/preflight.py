@@ -29,6 +29,7 @@ from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
 from megatron_daro.observe import logs
+from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.own_environment import environment_class, is_stepped
@@ -213,6 +214,8 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     _look_at_weights(config)
     if config.engine.is_own:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
+    if generates:
+        VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
     if generates and config.environment.is_own:

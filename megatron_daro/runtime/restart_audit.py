@@ -58,7 +58,7 @@ _MAY_CHANGE: tuple[tuple[str, ChangeClass, str], ...] = (
     ("algorithm.critic.path", "refused", "the saved critic began as that model"),
     ("algorithm.daro.parameter", "refused", "the saved weights are in that unit"),
     ("algorithm.daro.half_life", "refused", "the saved weights are averages with it, and Adam's without"),
-    ("algorithm.critic.offload, algorithm.distill.timeout_s", "runs", ""),
+    ("algorithm.critic.offload", "runs", ""),
     ("actor.precision", "refused", "the saved weights and optimizer state belong to that precision"),
     ("actor.optimizer.distributed", "refused", "the saved optimizer state is laid out for it"),
     ("actor.*_parallel, actor.recompute, actor.micro_batch_tokens, actor.logprob_*", "runs", ""),

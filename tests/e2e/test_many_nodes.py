@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from sglang_pool import cpu_servers
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import Demand
+from megatron_daro.config.placement import Demand
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.deadlines import Deadlines

@@ -143,7 +143,7 @@ def test_an_answer_of_the_wrong_length_is_refused_before_a_step(tiny, tmp_path, 
     [
         (["reward.verifier=no_such_module:X"], "reward.verifier: got 'no_such_module:X', which cannot be imported"),
         (["reward.verifier=toy_verifier:OtherSignature"], "OtherSignature.verify does not fit AnswerVerifier"),
-        (["reward.strict=false"], "strict with reward.verifier toy_verifier:LastDigit, which would not use them"),
+        (["reward.verifier=exact", "reward.options.stict=false"], "did you mean strict"),
     ],
 )
 def test_a_verifier_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, changes, words):

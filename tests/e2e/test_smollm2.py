@@ -23,7 +23,12 @@ from megatron_daro.rollout.recorder import read_step
 pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
-ANSWERS = ["rollout.max_response_tokens=8", 'rollout.stop=["\\n"]', "reward.verifier=exact", "reward.strict=false"]
+ANSWERS = [
+    "rollout.max_response_tokens=8",
+    'rollout.stop=["\\n"]',
+    "reward.verifier=exact",
+    "reward.options.strict=false",
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 from megatron_daro.types import TrainBatch
 
 VOCAB = 50
@@ -26,7 +26,7 @@ VOCAB = 50
 
 def rank_environment(layout: Any) -> dict[str, str | None]:
     """What torch and NCCL read in a rank."""
-    return {name: os.environ.get(name) for name in hardware.nccl_of_rank({})}
+    return {name: os.environ.get(name) for name in nccl_environment.nccl_of_rank({})}
 
 
 def gloo_groups(layout: Any) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def path(tmp_path_factory):
 
 def test_ranks_have_the_environment_of_a_communicator_with_servers_before_they_join(rank_pool):
     for found in rank_pool.run(policy_tasks.rank_environment, layouts()["dp2"]):
-        assert found == hardware.nccl_of_rank(os.environ)
+        assert found == nccl_environment.nccl_of_rank(os.environ)
         assert None not in found.values()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import Hardware, demand_of
+from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.placement import demand_of
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.rules.algorithm import STEPS_OF_A_BATCH
 from megatron_daro.config.rules.layout import PARALLEL, layout_text

@@ -15,8 +15,9 @@ import os
 from collections.abc import Iterator
 
 from megatron_daro.config.base import changed, filled
-from megatron_daro.config.hardware import Hardware, nccl_of_both_ends
+from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.nccl_environment import nccl_of_both_ends
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.problems import Problem, show, wrong
 from megatron_daro.config.sections import Config

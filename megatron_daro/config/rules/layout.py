@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import THIS_MACHINE, Hardware, demand_of, misfit
+from megatron_daro.config.hardware import THIS_MACHINE, Hardware
 from megatron_daro.config.model_shape import ExpertShape, ModelShape
+from megatron_daro.config.placement import demand_of, misfit
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
 from megatron_daro.config.stages import (

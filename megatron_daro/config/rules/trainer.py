@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from megatron_daro.config.base import changed
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
-
-_OF_OWN_VERIFIER = ("strict", "marker", "refuse_restated", "after_thinking")
 
 
 def steps(config: Config) -> Iterator[Problem]:
@@ -23,20 +20,12 @@ def steps(config: Config) -> Iterator[Problem]:
 
 
 def reward(config: Config) -> Iterator[Problem]:
-    """Yield rewards that do not tell right from wrong, and options that the verifier would not read."""
+    """Yield rewards that do not tell right from wrong."""
     section = config.reward
     if section.correct_reward <= section.incorrect_reward:
         allowed = "above reward.incorrect_reward"
         fix = "set reward.correct_reward=1 and reward.incorrect_reward=0 (or -1)"
         yield wrong(config, "reward.correct_reward", allowed, fix, beside="reward.incorrect_reward")
-    if section.options and not section.is_own:
-        yield wrong(config, "reward.options", "options of module:Class only", "remove them", beside="reward.verifier")
-    unread = [name for name in changed(section) if name in _OF_OWN_VERIFIER]
-    if unread and section.is_own:
-        got = f"{', '.join(unread)} with reward.verifier {section.verifier}, which would not use them"
-        allowed, fix = "reward.options only", "remove them, or hand them to the class by reward.options"
-        beside = " ".join(f"reward.{name}" for name in unread)
-        yield wrong(config, "reward.verifier", allowed, fix, beside=beside, got=got)
 
 
 def environment(config: Config) -> Iterator[Problem]:

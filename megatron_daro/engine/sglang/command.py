@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 from megatron_daro.config.problems import Problem, check_passthrough, config_error, show
 
 SECTION = "engine.sglang.arguments"
@@ -247,7 +247,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED | hardware.nccl_of_both_ends(inherited)
+    kept |= _ADDED | nccl_environment.nccl_of_both_ends(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

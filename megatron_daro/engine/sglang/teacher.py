@@ -22,6 +22,8 @@ from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 _TRIES = 8
+_REQUEST_S = 600.0
+"""For one pass over one rollout's tokens, among 31 others: far above what a server needs, and it is asked 8 times."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _AT_ONCE = 32
 """Requests that each server has at a time."""
@@ -32,7 +34,6 @@ class Teacher:
 
     def __init__(self, section: DistillSection) -> None:
         """Connect to nothing."""
-        self._timeout_s = section.timeout_s
         self._clients = [SGLangClient(url) for url in section.urls]
         self._next = itertools.cycle(self._clients)
         self._places = asyncio.Semaphore(_AT_ONCE * len(self._clients))
@@ -69,7 +70,7 @@ class Teacher:
         """Return the answer of a server, the next one at each try."""
         for attempt in range(_TRIES):
             try:
-                return await next(self._next).post("/generate", body, timeout_s=self._timeout_s)
+                return await next(self._next).post("/generate", body, timeout_s=_REQUEST_S)
             except RefusedError as error:
                 raise EngineError(
                     f"algorithm.distill.urls: {error}; allowed: a teacher with the policy's tokenizer and room for "

@@ -18,6 +18,7 @@ from megatron_daro.config import Config, EvalSet
 from megatron_daro.config.sections import EvalTemplate
 from megatron_daro.data import formats
 from megatron_daro.errors import ConfigError
+from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime.inputs import weights_digest
 from megatron_daro.runtime.run_directory import owned
@@ -125,7 +126,7 @@ def measure(rows: Sequence[Row], model: MeasuredModel, sampling: Sampling, folde
             "top_p": sampling.top_p,
             "max_response_tokens": config.rollout.max_response_tokens,
             "verifier": config.reward.verifier,
-            "strict": config.reward.strict,
+            "strict": VerifierSpec.of_section(config.reward).strict,
             "seed": config.engine.seed,
         },
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.config import Config, EvalSet, detect, resolve_tree
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import engines_of
+from megatron_daro.config.placement import engines_of
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.rules.data import templates
 from megatron_daro.data.stops import Stops
@@ -28,6 +28,7 @@ from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import ConfigError, DaroError, EngineError
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.phases import Phases
+from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import parts, provenance
@@ -265,6 +266,7 @@ class _Told:
 def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
     """Return what decides the answers and their verdicts."""
     config = plan.config
+    verifier = VerifierSpec.of_section(config.reward)
     return {
         "weights": dict(plan.weights),
         "tokenizer": provenance.tokenizer_files(config.model.path),
@@ -284,10 +286,8 @@ def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
         **({"stop": list(stops.texts)} if stops.texts else {}),
         "seed": config.engine.seed,
         "engine": config.engine.kind,
-        "verifier": {
-            name: getattr(config.reward, name)
-            for name in ("verifier", "strict", "marker", "refuse_restated", "after_thinking")
-        }
+        "verifier": {"verifier": verifier.name}
+        | {name: getattr(verifier, name) for name in ("strict", "marker", "refuse_restated", "after_thinking")}
         | ({"options": dict(config.reward.options)} if config.reward.is_own else {}),
         "notes": {"model": str(config.model.path), "urls": list(config.engine.sglang.urls)},
     }

@@ -46,15 +46,7 @@ class Votes:
 
 def answer_reader(section: RewardSection) -> StagedVerifier:
     """Return the verifier, which also says what an answer's final form is."""
-    verifier = verifier_of(
-        VerifierSpec(
-            section.verifier,
-            section.strict,
-            marker=section.marker,
-            options=section.options,
-            after_thinking=section.after_thinking,
-        )
-    )
+    verifier = verifier_of(VerifierSpec.of_section(section))
     assert isinstance(verifier, StagedVerifier)
     return verifier
 

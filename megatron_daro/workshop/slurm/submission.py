@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
-from megatron_daro.config.hardware import Hardware, demand_of, gpu_nodes, misfit
+from megatron_daro.config.hardware import Hardware, gpu_nodes
+from megatron_daro.config.placement import demand_of, misfit
 from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile, control_characters, seconds_of
 from megatron_daro.workshop.slurm.script import Job, script_of

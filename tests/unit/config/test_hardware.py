@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config import Hardware, hardware, resolve
-from megatron_daro.config.hardware import Demand, demand_of, gpu_nodes, hardware_of, misfit, unknown, version_of
+from megatron_daro.config.hardware import gpu_nodes, hardware_of, unknown, version_of
+from megatron_daro.config.placement import Demand, demand_of, misfit
 from megatron_daro.config.sections import ClusterSection
 
 

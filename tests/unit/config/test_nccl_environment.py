@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 from sglang_pool import required_environment
 
-from megatron_daro.config import hardware
+from megatron_daro.config import nccl_environment
 from megatron_daro.engine.sglang.command import server_environment
 
 
 @pytest.mark.parametrize("inherited", [{}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_CUMEM_ENABLE": "0"}], ids=str)
 def test_a_rank_and_a_server_hand_out_memory_in_the_same_way(inherited):
     server = server_environment({}, host="10.0.0.1", python=Path("/p/python"), inherited=inherited)
-    rank = hardware.nccl_of_rank(inherited)
+    rank = nccl_environment.nccl_of_rank(inherited)
     assert server["NCCL_CUMEM_ENABLE"] == rank["NCCL_CUMEM_ENABLE"] == inherited.get("NCCL_CUMEM_ENABLE", "0")
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in server and "CUDA_DEVICE_MAX_CONNECTIONS" not in server
 
 
 def test_a_rank_survives_the_dump_of_a_broken_group_unless_a_person_wants_it():
-    assert hardware.nccl_of_rank({})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    assert hardware.nccl_of_rank({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert nccl_environment.nccl_of_rank({})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert nccl_environment.nccl_of_rank({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_sglang_still_sets_what_the_ranks_are_set_to():

@@ -210,12 +210,8 @@ environment.reward_weights.x=1 | environment.reward_weights | environment.kind=m
 environment.kind=my:Own environment.reward_weights.a=x | environment.reward_weights.a | environment.reward_weights.a=1
 reward.incorrect_reward=1 | reward.correct_reward | reward.incorrect_reward=0.99
 reward.correct_reward=1e308 | reward.correct_reward | reward.correct_reward=1e6
-reward.marker=3 | reward.marker | reward.marker="3"
-reward.marker="" | reward.marker |
 reward.timeout_s=1e-9 | reward.timeout_s | reward.timeout_s=0.01
 reward.workers=1025 | reward.workers | reward.workers=1024
-reward.options.x=1 | reward.options | reward.verifier=my:Own
-reward.verifier=my:Own reward.marker=x reward.refuse_restated=true | reward.verifier | reward.verifier=math
 actor.precision=fp16 | actor.precision | actor.precision=bf16
 actor.optimizer.learning_rate=1e-300 | actor.optimizer.learning_rate | actor.optimizer.learning_rate=1e-12
 actor.optimizer.betas=[0.9] | actor.optimizer.betas | actor.optimizer.betas=[0.9,0]

@@ -12,8 +12,8 @@ from weightless import SHARED, save_recipe_model
 
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
-from megatron_daro.config.hardware import demand_of
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.placement import demand_of
 from megatron_daro.workshop.plan.gpus import find_gpu
 from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.memory import HEADROOM, trainer_memory

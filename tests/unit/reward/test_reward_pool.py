@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatron_daro.config.sections import RewardSection
-from megatron_daro.errors import RewardError
+from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.reward import build_verifier
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.types import Verdict
@@ -103,10 +103,26 @@ def test_settings_come_from_a_section_and_cheap_verifiers_start_no_process() -> 
 
 def test_form_and_marker_of_a_section_decide() -> None:
     for strict, unmarked in ((True, False), (False, True)):
-        section = RewardSection(verifier="exact", strict=strict, marker="#", correct_reward=2.0)
+        section = RewardSection(verifier="exact", options={"strict": strict, "marker": "#"}, correct_reward=2.0)
         with RewardPool.from_section(section) as pool:
             verdicts = pool.score([("1+2#3", "3"), ("1+2#4", "3"), ("3", "3")])
         assert [v.correct for v in verdicts] == [True, False, unmarked] and verdicts[0].reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "options", "allowed"),
+    [
+        ("math", {"marker": "#"}, "strict, after_thinking, refuse_restated"),
+        ("integer", {"refuse_restated": True}, "strict, after_thinking"),
+        ("exact", {"markers": "#"}, "strict, after_thinking, marker; did you mean marker"),
+        ("exact", {"marker": 3}, "text"),
+        ("math", {"strict": "no"}, "true or false"),
+    ],
+)
+def test_an_option_that_the_verifier_does_not_take_is_refused(verifier, options, allowed) -> None:
+    (option,) = options
+    with pytest.raises(ConfigError, match=rf"reward\.options\.{option}: got .*allowed .*{allowed}.*; fix: "):
+        RewardPool.from_section(RewardSection(verifier=verifier, options=options))
 
 
 @pytest.mark.parametrize(

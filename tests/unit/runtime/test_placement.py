@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.hardware import Demand, misfit
+from megatron_daro.config.placement import Demand, misfit
 from megatron_daro.runtime.cluster import assigned, group_order
 
 
