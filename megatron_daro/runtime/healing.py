@@ -1,21 +1,21 @@
 """Ranks that die are replaced, and all go back to the newest snapshot that every rank has.
 
 After each optimizer step the ranks take a snapshot (actor/snapshot.py) and each sends a copy to its peer, a rank of
-another node where there is one. The snapshot counts once all of that is done: `_committed`. When a rank dies, living
-ranks stay processes: they leave their process groups, get a new process in the place of the dead one, build the policy
-around new groups, and fill it from the snapshot. The step that came after it, if one did, is repeated from its batch:
-the next step begins when the snapshot before it counts. Whatever cannot be healed ends the run with the cause, as
-without all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
+another node where there is one. The snapshot is committed once all of that is done. When a rank dies, living ranks stay
+processes: they leave their process groups, get a new process in the place of the dead one, build the policy around new
+groups, and fill it from the snapshot. The step that came after it, if one did, is repeated from its batch: the next
+step begins when the snapshot before it is committed. Whatever cannot be healed ends the run with the cause, as without
+all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
 
-PolicyGroup calls this with its lock held; the watch over the processes is the only other caller.
+What a loss leads to is decided in healing_states.py and done here. PolicyGroup calls this with its lock held; the watch
+over the processes is the only other caller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,17 +25,18 @@ from ray.exceptions import RayError
 
 from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import mark_as_seen
+from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.kept_states import Kept
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
+from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of
 from megatron_daro.runtime.supervisor import end_frozen, gather
 from megatron_daro.types import MemoryKind, TrainBatch
 
 T = TypeVar("T")
-_HOUR_S = 3600.0
 _LEAVE_S = 120.0
 """Until a rank has aborted its collective calls, and then until it has left its groups."""
+_GONE = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +70,8 @@ class Healing:
         """Metrics, since the run began or was resumed."""
         self._peers: list[int | None] = []
         self._sent: list[tuple[MemoryKind, ...]] = []
-        self._serial = 0
-        self._committed: int | None = None
-        self._pending: asyncio.Task[None] | None = None
-        # Steps since the snapshot that counts: number of the first snapshot that has it -> batch and step.
-        self._updates: list[tuple[int, TrainBatch, int]] = []
-        self._dead: set[str] = set()
-        self._starting: set[str] = set()
-        self._under_way = False
-        self._failure: Exception | None = None
-        self._replaced: deque[float] = deque()
+        self._pending: asyncio.Task[None] | None = None  # the snapshot that is being taken
+        self.state = states.State(limits.per_hour)
 
     async def prepare(self) -> None:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
@@ -86,7 +79,7 @@ class Healing:
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
         infos = self._ranks.infos
         self.keeps, taken, allowed = affordable(infos, sizes, free, self._limits.memory_gib)
-        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
+        self._choose_peers()
         memory = f"{taken:.2g} GiB of a node's memory (up to {allowed:.2g}: trainer.snapshot_gib)"
         self.remark = {
             "both": f"a lost rank is replaced, and at most one step repeated; snapshots take {memory}",
@@ -99,24 +92,22 @@ class Healing:
             await self._ranks.all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
             await self.snapshot_now()
 
+    def _choose_peers(self) -> None:
+        infos = self._ranks.infos
+        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
+
     def watched(self, name: str, worker: ActorHandle) -> None:
-        """Have the others stop waiting for a process of the group that is gone."""
-        if self._ranks.workers.get(name) is not worker:
-            return  # it was replaced
-        self._dead.add(name)
-        if not self._under_way:
-            for other, living in self._ranks.workers.items():
-                if other not in self._dead:
-                    living.abort.remote()
+        """Take in that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
+        workers = self._ranks.workers
+        if workers.get(name) is worker:
+            self._lose([list(workers).index(name)])
 
     async def end_hung(self) -> None:
         """For ever: kill each process that is frozen. Its death is noticed then as any other is."""
 
         def looked_at() -> Mapping[str, ActorHandle]:
-            ranks = self._ranks.workers
-            return {} if ranks.dismissed else {n: w for n, w in ranks.items() if n not in self._starting}
+            return {} if self._ranks.workers.dismissed else self._ranks.workers
 
-        # Those that are being started have a deadline of their own.
         await end_frozen(looked_at, lambda rank: rank.kept.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -138,40 +129,26 @@ class Healing:
         if self.keeps == "none":
             return False
         await self._look()
-        return bool(self._dead)
-
-    async def _look(self) -> dict[int, Kept]:
-        """Return what living processes keep, by rank. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""
-        calls = {name: asyncio.ensure_future(_answer(w.kept.remote(), None)) for name, w in self._ranks.workers.items()}
-        kept = {}
-        for rank, (name, call) in enumerate(calls.items()):
-            answer = await call
-            if answer is None:
-                self._dead.add(name)
-            elif name not in self._dead:
-                kept[rank] = answer
-        return kept
+        return bool(self.state.lost)
 
     async def settle(self) -> None:
-        """Wait until the snapshot that is under way counts, so that a death costs the next step alone."""
-        if self.keeps != "none":
-            await self.repeated(self._finish_pending)
+        """Wait until the snapshot that is under way is committed, so that a death costs the next step alone."""
+        await self.repeated(self._finish_pending)
 
     async def trained(self, batch: TrainBatch, step: int) -> None:
         """Take note of a step that was done, and begin a snapshot of what the ranks are now."""
         if self.keeps == "none":
             return
-        self._updates.append((self._serial + 1, batch, step))
+        self._take(states.Trained(batch, step))
         await self.repeated(self._snapshot_if_needed)
 
     async def _snapshot_if_needed(self) -> None:
         """Begin a snapshot, unless healing took one of the same state."""
-        if not self._updates:
-            return
-        await self._start_snapshot()
+        if self.state.updates:
+            await self._start_snapshot()
 
     async def snapshot_now(self) -> None:
-        """Take a snapshot and wait until it counts; what came before is not repeated any more."""
+        """Take a snapshot and wait until it is committed; what came before is not repeated any more."""
         if self.keeps == "none":
             return
         await self._finish_pending()
@@ -179,13 +156,13 @@ class Healing:
         await self._finish_pending(needed=True)
 
     async def _start_snapshot(self) -> None:
-        self._serial += 1
-        serial, keep = self._serial, self._committed
+        self._take(states.SnapshotBegun())
+        serial, keep = self.state.begun, self.state.committed or None
         await self._ranks.all(lambda worker: worker.start_snapshot.remote(serial, keep))
         self._pending = asyncio.ensure_future(self._commit(serial, keep))
 
     async def _commit(self, serial: int, keep: int | None) -> None:
-        """Wait until every rank has the snapshot, and its peer a copy: it counts from now on."""
+        """Wait until every rank has the snapshot, and its peer a copy: it is committed."""
         workers = list(self._ranks.workers.values())
         calls = {}
         for rank, (name, worker) in enumerate(self._ranks.workers.items()):
@@ -193,11 +170,11 @@ class Healing:
             to = None if peer is None else workers[peer]
             calls[name] = worker.finish_snapshot.remote(serial, keep, to, self._sent[rank])
         await gather(calls)
-        self._committed = serial
-        self._updates = [update for update in self._updates if update[0] > serial]
+        self._take(states.SnapshotCommitted(serial))
 
     async def _finish_pending(self, *, needed: bool = False) -> None:
-        """Wait until the snapshot before counts, or failed; the one that is taken next will do. needed: raise that."""
+        """Wait until the snapshot before is committed, or failed, where the one that is taken next will do. needed:
+        raise that."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -219,144 +196,124 @@ class Healing:
         Raises:
             WorkerError: that is not possible, and why; the run ends, and whoever asks again is told the same.
         """
-        if self._failure:
-            raise self._failure
-        started, died = time.perf_counter(), list[int]()
-        while self._dead:
-            self._under_way = True
+        started = time.perf_counter()
+        while action := self._take(states.Stopped()):
+            lost = ", ".join(map(self._name, sorted(self.state.lost)))
             try:
-                await self._deadlines.within("heal", self._replace(started, died), what=", ".join(sorted(self._dead)))
+                await self._deadlines.within("heal", self._round(action, started), what=lost)
             except Exception as error:
-                may_heal = isinstance(error, WorkerError) and not isinstance(error, _FinalError)
-                if not may_heal or not await self.lost_ranks():
-                    self._failure = error
-                    raise
-            finally:
-                self._under_way = False
+                if isinstance(error, WorkerError):
+                    await self._look()
+                self._take(states.Failed(error))
+        if self.state.failure:
+            raise self.state.failure
 
-    async def _replace(self, started: float, died: list[int]) -> None:
-        """Replace the dead and go back to the snapshot. started: when this began. died: ranks so far, those of rounds
-        that failed, for another one died in them, included."""
-        names = list(self._ranks.workers)
+    async def _round(self, action: states.Action | None, started: float) -> None:
+        """Do what is to be done until ranks train again, or never will. started: when healing began."""
+        while action is not None:
+            match action:
+                case states.Leave():
+                    event: states.Event = await self._leave()
+                case states.Replace():
+                    event = await self._replace(action)
+                case states.Repeat(updates):
+                    event = await self._repeat_updates(updates)
+                case states.Report(ranks, steps):
+                    self._report(ranks, steps, time.perf_counter() - started)
+                    return
+            action = self._take(event)
+
+    def _take(self, event: states.Event) -> states.Action | None:
+        self.state, action = states.after(self.state, event)
+        return action
+
+    def _lose(self, ranks: Iterable[int]) -> None:
+        if self._take(states.Lost(frozenset(ranks))):
+            for rank, worker in enumerate(self._ranks.workers.values()):
+                if rank not in self.state.lost:
+                    worker.abort.remote()
+
+    async def _leave(self) -> states.Event:
+        """Have living ranks leave their groups."""
         if self._pending is not None:
-            await asyncio.wait({self._pending})  # it counts, or its failure is that of a dead rank, or the run closed
+            await asyncio.wait({self._pending})  # it succeeds, or fails for a dead rank, or the run closed
             mark_as_seen(self._pending)
             self._pending = None
-        kept = await self._living()
-        if self._ranks.workers.dismissed:
-            raise _FinalError("a rank died while the run ended")
-        dead = sorted(names.index(name) for name in self._dead)
-        self._check_limit(dead)
-        for rank in dead:
-            ray.kill(self._ranks.workers[names[rank]], no_restart=True)
-            self._ranks.workers[names[rank]] = self._ranks.start_process(rank)
-        await self._answered_first(names, dead)
-        died += dead
-        repeated = await self._go_back(kept)
-        self.epoch += 1
-        seconds, what = time.perf_counter() - started, ", ".join(f"rank {rank}" for rank in dict.fromkeys(died))
-        self.counts["recovery/ranks_replaced"] += len(died)
-        self.counts["recovery/steps_repeated"] += repeated
-        self.counts["recovery/total_s"] += seconds
-        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {repeated}")
+        await self._look()
+        await self._answers(lambda worker: worker.abort.remote(), _LEAVE_S)
+        await self._answers(lambda worker: worker.leave.remote(), _LEAVE_S)
+        kept = await self._look()  # by now the snapshots that were being taken are whole
+        workers = self._ranks.workers
+        if workers.dismissed:
+            return states.Hopeless("a rank died while the run ended")
+        return states.Left(kept, self._ranks.infos, list(workers.values()), time.monotonic())
 
-    async def _living(self) -> dict[int, Kept]:
-        """Return what living processes keep when all have left their groups. Raises WorkerError."""
-        workers = dict(self._ranks.workers)
-        names = list(workers)
-        living = {rank: workers[names[rank]] for rank in await self._look()}
-        await self._each(names, {rank: worker.abort.remote() for rank, worker in living.items()}, _LEAVE_S)
-        await self._each(names, {rank: worker.leave.remote() for rank, worker in living.items()}, _LEAVE_S)
-        return await self._look()  # by now the snapshots that were being taken are whole
-
-    async def _answered_first(self, names: Sequence[str], started: Sequence[int]) -> None:
-        """Wait until new processes answer. Raises WorkerError: one died, found no place, or is frozen."""
+    async def _replace(self, plan: states.Replace) -> states.Event:
+        """Start new processes, bring their states to them, and have all meet and go back. Until the next snapshot is
+        whole, the one that was committed before stays: of a newer one some peers may have no copy."""
+        workers, names = self._ranks.workers, list(map(self._name, plan.ranks))
+        for rank, name in zip(plan.ranks, names, strict=True):
+            ray.kill(workers[name], no_restart=True)
+            workers[name] = self._ranks.start_process(rank)
         limit_s = self._deadlines.placement + self._deadlines.workers_start
-        self._starting = {names[rank] for rank in started}
-        self._dead -= self._starting
-        calls = {rank: self._ranks.workers[names[rank]].kept.remote() for rank in started}
         try:
-            await self._each(names, calls, limit_s)
-        finally:
-            self._starting = set()
-        if failed := sorted(self._dead):
-            raise WorkerError(f"{', '.join(failed)} did not start within {limit_s:g} s")
-
-    async def _each(self, names: Sequence[str], calls: Mapping[int, Any], limit_s: float) -> None:
-        """Wait for calls to living ranks; those that do not answer in time count as dead."""
-        tasks = {rank: asyncio.ensure_future(_answer(call, limit_s, default=True)) for rank, call in calls.items()}
-        for rank, task in tasks.items():
-            if await task is None:
-                self._dead.add(names[rank])
-
-    def _check_limit(self, dead: Sequence[int]) -> None:
-        now = time.monotonic()
-        while self._replaced and now - self._replaced[0] > _HOUR_S:
-            self._replaced.popleft()
-        if len(self._replaced) + len(dead) > self._limits.per_hour:
-            raise _FinalError(
-                f"rank {', '.join(map(str, dead))} died, and {len(self._replaced)} ranks were replaced within the last "
-                f"hour; allowed: {self._limits.per_hour} (trainer.max_replacements)"
+            async with asyncio.timeout(limit_s):
+                await self._look()
+        except TimeoutError:
+            return states.Hopeless(
+                f"{', '.join(names)} died, and no node had room for a new process within {limit_s:g} s"
             )
-        self._replaced.extend([now] * len(dead))
+        self._check_all_live()
+        twice = self.keeps == "both"
+        await gather({name: workers[name].keep_own_twice.remote(twice) for name in names})
+        await gather({name: workers[name].load_code.remote() for name in names})
+        adopting = {self._name(rank): sources for rank, sources in plan.sources.items()}
+        await gather({name: workers[name].adopt.remote(plan.snapshot, some) for name, some in adopting.items()})
+        await self._look()
+        self._check_all_live()  # who meets without one that died can neither go on nor leave
+        await self._ranks.join()
+        self._choose_peers()
+        await self._ranks.all(lambda worker: worker.restore.remote(plan.snapshot))
+        return states.Restored(plan.snapshot)
 
-    async def _go_back(self, kept: Mapping[int, Kept]) -> int:
-        """Bring all ranks to the newest snapshot that all have, and repeat what came after it. Returns how many
-        steps."""
-        serial = await self._back_to_snapshot(kept)
-        updates = [update for update in self._updates if update[0] > serial]
+    async def _repeat_updates(self, updates: tuple[states.Update, ...]) -> states.Event:
         for _, batch, step in updates:
             await self._repeat(batch, step)
         await self.snapshot_now()
-        return len(updates)
+        return states.Repeated(len(updates))
 
-    async def _back_to_snapshot(self, kept: Mapping[int, Kept]) -> int:
-        """Bring all ranks to the newest snapshot that all have; returns its number. Until the next one is whole, the
-        one that counted before does: of a newer one some peers may have no copy."""
-        workers, names = list(self._ranks.workers.values()), list(self._ranks.workers)
-        serial, sources = self._newest(kept, workers)
-        twice = self.keeps == "both"
-        lost = [rank for rank in range(len(workers)) if rank not in kept]
-        await gather({names[rank]: workers[rank].keep_own_twice.remote(twice) for rank in lost})
-        await gather({names[rank]: workers[rank].load_code.remote() for rank in lost})
-        await gather({names[rank]: workers[rank].adopt.remote(serial, parts) for rank, parts in sources.items()})
-        if await self.lost_ranks():  # who meets without them can neither go on nor leave
-            raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
-        await self._ranks.join()
-        self._peers = peers_of([info.host for info in self._ranks.infos])
-        self._sent = kinds_sent(self._ranks.infos, self.keeps)
-        await self._ranks.all(lambda worker: worker.restore.remote(serial))
-        return serial
+    def _report(self, ranks: tuple[int, ...], steps: int, seconds: float) -> None:
+        self.epoch += 1
+        self.counts["recovery/ranks_replaced"] += len(ranks)
+        self.counts["recovery/steps_repeated"] += steps
+        self.counts["recovery/total_s"] += seconds
+        what = ", ".join(f"rank {rank}" for rank in dict.fromkeys(ranks))
+        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {steps}")
 
-    def _newest(self, kept: Mapping[int, Kept], workers: Sequence[ActorHandle]) -> tuple[int, dict[int, list[Source]]]:
-        """Return the newest snapshot that every rank has or gets, which may be one whose copies were just sealed, and
-        from where. Raises WorkerError: there is none."""
-        assert self._committed is not None, "prepare comes first"
-        missing = 0
-        for serial in sorted({self._serial, self._committed}, reverse=True):
-            sources = sources_of(serial, kept, self._ranks.infos, workers)
-            if not isinstance(sources, int):
-                return serial, sources
-            missing = sources
-        raise _FinalError(
-            f"rank {missing} and the rank that kept its copy (rank {self._peers[missing]}) died: nobody has the "
-            "state of that rank any more"
-        )
+    async def _look(self) -> dict[int, Kept]:
+        """Return what living ranks keep. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""
+        return await self._answers(lambda worker: worker.kept.remote())
+
+    async def _answers(self, call: Callable[[ActorHandle], Any], limit_s: float | None = None) -> dict[int, Any]:
+        """What living ranks answer; those that are gone, or do not answer in time, are lost."""
+        workers = {r: worker for r, worker in enumerate(self._ranks.workers.values()) if r not in self.state.lost}
+        answers = await asyncio.gather(*(_answer(call(worker), limit_s) for worker in workers.values()))
+        answered = {rank: answer for rank, answer in zip(workers, answers, strict=True) if answer is not _GONE}
+        self._lose(workers.keys() - answered.keys())
+        return {rank: answer for rank, answer in answered.items() if rank not in self.state.lost}
+
+    def _check_all_live(self) -> None:
+        if self.state.lost:
+            raise WorkerError(f"{', '.join(map(self._name, sorted(self.state.lost)))} died meanwhile")
+
+    def _name(self, rank: int) -> str:
+        return list(self._ranks.workers)[rank]
 
 
-class _FinalError(WorkerError):
-    """A loss that cannot be healed."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{why}. --resume goes on from the newest checkpoint")
-
-
-async def _answer(call: Awaitable[T], limit_s: float | None, default: T | None = None) -> T | None:
-    """Return what a process answers; None where it is gone, or does not answer in time. default: in place of None that
-    it answered."""
+async def _answer(call: Awaitable[Any], limit_s: float | None) -> Any:
+    """Return what a process answers; _GONE where it is gone, or does not answer in time."""
     try:
         async with asyncio.timeout(limit_s):  # `wait_for` of Python 3.11 loses a cancellation that meets the answer
-            answer = await call
+            return await call
     except (RayError, TimeoutError):
-        return None
-    return default if answer is None else answer
+        return _GONE

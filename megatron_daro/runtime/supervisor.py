@@ -1,9 +1,8 @@
 """What becomes of calls to Ray workers: all awaited, the first failure as an error of this package, a death as its end.
 
-Between the groups of workers and their callers. A group is a set of worker processes that belong together, Ray actor
-handles by name, ended together; policy_group.py owns one. Every worker has one call that never
-returns; when it fails the worker is gone, unless its group was dismissed, and the run ends within seconds, wherever the
-loop happens to wait. The message names the worker and Ray's cause.
+A group is a set of worker processes that belong together, Ray actor handles by name, ended together. Every worker has
+one call that never returns; when it fails the worker is gone, unless its group was dismissed, and the run ends within
+seconds, wherever the loop happens to wait. The message names the worker and Ray's cause.
 """
 
 from __future__ import annotations
@@ -237,6 +236,8 @@ async def _lives(call: Awaitable[object]) -> bool:
 async def cpu_time(worker: ActorHandle) -> float:
     """Return the CPU time of a worker's process so far, seconds; NaN, which equals nothing, where that is not known."""
     row = await asyncio.to_thread(ray._private.state.actors, worker._actor_id.hex())
+    if row["State"] != "ALIVE":
+        return math.nan  # it waits for a place, or is being started
     node = NodeAffinitySchedulingStrategy(node_id=row["Address"]["NodeID"], soft=False)
     try:
         return await _cpu_time.options(scheduling_strategy=node).remote(row["Pid"])

@@ -299,10 +299,10 @@ def healing_of(group: PolicyGroup) -> SimpleNamespace:
     return SimpleNamespace(
         keeps=heal.keeps,
         peers=heal._peers,
-        committed=heal._committed,
-        newest=heal._serial,
-        busy=bool(heal._under_way or heal._dead),
-        under_way=bool(heal._under_way),
+        committed=heal.state.committed,
+        newest=heal.state.begun,
+        busy=bool(heal.state.phase != "training" or heal.state.lost),
+        under_way=heal.state.phase != "training",
     )
 
 

@@ -3,7 +3,6 @@ rank dies, is shown in tests/simulation and tests/fault."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from types import SimpleNamespace
 
@@ -34,24 +33,20 @@ def test_replacements_of_more_than_an_hour_ago_do_not_count(world, monkeypatch):
     assert len(one.started) == 4 + 2
 
 
-def test_a_process_that_found_no_place_in_time_is_asked_no_more_and_counts(world):
-    one = world(dataclasses.replace(LIMITS, per_hour=1), deadlines=Deadlines(placement=0.01, workers_start=0.01))
+def test_where_no_node_has_room_in_time_the_run_ends_and_the_process_is_asked_no_more(world):
+    one = world(LIMITS, deadlines=Deadlines(placement=0.01, workers_start=0.01))
 
     async def train():
         await one.policy.start()
         one.no_place.add(1)
         one.process(1).dies_at = "train"
-        training = asyncio.ensure_future(steps(one.policy, 1, 1))
-        while len(one.started) < 5 or not one.started[4].queue:
-            await asyncio.sleep(0)
+        with pytest.raises(WorkerError, match=r"rank 1.*room.*--resume"):
+            await steps(one.policy, 1, 1)
         (asked, *_), *_ = one.started[4].queue
-        await asyncio.wait([asked])
         assert asked.cancelled()
-        one.started[4].die()
-        with pytest.raises(WorkerError, match=r"rank 1.*trainer\.max_replacements"):
-            await training
 
     run(train())
+    assert len(one.started) == 5
 
 
 def test_without_memory_for_snapshots_a_death_ends_the_run(world):

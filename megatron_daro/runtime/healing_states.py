@@ -1,0 +1,215 @@
+"""What a lost rank leads to: the states of healing, and the one function from an event to the next. Pure.
+
+    training -- work stopped --> leaving -- all left --> replacing -- all restored --> repeating -- done --> training
+                                    ^                        |                             |
+                                    +--------------- another rank is lost -----------------+
+
+From each it may be over: too many losses, a state that nobody has, no place in time, a failure that is no loss.
+`Healing` tells `after` what happened, and does what it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ray.actor import ActorHandle
+
+from megatron_daro.errors import WorkerError
+from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.snapshot_keepers import peers_of, sources_of
+from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.types import TrainBatch
+
+_HOUR_S = 3600.0
+Update = tuple[int, TrainBatch, int]
+"""An optimizer step: number of the first snapshot that has it, its batch, its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """per_hour: most ranks that are replaced. lost: ranks whose process is gone, and has no successor yet.
+
+    begun: number of the newest snapshot. committed: of the newest that every rank and its peer have. updates: since
+    then. replaced_s: times, of the last hour. replaced: ranks since work stopped. failure: why it is over.
+    """
+
+    per_hour: int
+    phase: Literal["training", "leaving", "replacing", "repeating", "over"] = "training"
+    lost: frozenset[int] = frozenset()
+    begun: int = 0
+    committed: int = 0
+    updates: tuple[Update, ...] = ()
+    replaced_s: tuple[float, ...] = ()
+    replaced: tuple[int, ...] = ()
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """An optimizer step was done."""
+
+    batch: TrainBatch
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotBegun:
+    """The next snapshot is being taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCommitted:
+    """Every rank has this snapshot, and its peer a copy."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The processes of these ranks are gone."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Nobody asks anything of the ranks until healing is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Living ranks have left their process groups. kept: snapshots in their processes. infos, workers: of all ranks."""
+
+    kept: Mapping[int, Kept]
+    infos: Sequence[RankInfo]
+    workers: Sequence[ActorHandle]
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """All ranks are in groups again, and at this snapshot."""
+
+    snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """They have done these steps again, and hold a snapshot of what came out."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An action failed; ranks that were lost with it are known."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Hopeless:
+    """Nothing can be done, and why."""
+
+    why: str
+
+
+Event = Trained | SnapshotBegun | SnapshotCommitted | Lost | Stopped | Left | Restored | Repeated | Failed | Hopeless
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Have living ranks stop waiting for those that are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Have living ranks leave their process groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Start processes for these ranks, and bring all to a snapshot; who does not have it gets it from its sources."""
+
+    ranks: tuple[int, ...]
+    snapshot: int
+    sources: Mapping[int, Sequence[Source]]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Do these steps again, then take a snapshot."""
+
+    updates: tuple[Update, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell a person which ranks were replaced, and how many steps were repeated."""
+
+    ranks: tuple[int, ...]
+    steps: int
+
+
+Action = Abort | Leave | Replace | Repeat | Report
+
+
+def after(state: State, event: Event) -> tuple[State, Action | None]:
+    """Return the state after an event, and what is to be done now."""
+    match event:
+        case Trained(batch, step):
+            return replace(state, updates=(*state.updates, (state.begun + 1, batch, step))), None
+        case SnapshotBegun():
+            return replace(state, begun=state.begun + 1), None
+        case SnapshotCommitted(number):
+            return replace(state, committed=number, updates=_since(state, number)), None
+        case Lost(ranks):
+            is_news = state.phase == "training" and not ranks <= state.lost
+            return replace(state, lost=state.lost | ranks), Abort() if is_news else None
+        case Stopped():
+            return (replace(state, phase="leaving"), Leave()) if state.lost and not state.failure else (state, None)
+        case Left():
+            return _after_leaving(state, event)
+        case Restored(number):
+            return replace(state, phase="repeating"), Repeat(_since(state, number))
+        case Repeated(steps):
+            return replace(state, phase="training", replaced=()), Report(state.replaced, steps)
+        case Failed(error):
+            if state.lost and isinstance(error, WorkerError):
+                return state, None  # work is still stopped: all over again, with what is lost by now
+            return replace(state, phase="over", failure=error), None
+        case Hopeless(why):
+            error = WorkerError(f"{why}. --resume goes on from the newest checkpoint")
+            return replace(state, phase="over", failure=error), None
+
+
+def _since(state: State, snapshot: int) -> tuple[Update, ...]:
+    return tuple(update for update in state.updates if update[0] > snapshot)
+
+
+def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:
+    """Replace the lost, unless that was done too often. All go back to the newest snapshot that every rank has or gets,
+    which may be one whose copies were just sealed."""
+    lost = tuple(sorted(state.lost))
+    recent = tuple(at_s for at_s in state.replaced_s if left.now_s - at_s <= _HOUR_S)
+    if len(recent) + len(lost) > state.per_hour:
+        why = (
+            f"rank {', '.join(map(str, lost))} died, and {len(recent)} ranks were replaced within the last hour; "
+            f"allowed: {state.per_hour} (trainer.max_replacements)"
+        )
+        return after(state, Hopeless(why))
+    missing = 0
+    for snapshot in sorted({state.begun, state.committed}, reverse=True):
+        sources = sources_of(snapshot, left.kept, left.infos, left.workers)
+        if not isinstance(sources, int):
+            replaced_s, replaced = recent + (left.now_s,) * len(lost), state.replaced + lost
+            state = replace(state, phase="replacing", lost=frozenset(), replaced_s=replaced_s, replaced=replaced)
+            return state, Replace(lost, snapshot, sources)
+        missing = sources
+    peer = peers_of([info.host for info in left.infos])[missing]
+    why = (
+        f"rank {missing} and the rank that kept its copy (rank {peer}) died: nobody has the state of that rank any more"
+    )
+    return after(state, Hopeless(why))
