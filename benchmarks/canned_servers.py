@@ -23,8 +23,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megatron_daro.engine.sglang.client import NEEDED_CALLS
-from megatron_daro.sync.transports import TRANSPORTS
+from megatron_daro.config.transports import TRANSPORTS
+from megatron_daro.engine.sglang.vetting import NEEDED_CALLS
 
 _CALLS = (*NEEDED_CALLS, *(call for transport in TRANSPORTS.values() for call in transport.calls))
 _SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")

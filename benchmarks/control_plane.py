@@ -58,7 +58,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.supervisor import gather
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepResult, TrainBatch
 
 SAMPLES, TOKENS, SERVERS, RANKS, DISTINCT = 8, 4900, 2, 2, 4
@@ -167,8 +167,8 @@ class NoModel(PolicyGroup):
     async def start(self) -> None:
         ranks = range(self.num_ranks)
         processes = [Ranks.remote() for _ in range(min(PROCESSES, len(ranks)))]  # type: ignore[attr-defined]
-        self.workers.update({f"actor rank {i}": processes[i % len(processes)] for i in ranks})
-        self._places = [Place(data_parallel=i, stage=0, exports=False, sends=False, answers=True) for i in ranks]
+        self.ranks.workers.update({f"actor rank {i}": processes[i % len(processes)] for i in ranks})
+        self.ranks.infos = [RankInfo(data_parallel=i, stage=0, exports=False, sends=False, reports=True) for i in ranks]
         await gather([process.__ray_ready__.remote() for process in processes])
 
 
@@ -285,7 +285,7 @@ async def one_step(config: Any, inputs: Any, run_dir: Path, tokens: int, watch: 
                 closers={"verifiers": made.scorer.close},
                 deadlines=run.deadlines,
             ),
-            max_staleness=0,
+            batches_ahead=0,
         )
         controller._weight_sync = NoWeights(made.engine.fleet)  # type: ignore[assignment,attr-defined]
         await parts.start_all(run, placement, group, made)

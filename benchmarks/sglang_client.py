@@ -28,7 +28,7 @@ from sglang_pool import give
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.request import calls_of
 from megatron_daro.engine.sglang.vetting import Expected
@@ -85,7 +85,7 @@ def make_engine(arguments: argparse.Namespace, directory: Path) -> SGLangEngine:
         {"server": handle},
         SGLangSection(start_timeout_s=300, request_timeout_s=300),
         Expected(model, "qwen2", PROMPT_TOKENS, PROMPT_TOKENS + arguments.tokens),
-        answers=DirectAnswers(lambda ids: " ".join(map(str, ids))),
+        asker=DirectAsker(lambda ids: " ".join(map(str, ids))),
         warn=print,
         run_dir=directory,
         temperature=1.0,

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from local_server import LocalServer
 
-from megatron_daro.engine.sglang.servers import LaunchOptions, LocalServer
+from megatron_daro.engine.sglang.servers import LaunchOptions
 
 PYTHON = Path(os.environ.get("MEGATRON_DARO_SGLANG", harness.ROOT / ".venv-sglang")) / "bin" / "python"
 CPU_ARGUMENTS: dict[str, Any] = {

@@ -35,7 +35,7 @@ from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
 from megatron_daro.errors import LostSenderError
-from megatron_daro.runtime import launch, parts, sglang_group
+from megatron_daro.runtime import launch, parts, sglang_engine
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
@@ -111,7 +111,7 @@ class Soak:
     def hook(self) -> None:
         """Replaces the functions of the composition root that make the servers' handles, the ranks and the
         generation."""
-        make_handles, make_generation, make_policy = sglang_group._handles, parts.generation, parts.policy_group
+        make_handles, make_generation, make_policy = sglang_engine._handles, parts.generation, parts.policy_group
 
         def policy_group(*arguments: Any, **options: Any) -> Any:
             self._policy = make_policy(*arguments, **options)
@@ -127,7 +127,7 @@ class Soak:
             self._attach(made.engine, made.sampler)
             return made
 
-        sglang_group._handles = handles  # type: ignore[assignment]
+        sglang_engine._handles = handles  # type: ignore[assignment]
         parts.generation, parts.policy_group = generation, policy_group  # type: ignore[assignment]
 
     def _attach(self, engine: Any, sampler: Any) -> None:

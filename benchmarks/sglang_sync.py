@@ -40,7 +40,8 @@ from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import DataSection, ModelSection, SGLangSection, TrainerSection
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.config.transports import TRANSPORTS
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
@@ -51,7 +52,6 @@ from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.transports import transport_of
 
 TIME_GOAL, MEMORY_GOAL = {"distributed": 2.0, "shards": 1.3}, 2.0
 # Pages of the allocator, of messages and of the forward pass of 16 tokens: what two buckets may be exceeded by.
@@ -162,7 +162,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
             model,
             directory / f"server_{i}.log",
             seed=i,
-            loader=transport_of(arguments.sync).loader,
+            loader=TRANSPORTS[arguments.sync].loader,
             dtype="bfloat16",
             max_total_tokens=1024,
             max_running_requests=4,
@@ -182,7 +182,7 @@ def make_engine(arguments: argparse.Namespace, model: Path, directory: Path) -> 
         handles,
         options,
         Expected(model, "qwen2", 64, 128),
-        answers=DirectAnswers(lambda ids: ""),
+        asker=DirectAsker(lambda ids: ""),
         warn=print,
         run_dir=directory,
         temperature=1.0,
@@ -214,7 +214,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, A
     bare = None
     try:
         await asyncio.gather(engine.start(), policy.start())
-        (worker,) = policy.workers.values()
+        (worker,) = policy.ranks.workers.values()
         memory = PeakMemory(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
         sync = WeightSync(policy, engine)
         first = await one_update(sync, 0, memory)  # joins the group

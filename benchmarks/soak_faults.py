@@ -123,7 +123,7 @@ class Injector:
         server = self._rng.choice(self._engine.fleet.servers)
         handle = self._handles[server.name]
         proxy, fault.server = handle.proxy, server.name
-        before = _Before(len(self.fences), self._engine._retries, proxy.done.copy(), len(proxy.seen))
+        before = _Before(len(self.fences), self._engine.metrics()["engine/retries"], proxy.done.copy(), len(proxy.seen))
         await getattr(self, f"_{fault.kind}")(fault, server, handle)
         await self._until(lambda: self._noticed(fault, before, proxy), _TRIGGER_S)
         await asyncio.sleep(_QUIET_S if fault.kind in ("http_500", "reset") else 0)
@@ -218,8 +218,8 @@ class Injector:
 
     def _reactions(self, fault: Fault, before: _Before, proxy: Proxy) -> list[str]:
         found = [f"fenced: {f['reason'][:160]}" for f in self.fences[before.fences :] if f["server"] == fault.server]
-        if retries := self._engine._retries - before.retries:
-            found.append(f"{retries} requests made again")
+        if retries := self._engine.metrics()["engine/retries"] - before.retries:
+            found.append(f"{retries:.0f} requests made again")
         if fault.kind in ("http_500", "reset") and " at /generate" not in fault.variant:
             path = fault.variant.split(" at ")[1]
             asked = sum(seen == path for _, seen in proxy.seen[before.seen :])
@@ -232,7 +232,7 @@ class Injector:
         fault.evidence = [f"{count} x {what}" for what, count in done.items()] + self._reactions(fault, before, proxy)
         needs_fence = fault.kind in ("kill_idle", "kill_serving", "kill_sync", "stop")
         missed = needs_fence and not self._fenced(fault, before)
-        missed |= fault.kind == "kill_serving" and self._engine._retries == before.retries
+        missed |= fault.kind == "kill_serving" and self._engine.metrics()["engine/retries"] == before.retries
         if missed or not self._reactions(fault, before, proxy):
             fault.noticed_s = None
             self._log(f"{self.now():7.1f} s  NOT NOTICED: {fault}")
@@ -256,7 +256,7 @@ class _Before:
     """Counters at the beginning of a fault."""
 
     fences: int
-    retries: int
+    retries: float
     done: Counter[str]
     seen: int
 

@@ -27,7 +27,7 @@ from sglang_pool import ModelWeights
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.vetting import Expected
@@ -154,7 +154,7 @@ async def measure(arguments: argparse.Namespace, dtype: str, directory: Path) ->
         {"server 0": handle},
         SGLangSection(start_timeout_s=900, stall_timeout_s=600, sync_timeout_s=300, max_restarts=0),
         Expected(model, "qwen2", 512, 1024),
-        answers=DirectAnswers(lambda ids: ""),
+        asker=DirectAsker(lambda ids: ""),
         warn=print,
         run_dir=directory,
         temperature=1.0,

@@ -8,7 +8,7 @@ has three coroutines under one task group:
         +------- _batch_done: batch counted -------+          _watch: a stop ends _generate
 
     coroutine   waits for                                          unblocked by
-    _generate   its turn: batch m needs m - 1 - max_staleness      `_batch_done`, once the engine has the weights
+    _generate   its turn: batch m needs m - 1 - batches_ahead      `_batch_done`, once the engine has the weights
                 trained, so 0 is synchronous training, and 1       of a batch, or a batch trained nothing
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
@@ -47,7 +47,8 @@ from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import GROUP_METRICS, GroupMetrics, update_metrics
 from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync.publish import Colocation, ExportingPolicy, ReceivingEngine, WeightSync
+from megatron_daro.sync.colocation import Colocation
+from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
@@ -104,18 +105,18 @@ class RunOutcome:
 class Controller:
     """One training run."""
 
-    def __init__(self, section: TrainerSection, parts: Parts, *, max_staleness: int) -> None:
+    def __init__(self, section: TrainerSection, parts: Parts, *, batches_ahead: int) -> None:
         """Start nothing; whoever made policy and engine starts them.
 
         Args:
             section: the configuration's trainer section. `steps` are optimizer steps.
             parts: what is driven.
-            max_staleness: batches that generation may run ahead.
+            batches_ahead: batches that generation may run ahead of training: `RolloutSection.batches_ahead`.
         """
         self._section = section
         self._parts = parts
         self._within = parts.deadlines.within
-        self._max_staleness = max_staleness
+        self._batches_ahead = batches_ahead
         self.step = 0
         self._planned_step = 0
         self._batches_done = 0
@@ -127,7 +128,7 @@ class Controller:
         self._unrecorded: tuple[Group, ...] = ()
         # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
         # books, without an outcome, when the last one was sampled.
-        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=max_staleness + 1)
+        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=batches_ahead + 1)
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
@@ -281,7 +282,7 @@ class Controller:
             await self._progressed.wait_for(
                 lambda: (
                     self.step >= self._section.steps
-                    or (self._planned_step < self._section.steps and index - self._batches_done <= self._max_staleness)
+                    or (self._planned_step < self._section.steps and index - self._batches_done <= self._batches_ahead)
                 )
             )
         return self.step < self._section.steps
@@ -327,7 +328,7 @@ class Controller:
         lost = (*self._unrecorded, *batch.dropped, *unused)
         if not updates:
             self._unrecorded = (*lost, *batch.filtered)
-            self._count_lost(f"all {len(stale)} groups of a batch were older than max_staleness")
+            self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
             await self._batch_done()

@@ -95,7 +95,7 @@ class _ProvenanceConfig(_Shape):
 
 
 class _Provenance(_Shape):
-    """made_with.json, as the restart audit reads it (runtime/restart_audit.py writes it)."""
+    """made_with.json, as the restart audit reads it (runtime/provenance.py writes it)."""
 
     config: _ProvenanceConfig
     model: dict[str, Any]
@@ -119,7 +119,7 @@ class Checkpoints:
             run_dir: the run directory.
             keep: newest checkpoints that stay, at least 1.
             keep_every: those of multiples of so many steps stay as well; 0: none.
-            provenance: what the run is made of (runtime/restart_audit.py), written into every checkpoint.
+            provenance: what the run is made of (runtime/provenance.py), written into every checkpoint.
         """
         if keep < 1:
             raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray.cloudpickle
 
-from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.supervisor import actor_class, remote_class
 from megatron_daro.runtime.workers import _GROUPS, TrainWorker
 
@@ -25,7 +25,7 @@ def install(make: Callable[[Any], Any]) -> None:
     rank_class = TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
     made = remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(make(rank_class))
 
-    def start_process(self: PolicyGroup, rank: int) -> Any:
+    def start_process(self: Ranks, rank: int) -> Any:
         return actor_class(made).options(**self._placement.rank(rank)).remote(rank, self._run.log_dir)
 
-    PolicyGroup.start_process = start_process  # type: ignore[method-assign]
+    Ranks.start_process = start_process  # type: ignore[method-assign]

@@ -26,7 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.config.transports import TRANSPORTS
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
@@ -40,7 +41,7 @@ from megatron_daro.sync import files, in_server
 from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.send import Sender
+from megatron_daro.sync.transports import Sender
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 VARIABLE = "MEGATRON_DARO_SGLANG"
@@ -145,7 +146,7 @@ class PooledServer:
             arguments={
                 "dtype": "float32",
                 "skip_tokenizer_init": True,
-                "custom_weight_loader": [in_server.LOADER],
+                "custom_weight_loader": [TRANSPORTS["shards"].loader],
                 **CPU_ARGUMENTS,
                 **arguments,
             },
@@ -315,7 +316,7 @@ def engine_of(
         handles,
         options or section(),
         expect or expected(run_dir),
-        answers=answers or DirectAnswers(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
+        asker=answers or DirectAsker(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
         warn=told.append,
         run_dir=run_dir,
         temperature=temperature,

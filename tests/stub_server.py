@@ -16,8 +16,8 @@ from typing import Any
 from aiohttp import web
 from loopback_server import listen
 
-from megatron_daro.engine.sglang.client import MEMORY_CALLS, NEEDED_CALLS
-from megatron_daro.sync.transports import TRANSPORTS
+from megatron_daro.config.transports import TRANSPORTS
+from megatron_daro.engine.sglang.vetting import MEMORY_CALLS, NEEDED_CALLS
 
 ALL_CALLS = (
     *NEEDED_CALLS,

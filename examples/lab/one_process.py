@@ -38,7 +38,7 @@ from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.policy_group import Shard, joined_column, renumbered
+from megatron_daro.runtime.shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import Rollout, StepResult, TrainBatch
@@ -135,7 +135,7 @@ class OneUpdate:
         """Open the update."""
         self._engine.open_update()
         target = Target("engine", actor=cast(Any, self._engine))  # called as it is, not by Ray
-        return SendPlan(transport="actor", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
+        return SendPlan(transport="ray", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
     async def blame(self, report: SendReport) -> None:
         """Not called: nothing is sent that could fail by itself."""
@@ -206,6 +206,6 @@ async def _train(run: RunContext, algorithm: Algorithm, inputs: Inputs, metrics:
             closers={"verifiers": lambda: asyncio.to_thread(pool.close)},
             deadlines=run.deadlines,
         ),
-        max_staleness=config.rollout.batches_ahead,
+        batches_ahead=config.rollout.batches_ahead,
     )
     return await controller.run()

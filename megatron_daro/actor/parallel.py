@@ -208,7 +208,7 @@ def weights_key() -> tuple[int, ...]:
     )
 
 
-def answers_for_shard() -> bool:
-    """Whether this rank answers for its data-parallel rank: last stage, tensor and context rank 0."""
+def reports_for_shard() -> bool:
+    """Whether this rank reports for its data-parallel rank: last stage, tensor and context rank 0."""
     first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return first and parallel_state.is_pipeline_last_stage()

@@ -277,7 +277,8 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
     servers = demand.servers if engines else 0
     shared = servers > 0 and config.engine.colocate
     # Servers that share the GPUs of ranks are on a node with these, and get their weights there.
-    together = servers > 0 and not shared and config.engine.kind == "sglang" and config.engine.sglang.sync == "tensor"
+    maps_memory = config.engine.kind == "sglang" and config.engine.sglang.transport.maps_memory
+    together = servers > 0 and not shared and maps_memory
     return replace(
         demand, groups=groups, group_size=actor.tensor_parallel, servers=servers, together=together, shared=shared
     )

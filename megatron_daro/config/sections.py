@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import OUT_OF_RANGE, ExpandedPath, OneOf, Section, Seed, Servers, Temperature, filled
+from megatron_daro.config.transports import TRANSPORTS, SGLangTransport, Transport
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
 FieldName = Annotated[str, Field(min_length=1)]
@@ -265,7 +266,7 @@ class SGLangSection(Section):
     """GPUs (on a CPU: ranks) per server."""
     nodes: int = Field(default=1, ge=1)
     """Places that each server is spread over, each on one node with an equal part of its GPUs."""
-    sync: Literal["distributed", "shards", "disk", "tensor"] = "distributed"
+    sync: SGLangTransport = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); shards: each rank sends its own to
     those that need them (SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
     IPC from a rank on the server's host."""
@@ -302,6 +303,11 @@ class SGLangSection(Section):
     def named_arguments(self) -> dict[str, Any]:
         """`arguments`, however they were spelled, with underscores in their names."""
         return {name.replace("-", "_"): value for name, value in self.arguments.items()}
+
+    @property
+    def transport(self) -> Transport:
+        """What is known of `sync`."""
+        return TRANSPORTS[self.sync]
 
 
 class EngineSection(Section):

@@ -92,7 +92,7 @@ def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]
 
 
 class OwnEngine:
-    """The Engine and WeightReceiver of a run, by a `ServerApi`."""
+    """The Engine and WeightInstaller of a run, by a `ServerApi`."""
 
     def __init__(
         self,

@@ -4,12 +4,18 @@ Place in the data flow, all of it on the driver but the loss: `DaroAdvantages` s
 `DaroPolicy.train` sees the whole batch, counts tokens per bin and hands each sample its coefficient; `DaroLoss`, in the
 workers, calls NeMo-RL's ClippedPGLossFn, which is homogeneous of degree one in the advantages, so A' = A w_k N / N_k
 makes its token mean the weighted sum; the loss sums per bin come back as metrics. No collective call is needed.
-Refuses: sequence-level losses, more than one optimizer step a call, the data plane, which hides the batch.
+Refuses: sequence-level losses, more than one optimizer step a call, the synchronous trainer's data plane, which hides
+the batch.
 
     daro = nemo_rl.install(master_config)        # before grpo.setup
     policy = daro.wrap(policy)                   # what setup returned
     loss_fn = nemo_rl.DaroLoss(loss_fn)
     daro.resume(checkpointer.get_latest_checkpoint_path())
+
+Under its single controller (main) the batch stays in the data plane, whose columns are fixed: the loss, which is sent
+to the workers at the start of each step, carries the coefficient of each bin, and a sample's bin lies in the advantage
+of its first position, which no loss reads (loss_functions.py:385). `in_single_controller` puts both into what its
+set-up returns.
 
 Shape letters: B samples of the batch, S tokens of the longest.
 """
@@ -17,6 +23,7 @@ Shape letters: B samples of the batch, S tokens of the longest.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, MutableMapping
@@ -72,6 +79,10 @@ _SECTIONS: dict[str, dict[str, object]] = {
 """Section of NeMo-RL's configuration -> options that go with DARO, and their values."""
 _FREE_WHERE_OFF = ("grpo.async_grpo", "data_plane")
 """Of these sections only `enabled` is read."""
+_FREE_ASYNC = """
+    sampler rollout_failure stall_watchdog generation_fleet_health generation_router max_inflight_prompts
+    recompute_kv_cache_after_weight_updates max_buffered_rollouts diagnostics
+"""
 
 BIN, COEFFICIENT = "daro_bin", "daro_coefficient"
 """Columns [B] that travel with the batch."""
@@ -96,15 +107,29 @@ class Policy(Protocol):
 class DaroLoss:
     """NeMo-RL's clipped loss with DARO's weight on each sample; picklable, since it is sent to the workers."""
 
-    def __init__(self, host: HostLoss) -> None:
+    def __init__(self, host: HostLoss, factors_K: Tensor | None = None) -> None:
         """Take a ClippedPGLossFn.
+
+        Args:
+            host: NeMo-RL's loss.
+            factors_K: float64 [K+1], what a sample of each bin is multiplied by, where its bin lies in the advantage
+                of its first position; else both are columns of the batch.
 
         Raises:
             ConfigError: it averages over sequences.
         """
         if getattr(getattr(host, "loss_type", None), "value", "token_level") != "token_level":
             raise ConfigError("loss_fn.token_level_loss: got False, allowed with DARO is True: set it")
-        self.host = host
+        self.host, self.factors_K = host, factors_K
+
+    @property
+    def metric_normalizations(self) -> dict[str, object]:
+        """What the host divides each metric by at the end of a step in parts: the sums per bin by nothing."""
+        of_host: dict[str, object] = getattr(self.host, "metric_normalizations", {})
+        if self.factors_K is None:
+            return of_host
+        nothing = importlib.import_module("nemo_rl.algorithms.loss.interfaces").MetricNormalizer.NONE
+        return of_host | {f"{name}/{k}": nothing for name in (_SUM, _TOKENS) for k in range(len(self.factors_K))}
 
     def __getattr__(self, name: str) -> object:
         """Hand on what NeMo-RL reads of its own loss: types, the KL penalty, whether log-probs are fused."""
@@ -120,21 +145,16 @@ class DaroLoss:
         Raises:
             AlgorithmError: the columns of `DaroPolicy.train` did not arrive.
         """
-        missing = [name for name in (BIN, COEFFICIENT) if name not in data]
-        if missing:
-            raise AlgorithmError(
-                f"batch: {', '.join(missing)} missing, allowed is a batch that DaroPolicy.train hands on: wrap the "
-                "policy with install(...).wrap(policy), and do not use the data plane"
-            )
-        advantages, bins_B = data["advantages"], data[BIN].to(next_token_logprobs.device)
-        rest = (global_valid_seqs, global_valid_toks)
+        bins_B, factors_B = self._bins_and_factors(data, float(global_valid_toks))
+        bins_B = bins_B.to(next_token_logprobs.device)
+        advantages, rest = data["advantages"], (global_valid_seqs, global_valid_toks)
 
         def host_loss(factor_B: Tensor) -> tuple[Tensor, dict[str, Any]]:
             reweighted = copy.copy(data)
             reweighted["advantages"] = advantages * factor_B[:, None].to(advantages)
             return self.host(next_token_logprobs, reweighted, *rest)
 
-        loss, metrics = host_loss(data[COEFFICIENT].to(advantages.device, torch.float64) * global_valid_toks)
+        loss, metrics = host_loss(factors_B.to(advantages.device))
         mask_BS = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         with torch.no_grad():
             nothing = float(host_loss(torch.zeros(len(bins_B)))[0])  # what does not depend on advantages: KL
@@ -144,6 +164,19 @@ class DaroLoss:
                 metrics[f"{_SUM}/{k}"] = own * float(global_valid_toks)
                 metrics[f"{_TOKENS}/{k}"] = float((mask_BS * mine_B[:, None].to(mask_BS)).sum())
         return loss, metrics
+
+    def _bins_and_factors(self, data: Batch, tokens: float) -> tuple[Tensor, Tensor]:
+        """int64 [B] and float64 [B]: the bin of each sample, and what its advantages are multiplied by."""
+        if self.factors_K is not None:
+            bins_B = data["advantages"][:, 0].round().to("cpu", torch.int64)
+            return bins_B, self.factors_K[bins_B]
+        missing = [name for name in (BIN, COEFFICIENT) if name not in data]
+        if missing:
+            raise AlgorithmError(
+                f"batch: {', '.join(missing)} missing, allowed is a batch that DaroPolicy.train hands on: wrap the "
+                "policy with install(...).wrap(policy), and do not use the data plane"
+            )
+        return data[BIN], data[COEFFICIENT].to(torch.float64) * tokens
 
 
 class Daro:
@@ -165,6 +198,27 @@ class Daro:
     def wrap(self, policy: Policy) -> DaroPolicy:
         """Return the policy with DARO around its training."""
         return DaroPolicy(policy, self)
+
+    def coefficients(self) -> Tensor:
+        """float64 [K+1]: what the token losses of each bin are multiplied by in the step that has begun."""
+        bins = torch.arange(self.step.rollouts_per_prompt + 1)
+        return self.step.algorithm.sample_coefficients(bins, torch.ones_like(bins), self.step.totals)
+
+    def learn(self, result: dict[str, Any]) -> None:
+        """Take the sums per bin out of a step's results, update the weights, and put the metrics there instead.
+
+        Raises:
+            AlgorithmError: the losses saw other tokens than were counted.
+        """
+        metrics, bins = result["all_mb_metrics"], range(self.step.rollouts_per_prompt + 1)
+        sums, tokens = (
+            torch.tensor([sum(metrics.pop(f"{name}/{k}", [])) for k in bins], dtype=torch.float64)
+            for name in (_SUM, _TOKENS)
+        )
+        self.step.note(sums, sums.abs(), tokens, float(sums @ self.coefficients()))
+        norm = result.get("grad_norm")
+        applied = norm is None or math.isfinite(float(torch.as_tensor(norm).flatten()[0]))
+        metrics |= {name: [value] for name, value in self.step.end(lambda vector: vector, applied=applied).items()}
 
     def resume(self, checkpoint: str | Path | None) -> None:
         """Take over the state of a checkpoint of `DaroPolicy.save_checkpoint`, if there is a checkpoint.
@@ -231,26 +285,8 @@ class DaroPolicy:
         data[COEFFICIENT] = daro.step.algorithm.sample_coefficients(daro.bins_B, lengths_B, totals)
         daro.bins_B = None
         result = self._policy.train(data, loss_fn, gbs=gbs, **options)
-        found = result["all_mb_metrics"]
-        sums, tokens = (self._collected(found, name) for name in (_SUM, _TOKENS))
-        weighed = float(sums @ self._per_bin(totals.tokens_per_bin))
-        daro.step.note(sums, sums.abs(), tokens, weighed)
-        norm = result.get("grad_norm")
-        applied = norm is None or math.isfinite(float(torch.as_tensor(norm).flatten()[0]))
-        metrics = daro.step.end(lambda vector: vector, applied=applied)
-        found |= {name: [value] for name, value in metrics.items()}
+        daro.learn(result)
         return result
-
-    def _collected(self, metrics: dict[str, list[float]], name: str) -> Tensor:
-        """Take a metric of each bin out of the results: the sum over micro-batches and ranks, float64 [K+1]."""
-        bins = range(self._daro.step.rollouts_per_prompt + 1)
-        return torch.tensor([sum(metrics.pop(f"{name}/{k}", [])) for k in bins], dtype=torch.float64)
-
-    def _per_bin(self, tokens_per_bin: Tensor) -> Tensor:
-        """Return the coefficient of each bin, float64 [K+1]."""
-        step = self._daro.step
-        bins = torch.arange(len(tokens_per_bin))
-        return step.algorithm.sample_coefficients(bins, torch.ones_like(bins), step.totals)
 
     def _check(self, mask_BS: Tensor, loss_fn: object, gbs: int | None) -> None:
         if not isinstance(loss_fn, DaroLoss):
@@ -273,18 +309,77 @@ class DaroPolicy:
         save_state(self._daro.step, Path(weights_path).parent.parent / STATE_FILE)
 
 
-def check_options(master_config: object, options: PluginSection) -> None:
+class SingleControllerAdvantages(DaroAdvantages):
+    """In the single controller: sees a step's whole batch at once, and sends each sample's bin along."""
+
+    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **others: object) -> Tensor:
+        """See `DaroAdvantages.compute_advantage`; the first position of each row holds its bin.
+
+        Raises:
+            AlgorithmError: part of this step was trained already.
+        """
+        daro = self._daro
+        if daro.step.open:
+            raise AlgorithmError(
+                "batch: got the groups of one step in several parts, allowed with DARO is one part, since the tokens "
+                "of each pass rate must be known first: set async_rl.min_groups_for_streaming_train to "
+                "grpo.num_prompts_per_step"
+            )
+        advantages = super().compute_advantage(prompt_ids, rewards, mask, **others).clone()
+        assert daro.bins_B is not None  # just set
+        advantages[:, 0] = daro.bins_B
+        daro.step.begin(daro.bins_B, mask[:, 1:].sum(1).round(), lambda vector: vector)
+        return advantages
+
+
+class SingleControllerTrainer:
+    """The single controller's trainer; a step's loss has DARO's weights. Everything else is the trainer's own."""
+
+    def __init__(self, trainer: Any, daro: Daro) -> None:
+        """Take the trainer of NeMo-RL's set-up."""
+        self._trainer, self._daro = trainer, daro
+
+    def __getattr__(self, name: str) -> object:
+        """Hand on what is not of this class."""
+        if name.startswith("_"):  # while it is unpickled there is no trainer yet
+            raise AttributeError(name)
+        return getattr(self._trainer, name)
+
+    def begin_train_step(self, loss_fn: HostLoss, *arguments: object, **options: object) -> None:
+        """Open the step with its weights. Raises AlgorithmError: advantages were not made by DARO."""
+        factors_K = self._daro.coefficients() * self._daro.step.totals.tokens
+        self._trainer.begin_train_step(DaroLoss(loss_fn, factors_K), *arguments, **options)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Close the step and learn; the results gain the metrics of docs/metrics.md, as lists of one number."""
+        result: dict[str, Any] = self._trainer.finish_train_step()
+        self._daro.learn(result)
+        return result
+
+    def save_checkpoint(self, weights_path: str, *arguments: object, **options: object) -> None:
+        """Save the trainer's checkpoint, and DARO's state in the folder above its weights."""
+        self._trainer.save_checkpoint(weights_path, *arguments, **options)
+        save_state(self._daro.step, Path(weights_path).parent.parent / STATE_FILE)
+
+
+def check_options(master_config: object, options: PluginSection, *, single_controller: bool = False) -> None:
     """Refuse options of NeMo-RL that DARO does not go with, and those that it does not know.
 
     Args:
         master_config: a model of pydantic or a mapping, whose sections are either.
         options: of DARO.
+        single_controller: whether the run is one of NeMo-RL's single controller.
 
     Raises:
         ConfigError: lists every one of them.
     """
     problems: list[Problem] = []
-    for name, allowed in _SECTIONS.items():
+    sections = _SECTIONS
+    if single_controller:
+        whole = _section(master_config, "grpo")[0].get("num_prompts_per_step")
+        of_parts = dict.fromkeys(_FREE_ASYNC.split(), ANY) | {"min_groups_for_streaming_train": (whole,)}
+        sections = _SECTIONS | {"data_plane": {"enabled": (True,)}, "async_rl": of_parts}
+    for name, allowed in sections.items():
         given, defaults = _section(master_config, name)
         if name == "grpo.adv_estimator" and not given:  # older files: the section above has them
             above = _section(master_config, "grpo")[0]
@@ -317,11 +412,36 @@ def install(master_config: object) -> Daro:
         ConfigError: names that this version does not have, or options that DARO does not go with.
     """
     HOST.look_up(NAMES)
-    options = read_options()
-    check_options(master_config, options)
-    count = _section(master_config, "grpo")[0]["num_generations_per_prompt"]
-    assert isinstance(count, int)
-    daro = Daro(count, options)
+    daro = _daro_of(master_config)
     grpo = importlib.import_module("nemo_rl.algorithms.grpo")
     grpo._create_advantage_estimator = lambda master_config: DaroAdvantages(daro)  # type: ignore[attr-defined]
     return daro
+
+
+def in_single_controller(master_config: object, actor_args: Any) -> Any:
+    """Return what the single controller is started with, with DARO's advantages and trainer in it.
+
+    Args:
+        master_config: the single controller's configuration.
+        actor_args: NeMo-RL's SingleControllerActorArgs, as `setup_single_controller` returns it.
+
+    Raises:
+        ConfigError: options that DARO does not go with, or a loss that averages over sequences.
+        CheckpointError: see `Daro.resume`.
+    """
+    daro = _daro_of(master_config, single_controller=True)
+    daro.resume(actor_args.last_checkpoint_path)
+    DaroLoss(actor_args.loss_fn)  # refused here, not on the workers
+    return dataclasses.replace(
+        actor_args,
+        advantage_estimator=SingleControllerAdvantages(daro),
+        trainer_handle=SingleControllerTrainer(actor_args.trainer_handle, daro),
+    )
+
+
+def _daro_of(master_config: object, *, single_controller: bool = False) -> Daro:
+    options = read_options()
+    check_options(master_config, options, single_controller=single_controller)
+    count = _section(master_config, "grpo")[0]["num_generations_per_prompt"]
+    assert isinstance(count, int)
+    return Daro(count, options)

@@ -1,6 +1,6 @@
 """From prompts to batches of scored groups. Who waits for whom:
 
-    Controller._generate             its turn (max_staleness), then the engine for itself
+    Controller._generate             its turn (batches_ahead), then the engine for itself
       Sampler.sample                 one batch
         BatchFiller.fill             the next arrival, until the batch is complete
           calls in flight            one for a round of groups ("all"), or one for each group ("enough")

@@ -1,7 +1,7 @@
 """Answer workers: processes on the nodes that put the engine's questions to SGLang servers.
 
     driver: SGLangEngine -> AnswerWorkers.ask -> the least busy process (node_workers.py)
-    process: AnswerWorker.ask -> DirectAnswers.ask (engine/sglang/answers.py) -> HTTP
+    process: AnswerWorker.ask -> DirectAsker.ask (engine/sglang/asking.py) -> HTTP
 
 Workers send requests, parse, check and decode close to the servers; the driver maps their arrays from Ray's object
 store without a copy, and no token passes through it otherwise. A worker that dies loses no group: its questions fail as
@@ -18,7 +18,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.engine.sglang.answers import DirectAnswers, EndedAnswer, LostWorkerError, Question
+from megatron_daro.engine.sglang.asking import DirectAsker, EndedAnswer, LostWorkerError, Question
 from megatron_daro.observe import logs
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.context import RunContext
@@ -46,16 +46,16 @@ class AnswerWorker:
     ) -> None:
         logs.take_over(log_folder, f"answer worker {number}")
         self._path, self._trust, self._experts = path, trust_remote_code, experts
-        self._answers: DirectAnswers | None = None
+        self._asker: DirectAsker | None = None
         self._ended: list[EndedAnswer] = []
         self._news = asyncio.Event()
 
     async def ready(self) -> tuple[str, int]:
         """Node and process, when the tokenizer is loaded. Raises ModelError: here, since Ray cuts what a start says."""
-        if self._answers is None:
+        if self._asker is None:
             decode = response_decoder(load_tokenizer(self._path, self._trust))
-            self._answers = DirectAnswers(decode, self._experts)
-            self._answers.when_ended(self._take_ended)
+            self._asker = DirectAsker(decode, self._experts)
+            self._asker.when_ended(self._take_ended)
         return own_place()
 
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
@@ -71,13 +71,13 @@ class AnswerWorker:
         return ended
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of one group. Raises as `Answers.ask` says."""
-        assert self._answers is not None, "ask follows ready"
-        return await self._answers.ask(question)
+        """Return the rollouts of one group. Raises as `Asker.ask` says."""
+        assert self._asker is not None, "ask follows ready"
+        return await self._asker.ask(question)
 
 
 class AnswerWorkers:
-    """The `Answers` of an engine, by actors."""
+    """The `Asker` of an engine: actors."""
 
     def __init__(self, run: RunContext) -> None:
         """`engine.sglang.answer_workers` are dealt out to the nodes in turn; unset: one on each."""
@@ -113,7 +113,7 @@ class AnswerWorkers:
         self._take_ended = take
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of all calls. Raises as `Answers.ask` says; WorkerError when no worker is left."""
+        """Return the rollouts of all calls. Raises as `Asker.ask` says; WorkerError when no worker is left."""
         try:
             return await self.workers.call("ask", question, timeout_s=question.timeout_s + _GRACE_S)
         except WorkerDiedError as error:

@@ -24,7 +24,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, end_frozen, gather, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, death_of, end_frozen, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout
@@ -248,7 +248,11 @@ class EngineGroup:
     async def _watch(self, replica: _Replica) -> None:
         """Start a replica again whenever its process ends, as often as is allowed."""
         while True:
-            failure = await self._death(replica)
+            worker = replica.worker
+            assert worker is not None, "it was started"
+            failure = await death_of(replica.name, worker)
+            replica.state = "away"
+            ray.kill(worker, no_restart=True)  # Ray may only have lost the connection
             if replica.restarts >= self._max_restarts:
                 again = f"; it was started again {replica.restarts} times (engine.embedded.max_restarts)"
                 raise WorkerDiedError(f"{failure}{again if replica.restarts else ''}")
@@ -265,19 +269,6 @@ class EngineGroup:
             return {replica.name: worker for replica, worker in self.present().items()}
 
         await end_frozen(looked_at, lambda engine: engine.lives.remote(), hung_s=self._hung_s, warn=self._warn)
-
-    async def _death(self, replica: _Replica) -> DaroError:
-        """Wait until its process is gone; return why."""
-        worker = replica.worker
-        assert worker is not None, "it was started"
-        try:
-            await worker.sentinel.remote()
-            failure: DaroError = WorkerDiedError(f"{replica.name} died: its process has ended")
-        except RayError as error:
-            failure = translated(replica.name, error)
-        replica.state = "away"
-        ray.kill(worker, no_restart=True)
-        return failure
 
     async def _load(self, replica: _Replica) -> None:
         """Start its next process. Raises ModelError, DeadlineError; WorkerDiedError: it died again."""
@@ -343,7 +334,7 @@ class _GroupUpdate:
                 return None
             await self._each(lambda worker: worker.open_update.remote())
         return SendPlan(
-            transport="actor",
+            transport="ray",
             targets=tuple(Target(one.name, actor=worker) for one, worker in self._taking.items()),
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=_RECEIVE_S,

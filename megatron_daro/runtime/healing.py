@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -27,9 +27,9 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of, sources_of
-from megatron_daro.runtime.supervisor import WorkerGroup, end_frozen, gather, translated, unhurried
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.supervisor import end_frozen, gather
 from megatron_daro.types import MemoryKind, TrainBatch
 
 T = TypeVar("T")
@@ -48,31 +48,18 @@ class HealingLimits:
     hung_s: float
 
 
-class Ranks(Protocol):
-    """What is healed: PolicyGroup."""
-
-    workers: WorkerGroup
-
-    @property
-    def places(self) -> list[Place]:
-        """Each rank's part."""
-
-    def start_process(self, rank: int) -> ActorHandle:
-        """Return a new process for this rank, in its place or in one that is free."""
-
-    async def join(self) -> None:
-        """Have all processes meet in new groups, and build a policy that is restored next."""
-
-    async def repeat(self, batch: TrainBatch, step: int) -> object:
-        """One optimizer step."""
-
-
 class Healing:
     """The snapshots of one policy, and the replacement of its ranks."""
 
-    def __init__(self, ranks: Ranks, limits: HealingLimits, run: RunContext) -> None:
-        """Do nothing yet."""
-        self._ranks, self._limits = ranks, limits
+    def __init__(
+        self,
+        ranks: Ranks,
+        repeat: Callable[[TrainBatch, int], Awaitable[object]],
+        limits: HealingLimits,
+        run: RunContext,
+    ) -> None:
+        """Do nothing yet. Args: repeat: does an optimizer step once more."""
+        self._ranks, self._repeat, self._limits = ranks, repeat, limits
         self._deadlines, self._warn = run.deadlines, run.progress.warn
         self.keeps: Keeps = "none"
         self.remark = ""
@@ -95,21 +82,21 @@ class Healing:
 
     async def prepare(self) -> None:
         """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
-        answers = await self._all(lambda worker: worker.snapshot_bytes.remote())
+        answers = await self._ranks.all(lambda worker: worker.snapshot_bytes.remote())
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
-        places = self._ranks.places
-        self.keeps, taken, allowed = affordable(places, sizes, free, self._limits.memory_gib)
-        self._peers, self._sent = peers_of([place.host for place in places]), kinds_sent(places, self.keeps)
+        infos = self._ranks.infos
+        self.keeps, taken, allowed = affordable(infos, sizes, free, self._limits.memory_gib)
+        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
         memory = f"{taken:.2g} GiB of a node's memory (up to {allowed:.2g}: trainer.snapshot_gib)"
         self.remark = {
             "both": f"a lost rank is replaced, and at most one step repeated; snapshots take {memory}",
             "peer": "a lost rank is replaced, and at most one step repeated, unless its peer is lost too or it dies "
             f"while a snapshot is taken: memory is short, so that only peers keep snapshots, in {memory}",
             "none": "a lost rank ends the run, and --resume goes back to the newest checkpoint: "
-            + ("there is one rank only" if len(places) == 1 else f"snapshots would take {memory}"),
+            + ("there is one rank only" if len(infos) == 1 else f"snapshots would take {memory}"),
         }[self.keeps]
         if self.keeps != "none":
-            await self._all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
+            await self._ranks.all(lambda worker: worker.keep_own_twice.remote(self.keeps == "both"))
             await self.snapshot_now()
 
     def watched(self, name: str, worker: ActorHandle) -> None:
@@ -194,7 +181,7 @@ class Healing:
     async def _start_snapshot(self) -> None:
         self._serial += 1
         serial, keep = self._serial, self._committed
-        await self._all(lambda worker: worker.start_snapshot.remote(serial, keep))
+        await self._ranks.all(lambda worker: worker.start_snapshot.remote(serial, keep))
         self._pending = asyncio.ensure_future(self._commit(serial, keep))
 
     async def _commit(self, serial: int, keep: int | None) -> None:
@@ -319,7 +306,7 @@ class Healing:
         serial = await self._back_to_snapshot(kept)
         updates = [update for update in self._updates if update[0] > serial]
         for _, batch, step in updates:
-            await self._ranks.repeat(batch, step)
+            await self._repeat(batch, step)
         await self.snapshot_now()
         return len(updates)
 
@@ -336,9 +323,9 @@ class Healing:
         if await self.lost_ranks():  # who meets without them can neither go on nor leave
             raise WorkerError(f"{', '.join(sorted(self._dead))} died meanwhile")
         await self._ranks.join()
-        self._peers = peers_of([place.host for place in self._ranks.places])
-        self._sent = kinds_sent(self._ranks.places, self.keeps)
-        await self._all(lambda worker: worker.restore.remote(serial))
+        self._peers = peers_of([info.host for info in self._ranks.infos])
+        self._sent = kinds_sent(self._ranks.infos, self.keeps)
+        await self._ranks.all(lambda worker: worker.restore.remote(serial))
         return serial
 
     def _newest(self, kept: Mapping[int, Kept], workers: Sequence[ActorHandle]) -> tuple[int, dict[int, list[Source]]]:
@@ -347,7 +334,7 @@ class Healing:
         assert self._committed is not None, "prepare comes first"
         missing = 0
         for serial in sorted({self._serial, self._committed}, reverse=True):
-            sources = sources_of(serial, kept, self._ranks.places, workers)
+            sources = sources_of(serial, kept, self._ranks.infos, workers)
             if not isinstance(sources, int):
                 return serial, sources
             missing = sources
@@ -355,9 +342,6 @@ class Healing:
             f"rank {missing} and the rank that kept its copy (rank {self._peers[missing]}) died: nobody has the "
             "state of that rank any more"
         )
-
-    async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
-        return await gather({name: call(worker) for name, worker in self._ranks.workers.items()})
 
 
 class _FinalError(WorkerError):
@@ -376,29 +360,3 @@ async def _answer(call: Awaitable[T], limit_s: float | None, default: T | None =
     except (RayError, TimeoutError):
         return None
     return default if answer is None else answer
-
-
-async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, Exception]:
-    """Wait until a process of a group that was not dismissed is gone; return its name, its handle and the error."""
-    handles = dict(workers)
-    sentinels: dict[asyncio.Task[Exception], str] = {}
-    try:
-        async for name, handle in unhurried(handles.items()):
-            sentinels[asyncio.ensure_future(_ended(handle.sentinel.remote()))] = name
-        if not workers.dismissed:
-            done, _ = await asyncio.wait(sentinels, return_when=asyncio.FIRST_COMPLETED)
-        if workers.dismissed:
-            await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
-        first = next(iter(done))
-        return sentinels[first], handles[sentinels[first]], translated(sentinels[first], first.result())
-    finally:
-        for sentinel in sentinels:
-            sentinel.cancel()
-
-
-async def _ended(sentinel: Awaitable[None]) -> Exception:
-    try:
-        await sentinel
-    except Exception as error:  # the supervisor's border: whatever ends a worker is the news
-        return error
-    return RuntimeError("its sentinel returned")

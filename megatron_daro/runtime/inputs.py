@@ -27,7 +27,7 @@ from megatron_daro.data.tokenizer import TokenizeReport, load_tokenizer, tokeniz
 from megatron_daro.errors import ConfigError, DataError, ModelError
 from megatron_daro.rollout import protocol
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.runtime import restart_audit
+from megatron_daro.runtime import provenance
 from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def planned_prompts(config: Config) -> int:
 
 def weights_digest(model: Path) -> str:
     """Return what tells the weights of a Hugging Face directory from others; empty where there are none."""
-    files = sorted(restart_audit.weight_files(model).items())
+    files = sorted(provenance.weight_files(model).items())
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16] if files else ""
 
 

@@ -163,7 +163,7 @@ async def _train(
             colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
         ),
-        max_staleness=config.rollout.batches_ahead if generation else 0,
+        batches_ahead=config.rollout.batches_ahead if generation else 0,
     )
     with stop_on_signals(controller):
         try:
@@ -179,13 +179,11 @@ async def _train(
         except BaseException:
             await controller.shutdown()
             raise
-        # What ends the run when it ends by itself: ranks that are not replaced, or how the engine or healing failed.
-        ranks = [] if policy.heals else [policy.workers]
-        endings = [generation.engine.ended()] if generation and isinstance(generation.engine, HasEnding) else []
-        if policy.heals:
-            endings.append(policy.ended())
+        endings = [policy.ended()]
+        if generation and isinstance(generation.engine, HasEnding):
+            endings.append(generation.engine.ended())
         spare_event_loop()
-        return await supervised(controller.run(), ranks, endings)
+        return await supervised(controller.run(), endings)
 
 
 def _evaluations(run: RunContext, generation: parts.Generation | None) -> Evaluations:

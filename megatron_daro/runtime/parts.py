@@ -45,9 +45,10 @@ from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import Verdicts
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.sglang_group import Text, routed_experts, sglang_engine
+from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
-from megatron_daro.sync.publish import Colocation, ReceivingEngine, SharingEngine
+from megatron_daro.sync.colocation import Colocation, SharingEngine
+from megatron_daro.sync.publish import ReceivingEngine
 from megatron_daro.types import Group, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
 
 
 def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
-    section, routed = config.rollout, routed_experts(config)
+    section, routed = config.rollout, routed_experts_shape(config)
     return SamplingParams(
         section.temperature,
         section.top_p,
@@ -251,7 +252,7 @@ def placement(run: RunContext, *, engines: bool) -> Placement:
 def policy_settings(config: Config) -> PolicySettings:
     """Return what each rank needs of the run beside its own sections."""
     engine, megatron = config.engine, config.actor.megatron
-    shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.sync == "tensor")
+    shares_memory = engine.kind == "sglang" and (engine.colocate or engine.sglang.transport.maps_memory)
     return PolicySettings(
         model_path=config.model.path.absolute(),
         rollouts_per_prompt=config.rollout.rollouts_per_prompt,
@@ -296,12 +297,12 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
     own that does not fit, or whose constructor raised."""
     config = run.config
     if config.engine.kind == "sglang":
-        text = Text(
+        facts = TokenizerFacts(
             lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False)),
             len(tokenizer),
             ends_at_texts(config, answer_stops(config, tokenizer)),
         )
-        return sglang_engine(run, text, placement)
+        return sglang_engine(run, facts, placement)
     if config.engine.is_own:
         return OwnEngine(
             config.engine.kind,

@@ -39,9 +39,8 @@ from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.restart_audit import provenance
+from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
-from megatron_daro.sync.transports import transport_of
 
 CONFIG_FILE = "config.yaml"
 
@@ -89,21 +88,21 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
         CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
     """
     run_dir, progress = run.run_dir, run.progress
-    provenance = restart_audit.provenance(run.config)
-    start = Start(provenance)
+    made_of = provenance(run.config)
+    start = Start(made_of)
     newest = recovery.find_latest_valid(run_dir, progress) if resume else None
     if newest:
-        audit = compared(newest[0], provenance, progress)
+        audit = compared(newest[0], made_of, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
             for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
         recovery.set_newer_aside(newest[0])
-        start = Start(provenance, *newest)
+        start = Start(made_of, *newest)
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
-        start = Start(provenance, begins_again=True)
+        start = Start(made_of, begins_again=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(run.config))
     return start
 
@@ -227,7 +226,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
             asyncio.run(_ask_servers(config.engine.sglang.urls))
-        if transport_of(config.engine.sglang.sync).rank_to_rank:
+        if config.engine.sglang.transport.rank_to_rank:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
         from megatron_daro.actor.policy import check_megatron_options
@@ -288,7 +287,7 @@ def _make_own_verifier(section: RewardSection) -> None:
 async def _ask_servers(urls: Sequence[str]) -> None:
     """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-    from megatron_daro.engine.sglang.vetting import still_starts, unusable
+    from megatron_daro.engine.sglang.starting import still_starts, unusable
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:

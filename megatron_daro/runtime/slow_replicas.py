@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 
 RATIO, LEAST_S, STEPS = 1.25, 1.0, 10
 """Slow is who needs so many times as long as the median of the others, and so many seconds more, so often in a row."""
@@ -24,18 +24,18 @@ class SlowReplicas:
     _slowest: int = -1
     _steps: int = 0
 
-    def observe(self, own_s: Sequence[float], places: Sequence[Place]) -> tuple[dict[str, float], str | None]:
+    def observe(self, own_s: Sequence[float], infos: Sequence[RankInfo]) -> tuple[dict[str, float], str | None]:
         """Take one step in.
 
         Args:
-            own_s: of each rank, seconds before it waited for other replicas; 0: no step was done. places: of the ranks.
+            own_s: of each rank, seconds before it waited for other replicas; 0: no step was done. infos: of the ranks.
 
         Returns:
             The metric, where there are several replicas; a warning, once for each time that one becomes slow.
         """
         seconds: dict[int, float] = {}
-        for own, place in zip(own_s, places, strict=True):
-            seconds[place.data_parallel] = max(own, seconds.get(place.data_parallel, 0.0))
+        for own, info in zip(own_s, infos, strict=True):
+            seconds[info.data_parallel] = max(own, seconds.get(info.data_parallel, 0.0))
         if len(seconds) < 2 or not all(seconds.values()):
             return {}, None
         slowest = max(seconds, key=lambda replica: seconds[replica])
@@ -44,13 +44,13 @@ class SlowReplicas:
         slow = ratio >= RATIO and seconds[slowest] - others >= LEAST_S
         self._steps = self._steps + 1 if slow and slowest == self._slowest else int(slow)
         self._slowest = slowest
-        warning = _warning(slowest, ratio, seconds[slowest] - others, places) if self._steps == STEPS else None
+        warning = _warning(slowest, ratio, seconds[slowest] - others, infos) if self._steps == STEPS else None
         return {METRIC: ratio}, warning
 
 
-def _warning(replica: int, ratio: float, waited_s: float, places: Sequence[Place]) -> str:
-    ranks = [rank for rank, place in enumerate(places) if place.data_parallel == replica]
-    hosts = sorted({places[rank].host for rank in ranks})
+def _warning(replica: int, ratio: float, waited_s: float, infos: Sequence[RankInfo]) -> str:
+    ranks = [rank for rank, info in enumerate(infos) if info.data_parallel == replica]
+    hosts = sorted({infos[rank].host for rank in ranks})
     return (
         f"data-parallel replica {replica} (ranks {', '.join(map(str, ranks))} on {', '.join(hosts)}) has needed longer "
         f"than the others for {STEPS} steps, now {ratio:.2f} times as long; all wait {waited_s:.1f} s a step for it: "

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.runtime.kept_states import Kept, Source
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import MemoryKind
 
 Keeps = Literal["both", "peer", "none"]
@@ -38,24 +38,24 @@ def peers_of(hosts: Sequence[str]) -> list[int | None]:
     return [following[host][by_host[host].index(rank) % len(following[host])] for rank, host in enumerate(hosts)]
 
 
-def kinds_sent(places: Sequence[Place], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
+def kinds_sent(infos: Sequence[RankInfo], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
     """Return what each rank's peer is sent: weights only where no replica on another host (or on the only one) has them
     in a snapshot of its own."""
-    one_host = len({place.host for place in places}) == 1
+    one_host = len({info.host for info in infos}) == 1
 
     def has_replica(rank: int) -> bool:
-        mine = places[rank]
+        mine = infos[rank]
         return any(
             other.weights_key == mine.weights_key and (one_host or other.host != mine.host)
-            for number, other in enumerate(places)
+            for number, other in enumerate(infos)
             if number != rank
         )
 
-    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(places))]
+    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(infos))]
 
 
 def affordable(
-    places: Sequence[Place],
+    infos: Sequence[RankInfo],
     sizes: Sequence[Mapping[MemoryKind, int]],
     free: Sequence[int],
     memory_gib: float | None,
@@ -63,10 +63,10 @@ def affordable(
     """Return what fits into every node's memory, the GiB that it takes on the fullest node, and those it may take.
 
     Args:
-        places, sizes, free: of each rank: where it is, bytes of its snapshot, free bytes of its node.
+        infos, sizes, free: of each rank: its part, bytes of its snapshot, free bytes of its node.
         memory_gib: of each node; None: half of what is free.
     """
-    hosts = [place.host for place in places]
+    hosts = [info.host for info in infos]
     peers, limits = peers_of(hosts), dict[str, float]()
     for host, available in zip(hosts, free, strict=True):
         allowed = available / 2 if memory_gib is None else memory_gib * _GIB
@@ -76,7 +76,7 @@ def affordable(
     tried = 0.0
     levels: tuple[tuple[Keeps, int], ...] = (("both", 2), ("peer", 1))
     for keeps, own in levels:
-        taken, sent = dict.fromkeys(limits, 0), kinds_sent(places, keeps)
+        taken, sent = dict.fromkeys(limits, 0), kinds_sent(infos, keeps)
         for rank, peer in enumerate(peers):
             assert peer is not None
             taken[hosts[rank]] += own * sum(sizes[rank].values())
@@ -89,22 +89,22 @@ def affordable(
 
 
 def sources_of(
-    serial: int, kept: Mapping[int, Kept], places: Sequence[Place], workers: Sequence[ActorHandle]
+    serial: int, kept: Mapping[int, Kept], infos: Sequence[RankInfo], workers: Sequence[ActorHandle]
 ) -> dict[int, list[Source]] | int:
     """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
 
     Args:
-        serial: of the snapshot. kept: what living processes have, by rank. places, workers: of all ranks.
+        serial: of the snapshot. kept: what living processes have, by rank. infos, workers: of all ranks.
     """
     sources: dict[int, list[Source]] = {}
-    for rank, place in enumerate(places):
+    for rank, info in enumerate(infos):
         if rank in kept and serial in kept[rank].own:
             continue
         holder = next((other for other, has in kept.items() if serial in has.copies.get(rank, ())), None)
         if holder is None:
             return rank
         replica = next(
-            (o for o, has in kept.items() if serial in has.own and places[o].weights_key == place.weights_key), None
+            (o for o, has in kept.items() if serial in has.own and infos[o].weights_key == info.weights_key), None
         )
         if replica is None:
             sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]

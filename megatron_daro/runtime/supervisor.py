@@ -265,32 +265,30 @@ class HasEnding(Protocol):
         ...
 
 
-async def supervised(
-    work: Awaitable[T], groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]] = ()
-) -> T:
-    """Return the result of `work`, unless a worker dies first: then `work` is cancelled and the death is raised.
+async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]) -> T:
+    """Return the result of `work`, unless one of the endings comes first: then `work` is cancelled, and it is raised.
 
     Args:
         work: the controller's run; it closes what it holds when it is cancelled.
-        groups: the workers to watch.
-        endings: further things that may end the run: each returns its error.
+        endings: what may end the run: each returns its error.
 
     Raises:
         WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_first_death(groups, endings))
+    watches = [asyncio.ensure_future(ending) for ending in endings]
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done() and not task.done():
+        done, _ = await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
+        if task not in done:
             await _cancelled(task)
-            raise watch.result()
+            raise next(watch for watch in watches if watch in done).result()
         return task.result()
     except asyncio.CancelledError:
         await _cancelled(task)
         raise
     finally:
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
 
 
 async def _cancelled(task: asyncio.Future[T]) -> None:
@@ -300,25 +298,27 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
     await asyncio.wait({task})
 
 
-async def _first_death(groups: Sequence[WorkerGroup], endings: Sequence[Awaitable[Exception]]) -> Exception:
-    """Wait until a worker of a group that was not dismissed is gone; return the error."""
-    watches = [asyncio.ensure_future(ending) for ending in endings]
+async def death_of(name: str, worker: ActorHandle) -> DaroError:
+    """Wait until the process of a worker is gone; return why."""
     try:
-        async for group, name in unhurried([(one, name) for one in groups for name in one]):
-            watches.append(asyncio.ensure_future(_death(group, name, group[name].sentinel.remote())))
-        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        await worker.sentinel.remote()
+    except Exception as error:  # the supervisor's border: whatever ends a worker is the news
+        return translated(name, error)
+    return WorkerDiedError(f"{name} died: its process has ended")
+
+
+async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, DaroError]:
+    """Wait until a process of a group that was not dismissed is gone; return its name, its handle and the error."""
+    watches: dict[asyncio.Task[DaroError], tuple[str, ActorHandle]] = {}
+    try:
+        async for name, worker in unhurried(dict(workers).items()):
+            watches[asyncio.ensure_future(death_of(name, worker))] = name, worker
+        if not workers.dismissed:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        if workers.dismissed:
+            await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
+        first = next(iter(done))
+        return *watches[first], first.result()
     finally:
         for watch in watches:
             watch.cancel()
-
-
-async def _death(group: WorkerGroup, name: str, sentinel: Awaitable[None]) -> Exception:
-    try:
-        await sentinel
-        error: Exception = RuntimeError("its sentinel returned")
-    except Exception as raised:  # the supervisor's border: whatever ends a worker is the news
-        error = raised
-    if group.dismissed:
-        await asyncio.Future()  # for ever: whoever waits here is cancelled when the work is done
-    return translated(name, error)

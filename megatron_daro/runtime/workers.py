@@ -1,6 +1,6 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Thin shells: policy_group.py and embedded_group.py call them; all work is done by actor/, engine/ and sync/.
+Thin shells: `PolicyGroup` and `EngineGroup` call them; all work is done by actor/, engine/ and sync/.
 Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The actors that
 a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
 """
@@ -47,7 +47,7 @@ from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, S
 if TYPE_CHECKING:
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
-    from megatron_daro.sync.send import Sender
+    from megatron_daro.sync.transports import Sender
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
 # "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
@@ -56,10 +56,10 @@ _GROUPS = {"work": 1, "watch": 1, "save": 1, "snapshot": 1, "copies": 1, "recove
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """A rank's part. exports: it takes part in exports; sends: it hands on its stage's. host: address of its node.
 
-    answers: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
+    reports: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
     device: "cuda" or "cpu". remarks: what a person should know about how it computes. weights_key: ranks with the same
     one have the same weights.
     """
@@ -68,7 +68,7 @@ class Place:
     stage: int
     exports: bool
     sends: bool
-    answers: bool
+    reports: bool
     device: str = "cpu"
     host: str = ""
     remarks: tuple[str, ...] = ()
@@ -173,17 +173,17 @@ class TrainWorker:
         gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 
     @ray.method(concurrency_group="work")
-    def place(self) -> Place:
-        """Return what part this rank has."""
+    def info(self) -> RankInfo:
+        """What part this rank has."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.actor.weights import exports_weights, sends_for_stage
 
-        return Place(
+        return RankInfo(
             data_parallel=parallel.data_parallel_rank(),
             stage=parallel.pipeline_parallel_rank(),
             exports=exports_weights(),
             sends=sends_for_stage(),
-            answers=parallel.answers_for_shard(),
+            reports=parallel.reports_for_shard(),
             device=device.prepare().type,
             host=ray.util.get_node_ip_address(),
             remarks=(*self._remarks, *self._policy.remarks),
@@ -193,12 +193,12 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
-        """One optimizer step on this rank's shard. Collective; metrics come from the ranks that answer only.
+        """One optimizer step on this rank's shard. Collective; metrics come from the ranks that report only.
 
         columns: of the shard, computed since it was sent; they take the place of those in `batch`.
         """
         result = self._policy.train_step(dataclasses.replace(batch, **columns), micro_batches, step=step)
-        return result if self._answers() else dataclasses.replace(result, metrics={})
+        return result if self._reports() else dataclasses.replace(result, metrics={})
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -208,29 +208,29 @@ class TrainWorker:
         batch: TrainBatch,
         micro_batches: Sequence[Sequence[int]],
     ) -> np.ndarray | None:
-        """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank answers."""
+        """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank reports."""
         column_R = self._policy.run_pass(name, batch, micro_batches)
-        return column_R if self._answers() else None
+        return column_R if self._reports() else None
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def score(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> np.ndarray | None:
         """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
-        another rank answers."""
+        another rank reports."""
         column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature)
-        return column_R if self._answers() else None
+        return column_R if self._reports() else None
 
-    def _answers(self) -> bool:
+    def _reports(self) -> bool:
         from megatron_daro.actor import parallel
 
-        return parallel.answers_for_shard()
+        return parallel.reports_for_shard()
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
         from megatron_daro.actor import parallel
-        from megatron_daro.sync.relays import groups_of
+        from megatron_daro.sync.handles import groups_of
 
         before = parallel.listening()
         self._relays |= groups_of(members)
@@ -251,8 +251,7 @@ class TrainWorker:
         """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
         joined."""
         from megatron_daro.actor import device
-        from megatron_daro.sync.handles import push_buckets
-        from megatron_daro.sync.relays import received
+        from megatron_daro.sync.handles import push_buckets, received
 
         return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
 
@@ -265,7 +264,7 @@ class TrainWorker:
         send and report. Args: members: of a group that was joined, whose other ranks get every bucket. critic: it is
         the critic's weights that are sent."""
         from megatron_daro.actor import device, parallel
-        from megatron_daro.sync.send import Sender
+        from megatron_daro.sync.transports import Sender
 
         tensors = self._policy.export_critic if critic else self._policy.export
         if plan is None:
@@ -491,7 +490,7 @@ def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendRepo
         failures |= _taken(before, plan.timeout_s)
         before = {}
         if failures:
-            continue  # other ranks gather along
+            break
         reference = ray.put(bucket)
         before = {target.name: cast(ReceivingActor, target.actor).receive.remote(reference) for target in plan.targets}
         num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1

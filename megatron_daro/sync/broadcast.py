@@ -6,9 +6,8 @@ soon as all have answered to this one: those on GPUs answer while the data is st
 time, those on CPUs when they have loaded it. Not earlier: SGLang takes calls in the order in which they reach it, and
 two that are on their way on two connections have none; a bucket read with the names of another would be silently wrong.
 The group, of this rank and every rank of every server, is kept for the next update as long as the same servers take
-part. The stream of tensors is always read to its end, since other ranks gather along and would wait forever. The first
-server that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call. Servers are not
-fenced here: what each of them did is reported.
+part. The first server that fails breaks the broadcast off, so that a death costs seconds and not the limit of a call.
+Servers are not fenced here: what each of them did is reported.
 
 A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
 NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
@@ -42,6 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.sender import TransportSender
 
 _Result = TypeVar("_Result")
 _Calls = set[asyncio.Future[Any]]
@@ -225,7 +225,7 @@ class _Sent:
     last: Future[None] | None = None
 
 
-class BroadcastSender:
+class BroadcastSender(TransportSender):
     """This rank's end. `close` it, or its threads and sockets stay."""
 
     _post: Post
@@ -245,23 +245,17 @@ class BroadcastSender:
         self._groups: dict[str, str] = {}  # address of a server -> the group that it was told to make
         self._stream = SendStream() if backend == "nccl" else NoStream()
 
-    def send(
-        self,
-        stream: Iterable[tuple[str, Tensor]],
-        plan: SendPlan,
-        *,
-        label: str = "",
-        group: dist.ProcessGroup | None = None,
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: dist.ProcessGroup | None
     ) -> SendReport:
-        """Send the whole stream; see `TransportSender`. After a failure the group is gone, and the next call makes
-        another."""
+        """Send everything. After a failure the group is gone, and the next call makes another."""
         mailbox: queue.Queue[_Packed | None] = queue.Queue()
         with ThreadPoolExecutor(1, thread_name_prefix="broadcast") as thread:
             sending = thread.submit(lambda: asyncio.run(self._send_all(mailbox, plan)))
             before = threading.Event()
             before.set()
             try:
-                for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
+                for bucket in bucketize(tensors, plan.bucket_bytes, reuse=True):
                     packed = _Packed(bucket, self._stream.packed())
                     mailbox.put(packed)
                     before.wait()  # the bucket before is sent, and its buffer is the next one's
@@ -301,13 +295,14 @@ class BroadcastSender:
             return await self._send_until_none(mailbox, plan)
 
     async def _send_until_none(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
-        """Take buckets out until None comes; after a failure they are only thrown away."""
+        """Take buckets out until None comes; after a failure they are only thrown away, so that the thread that packs
+        them never waits for a buffer."""
         sent = _Sent()
         crash: BaseException | None = None
         on_the_way: list[threading.Event] = []
         try:
             sent.failures |= await self._join(plan)
-        except Exception as error:  # raised below: the stream must be read to its end first
+        except Exception as error:  # raised below, when the mailbox is empty
             crash = error
         while (packed := await asyncio.to_thread(mailbox.get)) is not None:
             on_the_way = [*on_the_way[-1:], packed.sent]

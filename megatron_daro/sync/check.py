@@ -61,8 +61,8 @@ class ProbeAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Answer:
-    """One sync: the receiver's log-probs of the fixed text, the policy's, and the digests of what was sent."""
+class _Report:
+    """Of one sync: the receiver's log-probs of the fixed text, the policy's, and the digests of what was sent."""
 
     receiver_R: np.ndarray
     policy_R: np.ndarray
@@ -71,17 +71,17 @@ class _Answer:
 
 @dataclass(slots=True)
 class _History:
-    """Answers of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
+    """Reports of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
     small to be told in one step add up. first: of its first sync, as whose weights it is after a restart."""
 
-    last: _Answer | None = None
-    settled: _Answer | None = None
-    first: _Answer | None = None
+    last: _Report | None = None
+    settled: _Report | None = None
+    first: _Report | None = None
     ratios: list[float] = field(default_factory=list)
     moves: deque[float] = field(default_factory=lambda: deque(maxlen=_OF_LATE))
 
-    def references(self) -> list[_Answer]:
-        """Return what an answer is compared with, each once."""
+    def references(self) -> list[_Report]:
+        """Return what a report is compared with, each once."""
         return list({id(a): a for a in (self.last, self.settled, self.first) if a is not None}.values())
 
     def limit(self) -> float:
@@ -94,7 +94,7 @@ class _History:
         if len(self.ratios) < _LEARNED_FROM:
             self.ratios.append(ratio)
 
-    def is_far(self, then: _Answer, move: float) -> bool:
+    def is_far(self, then: _Report, move: float) -> bool:
         """Whether the policy moved so far since then that rounding hardly matters."""
         return then is not self.last and len(self.moves) >= _LEARNED_ENOUGH and move >= _FAR * max(self.moves)
 
@@ -141,7 +141,7 @@ class UpdateCheck:
             reason = _too_far(answer, sampled_R)
             follows = False
             if not reason:
-                now = _Answer(answer.fixed.logprobs, fixed_R, received)
+                now = _Report(answer.fixed.logprobs, fixed_R, received)
                 follows, reason = self._followed(self._histories.setdefault(name, _History()), now)
             if reason:
                 rejected[name] = reason
@@ -149,7 +149,7 @@ class UpdateCheck:
                 verified.add(name)
         return Outcome(rejected, frozenset(verified))
 
-    def _followed(self, history: _History, now: _Answer) -> tuple[bool, str]:
+    def _followed(self, history: _History, now: _Report) -> tuple[bool, str]:
         """(whether the receiver is seen to follow the policy, why it is seen not to)."""
         follows = False
         for then in history.references():
@@ -168,7 +168,7 @@ class UpdateCheck:
         return follows, ""
 
 
-def _ratio(then: _Answer, now: _Answer) -> float | None:
+def _ratio(then: _Report, now: _Report) -> float | None:
     """How near the receiver's answer is to its old one, against the one it should have now: 0 where it kept its
     weights, large where it follows. None where the policy did not change, or too few of its log-probs."""
     wanted_R = now.policy_R - then.policy_R
@@ -198,7 +198,7 @@ def _too_far(answer: ProbeAnswer, expected_R: np.ndarray) -> str:
     )
 
 
-def _kept_text(then: _Answer, now: _Answer, limit: float) -> str:
+def _kept_text(then: _Report, now: _Report, limit: float) -> str:
     wanted_R, moved_R = now.policy_R - then.policy_R, now.receiver_R - then.receiver_R
     return (
         f"it kept its weights: of {len(moved_R)} given tokens the policy's log-probs changed by {_rms(wanted_R):.3g} "

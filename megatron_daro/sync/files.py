@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,59 +24,30 @@ from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_i
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
+from megatron_daro.sync.sender import TransportSender
 
 
-class FileSender:
-    """One rank's shards of the checkpoint."""
+class FileSender(TransportSender):
+    """One rank's shards of the checkpoint, written into the partial directory."""
 
-    def send(
-        self,
-        stream: Iterable[tuple[str, Tensor]],
-        plan: SendPlan,
-        *,
-        label: str = "",
-        group: ProcessGroup | None = None,
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
     ) -> SendReport:
-        """Write the stream; see `TransportSender`."""
-        return write_shards(plan, label, stream)
-
-    def close(self) -> None:
-        """Nothing is kept."""
+        started = time.perf_counter()
+        partial, written = partial_directory(_directory(plan)), dict[str, tuple[str, int]]()
+        in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # a file of them may not fit the GPU
+        for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
+            try:
+                written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
+            except (OSError, SafetensorError) as error:
+                raise SyncError(f"weights could not be written: {partial}: {error}; {plan.remedy}") from error
+        total = sum(nbytes for _, nbytes in written.values())
+        return SendReport(total, len(written), time.perf_counter() - started, files=written)
 
 
 def partial_directory(directory: Path) -> Path:
     """Where the files of `directory` are written before it appears."""
     return directory.with_name(f".{directory.name}.partial")
-
-
-def write_shards(plan: SendPlan, label: str, stream: Iterable[tuple[str, Tensor]]) -> SendReport:
-    """Write this rank's tensors into the partial directory; read the stream to its end whatever happens.
-
-    Args:
-        plan: of files.
-        label: distinguishes ranks in file names.
-        stream: (HF name, tensor), maybe collective.
-
-    Returns:
-        The report, with the files.
-
-    Raises:
-        SyncError: the disk refused.
-    """
-    started = time.perf_counter()
-    partial, written, failure = partial_directory(_directory(plan)), dict[str, tuple[str, int]](), ""
-    in_host_memory = ((name, tensor.cpu()) for name, tensor in stream)  # a whole file of them may not fit the GPU
-    for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
-        if failure:
-            continue  # other ranks gather along
-        try:
-            written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
-        except (OSError, SafetensorError) as error:
-            failure = f"{partial}: {error}"
-    if failure:
-        raise SyncError(f"weights could not be written: {failure}; {plan.remedy}")
-    total = sum(nbytes for _, nbytes in written.values())
-    return SendReport(total, len(written), time.perf_counter() - started, files=written)
 
 
 def complete_checkpoint(

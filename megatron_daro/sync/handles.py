@@ -3,6 +3,7 @@
 Each rank of a server maps the memory and loads from it before it answers, so that the bucket may be freed then. Every
 rank of every server gets handles of its own, since torch counts who still holds the memory, and they name the GPU by
 UUID, since its number differs in a process that sees other GPUs. Host memory is rejected: it kills SGLang's server.
+Where servers are on other hosts, a rank there hands the buckets out (routes.py), if need be one that is sent them.
 Source: sglang/srt/utils/common.py, MultiprocessingSerializer, and patch_torch.py.
 """
 
@@ -12,7 +13,7 @@ import asyncio
 import base64
 import io
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -24,62 +25,70 @@ from torch.multiprocessing import reductions
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.relays import passed_on
+from megatron_daro.sync.sender import TransportSender, read_to_its_end
 
 # The device, of the arguments that rebuild a tensor from a handle. Source: torch/multiprocessing/reductions.py.
 _DEVICE_ARGUMENT = 6
 
 
-class HandleSender:
+class HandleSender(TransportSender):
     """One rank's handles."""
 
     def __init__(self, calls: Calls) -> None:
         """Connect to nothing. Args: calls: to servers."""
         self._calls = calls
 
-    def send(
-        self,
-        stream: Iterable[tuple[str, Tensor]],
-        plan: SendPlan,
-        *,
-        label: str = "",
-        group: dist.ProcessGroup | None = None,
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: dist.ProcessGroup | None
     ) -> SendReport:
-        """Hand the stream out; see `TransportSender`."""
-        return push(stream, plan, self._calls, group)
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-
-def push(
-    stream: Iterable[tuple[str, Tensor]], plan: SendPlan, calls: Calls, group: dist.ProcessGroup | None = None
-) -> SendReport:
-    """Hand out the whole stream; read it to its end whatever happens.
-
-    Args:
-        stream: (HF name, tensor on a GPU); each item may be a collective of other ranks.
-        plan: to which servers, in buckets of which size.
-        calls: to servers. group: of this rank and those of other hosts that hand out the same buckets there.
-
-    Returns:
-        The report; failures by server.
-    """
-    # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was killed.
-    buckets = bucketize(stream, plan.bucket_bytes, copy_all=True)
-    return push_buckets(buckets if group is None else passed_on(buckets, group), plan, calls)
+        # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was
+        # killed.
+        buckets = bucketize(tensors, plan.bucket_bytes, copy_all=True)
+        return push_buckets(buckets if group is None else passed_on(buckets, group), plan, self._calls)
 
 
 def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
-    """Hand out buckets on a GPU that have memory of their own; read them to their end whatever happens.
+    """Hand out buckets on a GPU that have memory of their own, until a server fails."""
+    with read_to_its_end(buckets) as rest:  # of which ranks on other hosts get each
+        return asyncio.run(_push_all(rest, plan, calls))
 
-    Args:
-        buckets: asking for one may be a collective of other ranks. plan: to which servers. calls: to servers.
 
-    Returns:
-        The report; failures by server.
-    """
-    return asyncio.run(_push_all(buckets, plan, calls))
+def passed_on(buckets: Iterable[WeightBucket], group: dist.ProcessGroup) -> Iterator[WeightBucket]:
+    """Yield each bucket after it was broadcast from this rank, the first of the group, and then tell the end."""
+    try:
+        for bucket in buckets:
+            _announce((bucket.names, bucket.shapes, bucket.dtype, bucket.data.nbytes), group)
+            dist.broadcast(bucket.data, dist.get_global_rank(group, 0), group=group)
+            yield bucket
+    finally:
+        _announce(None, group)
+
+
+def received(group: dist.ProcessGroup, device: torch.device) -> Iterator[WeightBucket]:
+    """Yield the buckets that the first rank of the group broadcasts, each in memory of its own, until it tells the
+    end."""
+    while (header := _announce(None, group)) is not None:
+        names, shapes, dtype, num_bytes = header
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+        yield WeightBucket(names, shapes, dtype, data)
+
+
+_Header = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], str, int]
+
+
+def _announce(header: _Header | None, group: dist.ProcessGroup) -> _Header | None:
+    """Return what the group's first rank says is next; None: nothing. Only that rank's argument counts."""
+    header_of_rank: list[_Header | None] = [header]
+    dist.broadcast_object_list(header_of_rank, dist.get_global_rank(group, 0), group=group)
+    return header_of_rank[0]
+
+
+def groups_of(members: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make torch's groups of these ranks. Collective over all ranks of the policy, each with the same argument."""
+    groups = {tuple(ranks): dist.new_group(list(ranks)) for ranks in members}
+    mine = dist.get_rank()
+    return {ranks: group for ranks, group in groups.items() if mine in ranks}
 
 
 async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
@@ -87,14 +96,14 @@ async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Call
     failures: dict[str, SendFailure] = {}
     async with calls() as post:
         for bucket in buckets:  # nothing else is on this event loop that would wait for the gathering
-            if failures:
-                continue  # other ranks gather along
             if not bucket.data.is_cuda:
                 refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")
                 failures = dict.fromkeys((target.name for target in plan.targets), refusal)
-                continue
+                break
             failures = await _push_bucket(bucket, plan, post)
             num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+            if failures:
+                break
     return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
 
 

@@ -42,7 +42,7 @@ class ReceivingActor(Protocol):
 @dataclass(frozen=True, slots=True)
 class Target:
     """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; actor: for the
-    transport to actors."""
+    transport `ray`."""
 
     name: str
     url: str = ""
@@ -55,12 +55,13 @@ class Target:
 class SendPlan:
     """Everything that one export is to send.
 
-    transport: the way, by its name in transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s: of each
-    call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has digests of
-    some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the message; step:
-    that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the critic that is
-    sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for
-    numbers. layout: of every server, for shards; shards_over: what carries them, as engine.sglang.shards_over has it.
+    transport: the way, by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
+    of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
+    digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
+    message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the
+    critic that is sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
+    `{expert}` for numbers. layout: of every server, for shards; shards_over: what carries them, as
+    engine.sglang.shards_over has it.
     """
 
     transport: str

@@ -2,9 +2,8 @@
 
 A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
 takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
-(relays.py). So the
-bytes reach a host once, whatever the layout and however many servers it has. On any other way one rank of a stage sends
-to all.
+(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. On any other way one
+rank of a stage sends to all.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.sync.transports import transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
         SyncError: a server's host has no rank.
     """
     sender = next(rank for rank, role in roles.items() if role.sends)
-    if not transport_of(plan.transport).maps_memory or len({role.host for role in roles.values()}) == 1:
+    if not TRANSPORTS[plan.transport].maps_memory or len({role.host for role in roles.values()}) == 1:
         return Routes(sender, {sender: plan})
     plans, relays = {sender: replace(plan, targets=())}, dict[int, SendPlan]()
     for host in dict.fromkeys(urlsplit(target.url).hostname or "" for target in plan.targets):

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync.broadcast import in_thread
-from megatron_daro.sync.in_server import LOADER
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     SLOTS,
     Engine,
@@ -128,7 +128,8 @@ class ShardSender:
         """Have a server's ranks connect; its senders are told how that ended."""
         target = plan.targets[server]
         requests = [request_for((server, rank), offers, plan.timeout_s) for rank in range(target.ranks)]
-        body = {"serialized_named_tensors": requests, "load_format": LOADER, "flush_cache": False, "selector": "target"}
+        loader = TRANSPORTS[plan.transport].loader
+        body = {"serialized_named_tensors": requests, "load_format": loader, "flush_cache": False, "selector": "target"}
         told: dict[str, Any] = {"server": server, "lost": _NOT_CONNECTED}
         try:
             await post(target.url, "/update_weights_from_tensor", body, plan.timeout_s)

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from local_server import LocalServer
 from sglang_pool import (
     CPU_ARGUMENTS,
     VOCAB,
@@ -28,7 +29,7 @@ from sglang_pool import (
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.engine.embedded import EmbeddedEngine
-from megatron_daro.engine.sglang.servers import LaunchOptions, LocalServer
+from megatron_daro.engine.sglang.servers import LaunchOptions
 from megatron_daro.errors import EngineError, ModelError, SyncError
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams

@@ -29,7 +29,7 @@ from stub_server import StubServer
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.environment import TURN
@@ -168,7 +168,7 @@ def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, work
                 await until(lambda: stub.running == 6)
                 stub.gate.set()
                 remote = await working
-            async with asking(stub, tmp_path, DirectAnswers(decoder(model))) as engine:
+            async with asking(stub, tmp_path, DirectAsker(decoder(model))) as engine:
                 stub.gate.set()
                 local = await collect(engine, requests)
         assert described(remote) == described(local) and len(remote) == 24 and not warnings

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_daro.errors import EngineError
-from megatron_daro.sync import handles, relays
+from megatron_daro.sync import handles
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import SendPlan, Target
 
@@ -31,7 +31,7 @@ def hand_out(layout: Any, *, fails_on: int | None) -> dict[str, Any]:
     rank whose server refuses the second bucket.
     """
     rank, given = dist.get_rank(), list[tuple[str, torch.Tensor]]()
-    groups = relays.groups_of([(0, 1, 2), (1, 0)])
+    groups = handles.groups_of([(0, 1, 2), (1, 0)])
     assert groups.keys() == ({(0, 1, 2), (1, 0)} if rank < 2 else {(0, 1, 2)})
     plan = SendPlan(transport="tensor", targets=(Target(f"s{rank}"),), bucket_bytes=100, timeout_s=5.0)
     calls = 0
@@ -47,9 +47,9 @@ def hand_out(layout: Any, *, fails_on: int | None) -> dict[str, Any]:
     original, handles.handles_of = handles.handles_of, pickle.dumps  # type: ignore[assignment]
     try:
         if rank == 0:
-            buckets = relays.passed_on(bucketize(TENSORS, plan.bucket_bytes, copy_all=True), groups[(0, 1, 2)])
+            buckets = handles.passed_on(bucketize(TENSORS, plan.bucket_bytes, copy_all=True), groups[(0, 1, 2)])
         else:
-            buckets = relays.received(groups[(0, 1, 2)], torch.device("cpu"))
+            buckets = handles.received(groups[(0, 1, 2)], torch.device("cpu"))
         report = handles.push_buckets(map(_as_on_gpu, buckets), plan, lambda: nullcontext(post))  # type: ignore[arg-type]
     finally:
         handles.handles_of = original

@@ -14,7 +14,7 @@ from small_models import ROLLOUTS, random_batch, save_model
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime import policy_group
+from megatron_daro.runtime import policy_group, shards
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.sync.plan import SendPlan, Target
 
@@ -24,8 +24,8 @@ ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coeffic
 @pytest.fixture
 def put(monkeypatch):
     """Everything the driver put into the object store by hand."""
-    objects, original = [], policy_group.ray.put
-    monkeypatch.setattr(policy_group.ray, "put", lambda value: objects.append(value) or original(value))
+    objects, original = [], shards.ray.put
+    monkeypatch.setattr(shards.ray, "put", lambda value: objects.append(value) or original(value))
     return objects
 
 
@@ -84,7 +84,7 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
         await placement.start()
         await policy.start()
         hosts = ("10.0.0.1", "10.0.0.2")
-        policy.places[:] = [dataclasses.replace(p, host=h) for p, h in zip(policy.places, hosts, strict=True)]
+        policy.ranks.infos[:] = [dataclasses.replace(p, host=h) for p, h in zip(policy.ranks.infos, hosts, strict=True)]
         reports = [await policy.export(plan) for _ in range(2)]
         await policy.close()
         return reports

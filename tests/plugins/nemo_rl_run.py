@@ -190,22 +190,19 @@ def prepare() -> None:
         setattr(grpo, name, idle)
 
 
-def run(out: Path, *overrides: str) -> str:
-    """The command of the page; why it does not start."""
-    prepare()
-    rows = batches.GROUPS * batches.K
-    sys.argv = [
+def command(script: str, config: str, out: Path, *overrides: str) -> list[str]:
+    """The command of the page, for three steps of the canned answers and a checkpoint."""
+    return [
         "run_grpo_daro.py",
-        str(SOURCE / "examples" / "run_grpo.py"),
+        str(SOURCE / "examples" / script),
         "--config",
-        str(SOURCE / "examples" / "configs" / "grpo_math_1B.yaml"),
+        str(SOURCE / "examples" / "configs" / config),
         f"grpo.num_prompts_per_step={batches.GROUPS}",
         f"grpo.num_generations_per_prompt={batches.K}",
-        f"policy.train_global_batch_size={rows}",
+        f"policy.train_global_batch_size={batches.GROUPS * batches.K}",
         "grpo.use_leave_one_out_baseline=false",
         "grpo.max_num_steps=3",
         "grpo.val_period=0",
-        "grpo.val_at_start=false",
         "loss_fn.reference_policy_kl_penalty=0",
         "loss_fn.ratio_clip_max=0.28",
         "policy.make_sequence_length_divisible_by=1",
@@ -216,6 +213,12 @@ def run(out: Path, *overrides: str) -> str:
         f"logger.log_dir={out}/logs",
         *overrides,
     ]
+
+
+def run(out: Path, *overrides: str) -> str:
+    """Run the command; why it does not start."""
+    prepare()
+    sys.argv = command("run_grpo.py", "grpo_math_1B.yaml", out, "grpo.val_at_start=false", *overrides)
     try:
         run_grpo_daro.main()
     except DaroError as error:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sglang_pool import required_environment
 from shard_cases import CASES, Case, all_writes, carried_out, checkpoint, padding, server_shapes, times_written
 
-from megatron_daro.engine.sglang.environment import server_environment
+from megatron_daro.engine.sglang.command import server_environment
 
 SCRIPT = Path(__file__).parents[1] / "server_parameters.py"
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "configs"

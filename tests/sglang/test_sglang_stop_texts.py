@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.engine.sglang import rollouts as rollouts_module
+from megatron_daro.engine.sglang import replies as rollouts_module
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ import pytest
 from sglang_pool import VOCAB, collect, engine_of, expected, give, group, section, started, worst_difference
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -19,7 +19,7 @@ FEW, LONG = 3, 100
 STOPS = tuple(range(0, VOCAB, 30))
 
 
-class Noting(DirectAnswers):
+class Noting(DirectAsker):
     """Tells of each question that is asked, and of answers that have ended after the engine has heard of them."""
 
     def __init__(self, ended, asked=lambda question: None):

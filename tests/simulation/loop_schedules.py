@@ -36,9 +36,9 @@ from megatron_daro.errors import DaroError
 from megatron_daro.rollout import sampler as sampler_module
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import OUTCOMES
-from megatron_daro.runtime import healing, policy_group
+from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import HealingLimits
-from megatron_daro.runtime.policy_group import Shard
+from megatron_daro.runtime.shards import Shard
 from megatron_daro.runtime.supervisor import supervised
 
 STEPS = 4
@@ -165,11 +165,12 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         SimpleNamespace(take_gpus=lambda gpus: None, has_gpus=False),
         healing=HealingLimits(None, per_hour=100, hung_s=60.0),
     )
-    group.cluster, group.disk, group.outcome = cluster, disk, SimpleNamespace(last_death_s=-9.0, unhealable=False)
+    group.ranks.cluster, group.disk = cluster, disk
+    group.ranks.outcome = outcome = SimpleNamespace(last_death_s=-9.0, unhealable=False)
 
     def note(process: Any) -> None:
-        group.outcome.unhealable |= group.joining or healing_of(group).under_way
-        group.outcome.last_death_s = loop.time()
+        outcome.unhealable |= group.ranks.joining or healing_of(group).under_way
+        outcome.last_death_s = loop.time()
 
     cluster.on_death = note
 
@@ -205,7 +206,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         recorder=disk,
         identity={"seed": 1},
     )
-    return Life(cluster, engine, group, Controller(section, parts, max_staleness=schedule.staleness), sampler)
+    return Life(cluster, engine, group, Controller(section, parts, batches_ahead=schedule.staleness), sampler)
 
 
 async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | None) -> None:
@@ -223,7 +224,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))
     try:
-        outcome = await supervised(life.controller.run(), [], [life.group.ended()])
+        outcome = await supervised(life.controller.run(), [life.group.ended()])
         life.status = outcome.status
     except DaroError as error:
         life.error = error
@@ -238,7 +239,7 @@ def simulate_loop(schedule: LoopSchedule) -> Disk:
         loop = VirtualLoop(random, deadline_s=3 * DEADLINE_S, shuffled=schedule.shuffled)
         with pytest.MonkeyPatch.context() as patch:
             clock = SimpleNamespace(perf_counter=loop.time, monotonic=loop.time)
-            for module in (healing, policy_group, sampler_module):
+            for module in (healing, sampler_module):
                 patch.setattr(module, "time", clock)
             patch.setattr(controller_module, "write_waiting", disk.waiting.__setitem__)
             patch.setattr(controller_module, "read_waiting", lambda directory: disk.waiting.get(directory, []))
@@ -267,7 +268,7 @@ def _check_life(life: Life) -> None:
     assert not life.cluster.loop.faults, life.cluster.loop.faults
     assert all(not process.alive for process in life.cluster.processes), "a process outlives the run"
     if life.error is not None:
-        assert life.group.outcome.unhealable, f"one rank died, and the run ended: {life.error}"
+        assert life.group.ranks.outcome.unhealable, f"one rank died, and the run ended: {life.error}"
 
 
 def _check_books(schedule: LoopSchedule, disk: Disk, life: Life) -> None:

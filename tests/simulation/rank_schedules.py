@@ -26,7 +26,9 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
 from megatron_daro.runtime import healing, policy_group, supervisor
 from megatron_daro.runtime.healing import HealingLimits
-from megatron_daro.runtime.policy_group import PolicyGroup, Shard
+from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.ranks import Ranks
+from megatron_daro.runtime.shards import Shard
 from megatron_daro.runtime.supervisor import supervised
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
@@ -95,6 +97,7 @@ def no_ray():
     with collecting_after_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "kill", lambda handle, no_restart: handle.process.die())
         patch.setattr(supervisor, "cpu_time", _cpu_time)
+        patch.setattr(policy_group, "Ranks", SimulatedRanks)
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
         patch.setattr(policy_group, "_empty", lambda directory: None)
@@ -106,8 +109,8 @@ async def _cpu_time(handle: Any) -> float:
     return -1.0 if handle.process.frozen else handle.process.loop.time()
 
 
-class Group(PolicyGroup):
-    """The real one over these processes; each data-parallel rank's shard is the batch itself."""
+class SimulatedRanks(Ranks):
+    """The real ones over these processes."""
 
     cluster: Cluster
     outcome: Outcome
@@ -124,6 +127,12 @@ class Group(PolicyGroup):
             await super().join(to_be_restored=to_be_restored)
         finally:
             self.joining = False
+
+
+class Group(PolicyGroup):
+    """The real one; each data-parallel rank's shard is the batch itself."""
+
+    ranks: SimulatedRanks
 
     def _shards(self, batch: Any) -> list[Shard]:
         return [Shard((i,), batch, ((0,),)) for i in range(self._actor.data_parallel)]
@@ -233,7 +242,7 @@ async def _run(group: Group, outcome: Outcome) -> None:
     outcome.ready = True
     cluster.arm()
     try:
-        await supervised(_drive(group, outcome), [], [group.ended()])
+        await supervised(_drive(group, outcome), [group.ended()])
     except DaroError as error:
         outcome.error = error
 
@@ -264,7 +273,7 @@ def simulate(schedule: Schedule) -> Outcome:
         placement,
         healing=HealingLimits(None, schedule.per_hour, hung_s=60.0),
     )
-    group.cluster, group.outcome, outcome.group = cluster, outcome, group
+    group.ranks.cluster, group.ranks.outcome, outcome.group = cluster, outcome, group
     cluster.on_death = lambda process: _note_death(outcome, process)
     with pytest.MonkeyPatch.context() as patch:
         for module in (healing, policy_group, supervisor):
@@ -300,7 +309,7 @@ def healing_of(group: PolicyGroup) -> SimpleNamespace:
 def _note_death(outcome: Outcome, process: Any) -> None:
     """Before a process dies: what may be lost with it. Where all was well, the snapshot that counts is with every rank
     and with its peer."""
-    workers, rank = outcome.group.workers, process.rank
+    workers, rank = outcome.group.ranks.workers, process.rank
     processes = [handle.process for handle in workers.values()]
     if not outcome.ready or workers.dismissed or process not in processes:
         return
@@ -316,7 +325,7 @@ def _note_death(outcome: Outcome, process: Any) -> None:
             assert heal.keeps != "both" or heal.committed in process.states.kept.own
     # What docs/recovery.md excepts: where peers alone keep snapshots, a death while one is taken; a death in a meeting.
     outcome.last_death_s = outcome.cluster.loop.time()
-    outcome.unhealable |= outcome.group.joining
+    outcome.unhealable |= outcome.group.ranks.joining
 
 
 def _check(schedule: Schedule, outcome: Outcome) -> None:

@@ -24,7 +24,7 @@ from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import kept_states
 from megatron_daro.runtime.kept_states import KeptStates
-from megatron_daro.runtime.workers import Place, TrainWorker
+from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import StepResult
 
@@ -315,14 +315,14 @@ class Process:
         )
         await self._meet()
 
-    def place(self) -> Place:
+    def info(self) -> RankInfo:
         rank, tensor = self.rank, self.cluster.tensor
-        return Place(
+        return RankInfo(
             data_parallel=rank // tensor,
             stage=0,
             exports=rank < tensor,
             sends=rank == 0,
-            answers=rank % tensor == 0,
+            reports=rank % tensor == 0,
             host=f"host {rank * self.cluster.hosts // self.cluster.world}",
             weights_key=(rank % tensor,),
         )

@@ -18,13 +18,8 @@ import tiny_task
 from megatron_daro.config import Config, resolve
 from megatron_daro.config.loading import section_of, walk
 from megatron_daro.errors import CheckpointError
-from megatron_daro.runtime.restart_audit import (
-    CLASS_OF,
-    ChangeClass,
-    audit,
-    provenance,
-    record,
-)
+from megatron_daro.runtime.provenance import provenance
+from megatron_daro.runtime.restart_audit import CLASS_OF, ChangeClass, audit, record
 
 FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
 SINGLE = [path for path in FIELDS if not path.startswith("data.eval.") and CLASS_OF.get(path) != "content"]

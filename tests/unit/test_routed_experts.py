@@ -14,7 +14,7 @@ from megatron_daro import durable
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.packing import pack
-from megatron_daro.engine.sglang.rollouts import rollouts_of
+from megatron_daro.engine.sglang.replies import rollouts_of
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.recorder import RecordedUpdate, Recorder, read_step
 from megatron_daro.routed_experts import ExpertsFolder, Part, StoredExperts

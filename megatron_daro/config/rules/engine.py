@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import Hardware, nccl_of_both_ends
@@ -20,6 +21,7 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.problems import Problem, show, wrong
 from megatron_daro.config.sections import Config
+from megatron_daro.config.transports import Transport, sglang_transports
 
 _ARGUMENTS, _BLOCKS, _SYNC = "engine.sglang.arguments", "engine.sglang.fp8_blocks", "engine.sglang.sync"
 _NUMPY_SEEDS = 2**32
@@ -75,34 +77,34 @@ def _servers_over_nodes(config: Config) -> Iterator[Problem]:
         fix = f"set engine.sglang.tensor_parallel={sglang.nodes}, or more"
         allowed = "a divisor of engine.sglang.tensor_parallel"
         yield wrong(config, field, allowed, fix, beside="engine.sglang.tensor_parallel")
-    if sglang.sync == "tensor":
+    if sglang.transport.maps_memory:
         allowed, fix = "1: memory is handed over inside a node only", f"set {_SYNC}=distributed"
         yield wrong(config, field, allowed, fix, beside=_SYNC)
 
 
 def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
     """Yield why the policy's weights could not go to the servers in this way."""
-    sglang = config.engine.sglang
+    sglang, way, broadcast = config.engine.sglang, config.engine.sglang.transport, f"set {_SYNC}=distributed"
     if config.engine.kind != "sglang":
         return
-    if sglang.sync == "tensor" and (hardware.kind != "gpu" or sglang.urls):
-        allowed = "tensor for servers of this job on GPUs of the same host; else distributed or disk"
-        got = "tensor " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
-        yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside="engine.sglang.urls", got=got)
-    if sglang.sync == "shards" and sglang.urls:
-        allowed = "shards with servers that the run starts: they need its loader"
-        yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside="engine.sglang.urls")
-    if sglang.sync == "shards" and sglang.fp8_blocks:
-        allowed = "shards with servers in bf16: blocks of 128 x 128 reach over shards"
-        yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside=_BLOCKS)
-    if sglang.sync != "shards" and sglang.shards_over != "tcp":
-        fix = f"set {_SYNC}=shards or remove it"
-        yield wrong(config, "engine.sglang.shards_over", "only with sync shards", fix, beside=_SYNC)
-    if sglang.sync != "disk" and sglang.sync_dir:
-        fix = f"set {_SYNC}=disk or remove it"
-        yield wrong(config, "engine.sglang.sync_dir", "only with sync disk", fix, beside=_SYNC)
-    if sglang.sync == "distributed" and not sglang.urls:
+    if way.maps_memory and (hardware.kind != "gpu" or sglang.urls):
+        allowed = f"{sglang.sync} for servers of this job on GPUs of the same host"
+        got = f"{sglang.sync} " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
+        yield wrong(config, _SYNC, allowed, broadcast, beside="engine.sglang.urls", got=got)
+    if way.loader and sglang.urls:
+        allowed = f"{sglang.sync} with servers that the run starts: they need its loader"
+        yield wrong(config, _SYNC, allowed, broadcast, beside="engine.sglang.urls")
+    for name in changed(sglang):
+        ways = sglang_transports(partial(_has_option, name))
+        if ways and name not in way.options:
+            fix = f"set {_SYNC}={ways} or remove it"
+            yield wrong(config, f"engine.sglang.{name}", f"only with sync {ways}", fix, beside=_SYNC)
+    if way.collective and not sglang.urls:
         yield from _gpu_memory_of_both_ends(config)
+
+
+def _has_option(name: str, way: Transport) -> bool:
+    return name in way.options
 
 
 def _gpu_memory_of_both_ends(config: Config) -> Iterator[Problem]:
@@ -146,9 +148,10 @@ def colocate(config: Config) -> Iterator[Problem]:
         )
         yield wrong(config, field, allowed, fix, beside="engine.kind engine.sglang.urls")
         return
-    if sglang.sync in ("distributed", "shards"):
-        allowed = "tensor or disk where a rank and a server share a GPU: NCCL takes no two processes of one GPU into a "
-        allowed += "group, and TCP is for other hosts"
+    if not sglang.transport.on_shared_gpus:
+        ways = sglang_transports(lambda way: way.on_shared_gpus)
+        allowed = f"{ways} where a rank and a server share a GPU: NCCL takes no two processes of one GPU into a group, "
+        allowed += "and TCP is for other hosts"
         yield wrong(config, _SYNC, allowed, f"set {_SYNC}=tensor", beside=field)
     if config.rollout.max_staleness > 0:
         allowed = "0: nothing is generated while a batch is trained"
@@ -197,8 +200,9 @@ def fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> 
     if given := " and ".join(name for name in _OF_BLOCKS if name in sglang.named_arguments):
         allowed = f"without {given} in {_ARGUMENTS}: servers are started for blocks"
         yield wrong(config, _BLOCKS, allowed, f"remove {given}, or {off}", beside=_ARGUMENTS)
-    if sglang.sync == "disk":
-        yield wrong(config, _SYNC, "distributed or tensor: files are written in bf16", off, beside=_BLOCKS)
+    if reason := sglang.transport.no_fp8_blocks:
+        ways = sglang_transports(lambda way: not way.no_fp8_blocks)
+        yield wrong(config, _SYNC, f"{ways}: {reason}", off, beside=_BLOCKS)
     if config.actor.precision == "fp32":
         fix = f"set actor.precision=bf16, or {off}"
         yield wrong(config, _BLOCKS, "true with actor.precision bf16 or fp8", fix, beside="actor.precision")
@@ -242,8 +246,8 @@ def flash_rl(config: Config, shape: ModelShape | None, hardware: Hardware) -> It
         got = f"{_FLASH_RL} with a model of type {shape.family}"
         allowed = f"models of type {' or '.join(_FLASH_RL_FAMILIES)}: SGLang quantizes the updates of no other"
         yield wrong(config, _ARGUMENTS, allowed, bf16, beside="model.path", got=got)
-    if sglang.sync == "disk":
-        allowed = f"distributed or tensor with {_FLASH_RL}: weights from files would be quantized twice"
+    if sglang.transport.files:
+        allowed = f"no files with {_FLASH_RL}: weights from these would be quantized twice"
         yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside=_ARGUMENTS)
     if config.actor.precision == "fp32":
         allowed, fix = f"{_FLASH_RL} with actor.precision bf16 or fp8", "set actor.precision=bf16, or remove both"

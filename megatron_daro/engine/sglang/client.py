@@ -8,7 +8,6 @@ server that cannot be reached (worth another try) from one that refuses a reques
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,16 +30,6 @@ from megatron_daro.engine.sglang.replies import (
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.plan import Post
 
-FIRST_VERSION, LAST_TESTED = (0, 5, 18), (0, 5, 23)
-NEEDED_CALLS = (
-    "/generate",
-    "/abort_request",
-    "/pause_generation",
-    "/continue_generation",
-    "/flush_cache",
-    "/update_weight_version",
-)
-MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CONNECT_S = 10.0
 # Shorter than the server's own 5 s, so that it does not close a connection at the moment it is used again.
 _KEEPALIVE_S = 2.0
@@ -102,7 +91,7 @@ class SGLangClient:
         """Connect to nothing. Args: url: http://host:port."""
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
-        self._answers: set[aiohttp.ClientResponse] = set()
+        self._responses: set[aiohttp.ClientResponse] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -116,8 +105,8 @@ class SGLangClient:
         """Drop all connections; running calls fail. May be called twice."""
         # The session alone would leave whoever reads a body without a length waiting: `ResponseHandler.close` forgets
         # the body before `connection_lost` could say that no more comes (aiohttp/client_proto.py, 3.14.5).
-        for answer in self._answers:
-            answer.close()
+        for response in self._responses:
+            response.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -143,11 +132,11 @@ class SGLangClient:
         Raises:
             UnreachableError: connection, deadline, 5xx, or no end. RefusedError: 4xx, with what the server said.
         """
-        async with self._response("POST", path, body, timeout_s) as answer:
-            if answer.content_type != "text/event-stream":
-                yield _parsed(await answer.read())
+        async with self._response("POST", path, body, timeout_s) as response:
+            if response.content_type != "text/event-stream":
+                yield _parsed(await response.read())
                 return
-            async for line in _events(answer.content):
+            async for line in _events(response.content):
                 if line == _DONE:
                     return
                 event = _parsed(line)
@@ -204,8 +193,8 @@ class SGLangClient:
         return True
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> object:
-        async with self._response(method, path, body, timeout_s) as answer:
-            return _parsed(await answer.read())
+        async with self._response(method, path, body, timeout_s) as response:
+            return _parsed(await response.read())
 
     @asynccontextmanager
     async def _response(
@@ -221,14 +210,14 @@ class SGLangClient:
         try:
             async with self._session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
-            ) as answer:
-                self._answers.add(answer)
+            ) as response:
+                self._responses.add(response)
                 try:
-                    if answer.status >= 400:
-                        self._check(path, answer.status, await answer.read())
-                    yield answer
+                    if response.status >= 400:
+                        self._check(path, response.status, await response.read())
+                    yield response
                 finally:
-                    self._answers.discard(answer)
+                    self._responses.discard(response)
         except TimeoutError as error:
             raise UnreachableError(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -256,12 +245,6 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             if event.startswith(_DATA):
                 yield event[len(_DATA) :]
         looked = max(len(buffer) - len(_EVENT_END) + 1, 0)
-
-
-def version_number(text: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23" or "0.5.23.post1"; () where it does not begin with a number."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _facts(info: ServerInfo, described: OpenAPI) -> ServerFacts:

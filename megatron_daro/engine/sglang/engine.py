@@ -1,57 +1,32 @@
-"""SGLang servers as one rollout engine.
+"""SGLang servers as one rollout engine: what the loop and the weight sync see of them.
 
-    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries brought nothing new
-      _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
-      _ask:  Answers.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
-             -> reply checked (replies.py) -> rollouts (rollouts.py)
-
-A group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is given
-back when that answer has ended. It is routed here and asked elsewhere, so no token passes through this process. A
-failed request is retried, elsewhere if possible; one that a weight update cut short continues from the tokens it has.
-Answers of weights that a server was never given are rejected, and every wait has a deadline.
+Rollouts: generation.py. Servers: supervision.py, and memory.py where the trainer shares their GPUs. Weights: update.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_daro.backoff import backoff_s
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
-from megatron_daro.engine.sglang.answers import Answers, CutStreamError, EndedAnswer, LostWorkerError, Question
-from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.asking import Asker
+from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.generation import Generation
 from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
-from megatron_daro.engine.sglang.replies import BadAnswerError
-from megatron_daro.engine.sglang.request import Call, calls_of
-from megatron_daro.engine.sglang.running import LastServers, RunningGroup, until_stopped
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.engine.sglang.vetting import Expected
-from megatron_daro.errors import EngineError, RefusedError, SyncError
+from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
-from megatron_daro.sync.transports import transport_of
 from megatron_daro.types import GroupRequest, Rollout
-
-_TRIES = 8
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_ABORT_S, _ABORT_AGAIN_S = 10.0, 1.0
-
-
-class _GivenUpError(EngineError):
-    """The server was fenced while it worked on a request."""
 
 
 def layout_of_servers(options: SGLangSection, model_path: Path) -> ServerLayout:
@@ -69,7 +44,7 @@ class SGLangEngine:
         options: SGLangSection,
         expected: Expected,
         *,
-        answers: Answers,
+        asker: Asker,
         warn: Callable[[str], None],
         loads: Callable[[str], None] = lambda text: None,
         run_dir: Path,
@@ -81,7 +56,7 @@ class SGLangEngine:
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
-            answers: asks servers; started and closed with this. warn: tells a person.
+            asker: asks servers; started and closed with this. warn: tells a person.
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
@@ -89,20 +64,22 @@ class SGLangEngine:
         Raises:
             ModelError: `sync: shards` with servers whose weights lie in a way that is not known.
         """
-        self._options, self._expected, self._answers, self._warn = options, expected, answers, warn
+        self._options, self._expected, self._asker = options, expected, asker
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
-        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self.fleet = Fleet(
             [Server(name, SGLangClient("http://not-started")) for name in handles],
             max_tokens_in_flight=options.max_tokens_in_flight,
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
+        self._generation = Generation(
+            self.fleet, self._supervision, asker, options, vocabulary=expected.vocabulary, warn=warn
+        )
         self._updates = UpdateContext(
             fleet=self.fleet,
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout=layout_of_servers(options, expected.model_path) if transport_of(options.sync).rank_to_rank else None,
+            layout=layout_of_servers(options, expected.model_path) if options.transport.rank_to_rank else None,
             sync_dir=options.sync_dir or run_dir / "sync",
             probe=self._probe,
             death_of=self._supervision.death_of,
@@ -111,14 +88,7 @@ class SGLangEngine:
         )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
-        self._running: set[RunningGroup] = set()
-        self._last_servers = LastServers()
-        # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
-        self._held: dict[str, tuple[Server, int]] = {}
-        answers.when_ended(self._take_ended)
-        self._begins = asyncio.Lock()
-        self._aborting: set[asyncio.Task[None]] = set()
-        self._retries, self._started = 0, False
+        self._started = False
 
     async def start(self) -> None:
         """Start the servers; again is nothing. Raises EngineError with what is wrong, after ending them."""
@@ -126,7 +96,7 @@ class SGLangEngine:
             return
         try:
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._answers.start())
+                starting.create_task(self._asker.start())
                 starting.create_task(self._supervision.start())
         except BaseException as error:
             await self.close()
@@ -135,38 +105,14 @@ class SGLangEngine:
             raise
         self._started = True
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
         self._check_usable()
-        runs = [RunningGroup(request) for request in requests]
-        self._running.update(runs)
-        tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
-        try:
-            for finished in asyncio.as_completed(tasks):
-                rollouts = await finished
-                if rollouts:
-                    yield rollouts
-        finally:
-            self._running.difference_update(runs)
-            unfinished = [run for task, run in tasks.items() if not task.done()]
-            for run in unfinished:  # so that what an abort cuts short is not asked for again
-                run.stop.set()
-            try:
-                await self._abort_on_servers(unfinished)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        return self._generation.generate(requests)
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
         """Stop these groups (None: all); they come back with what they have."""
-        stopped = [run for run in self._running if group_ids is None or run.request.group_id in group_ids]
-        for run in stopped:
-            run.stop.set()
-        await self._abort_on_servers(stopped)
-        again = asyncio.create_task(self._abort_again(stopped))
-        self._aborting.add(again)
-        again.add_done_callback(self._aborting.discard)
+        await self._generation.abort(group_ids)
 
     def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
         """Return an update of every server that answers, or of the one of this name if it still waits for weights.
@@ -207,8 +153,8 @@ class SGLangEngine:
             "engine/servers": float(len(self.fleet.of("serving"))),
             "engine/fenced": float(self.fleet.fenced_count),
             "engine/restarts": float(sum(server.restarts for server in self.fleet.servers)),
-            "engine/retries": float(self._retries),
-            "engine/answer_worker_restarts": float(self._answers.restarts),
+            "engine/retries": float(self._generation.retries),
+            "engine/answer_worker_restarts": float(self._asker.restarts),
         }
 
     async def release_memory(self) -> None:
@@ -231,12 +177,9 @@ class SGLangEngine:
     async def close(self) -> None:
         """End requests and servers of ours. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
-        for task in self._aborting:
-            task.cancel()
-        for run in list(self._running):
-            run.stop.set()
+        self._generation.close()
         await self._supervision.close()
-        await self._answers.close()
+        await self._asker.close()
         self._started = False
 
     async def _join(self, server: Server) -> None:
@@ -250,173 +193,10 @@ class SGLangEngine:
             raise EngineError("the SGLang engine is not running: it was not started, or it was closed")
         self.fleet.check()
 
-    async def _answer(self, run: RunningGroup) -> tuple[Rollout, ...]:
-        """Return all rollouts of a group, or what there is when it is stopped, or failed too often."""
-        async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
-            await asyncio.sleep(0)
-        run.partial = dict(run.request.partial)
-        failures = 0
-        while failures < _TRIES and not run.stop.is_set():
-            request = run.remaining()
-            if not request.indices:
-                break
-            try:
-                rollouts = await self._try(run, request)
-                failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
-            except RefusedError as error:
-                raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
-            except (UnreachableError, BadAnswerError, LostWorkerError, _GivenUpError) as error:
-                failures += 1
-                self._retries += 1
-                if failures == _TRIES:
-                    self._warn(f"group {request.group_id} failed {_TRIES} times, the last time: {error}")
-                await until_stopped(asyncio.sleep(_pause_s(failures)), run.stop)
-        return run.collected()
-
-    async def _try(self, run: RunningGroup, request: GroupRequest) -> tuple[Rollout, ...]:
-        """Ask one server for all that is missing of a group; nothing where it is stopped before one has room."""
-        tokens_of = {index: self._estimate(request, index) for index in request.indices}
-        server = await self._server_with_room(run, request, sum(tokens_of.values()))
-        if server is None:
-            return ()
-        version = server.version or 0
-        calls = calls_of(
-            request,
-            f"{self._prefix}-{next(self._numbers)}",
-            cache_key=f"{self._prefix}-weights-{version}",
-            streams=server.facts is not None and not server.facts.streams_deltas,
-        )
-        run.server, run.ids = server, tuple(name for call in calls for name in call.ids)
-        for name, index in zip(run.ids, (index for call in calls for index in call.request.indices), strict=True):
-            self._held[name] = server, tokens_of[index]
-        ids = run.ids
-        try:
-            rollouts = await self._ask(server, calls, version)
-            self._check_versions(server, rollouts)
-        except (UnreachableError, BadAnswerError) as error:
-            run.failed_on = server
-            if isinstance(error, CutStreamError):
-                self._check_versions(server, error.rollouts)
-                if run.take(error.rollouts):
-                    server.succeeded()
-            await self._count_failure(server, error)
-            raise
-        finally:
-            run.ids, run.server = (), None
-            last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
-            self.fleet.release(server, sum(last.values()))
-        server.succeeded()
-        self._last_servers.note(request, server)
-        ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
-        self.fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
-        return rollouts
-
-    async def _server_with_room(self, run: RunningGroup, request: GroupRequest, tokens: int) -> Server | None:
-        """Take room for a group on a server; None where it is stopped before."""
-        room = asyncio.ensure_future(
-            self.fleet.acquire(
-                tokens,
-                timeout_s=self._options.request_timeout_s,
-                avoid=run.failed_on,
-                prefer=self._last_servers.of(request),
-            )
-        )
-        try:
-            return await until_stopped(room, run.stop)
-        except asyncio.CancelledError:
-            if room.done() and not room.cancelled() and not room.exception():
-                self.fleet.release(room.result(), tokens)
-            raise
-
-    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
-        """Give back what these answers held; the others of their group go on."""
-        for answer in ended:
-            server, tokens = self._held.pop(answer.id, (None, 0))
-            if server is not None:
-                server.progressed()
-                self.fleet.release(server, tokens)
-                self.fleet.learn_lengths(iter([answer.tokens]))
-
-    def _estimate(self, request: GroupRequest, index: int) -> int:
-        earlier = request.partial.get(index)
-        generated = earlier.response_length if earlier else 0
-        return self.fleet.estimate(len(request.prompt.tokens) + generated, request.room(index))
-
-    async def _ask(self, server: Server, calls: Sequence[Call], version: int) -> tuple[Rollout, ...]:
-        """Return the answers, unless the server is given up meanwhile."""
-        loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
-        limit = self._options.request_timeout_s
-        keeps_cache = self._options.pause == "in_place"
-        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._expected.vocabulary)
-        work = asyncio.create_task(self._answers.ask(question))
-        given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self.fleet.ended())
-        try:
-            waits: set[asyncio.Future[Any]] = {work, given_up, ended}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            self.fleet.check()
-            raise _GivenUpError(f"{server.name} was given up: {server.reason}")
-        finally:
-            for task in (work, given_up, ended):
-                task.cancel()
-
-    def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
-        """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
-        given = server.versions
-        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
-        if given and unknown:
-            reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
-            self.fleet.fence(server, reason)
-            raise BadAnswerError(f"{server.name}: {reason}")
-
-    async def _count_failure(self, server: Server, error: EngineError) -> None:
-        """Note a failed request: the server is given up if its process is gone, or if failures pile up."""
-        await self._supervision.examine(server)
-        if server.failed() and server.state == "serving":
-            self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
-
-    async def _abort_on_servers(self, runs: Sequence[RunningGroup]) -> None:
-        """End requests where they run."""
-        ids: dict[SGLangClient, list[str]] = defaultdict(list)
-        for run in runs:
-            if run.server:
-                ids[run.server.client] += run.ids
-
-        async def abort(client: SGLangClient) -> None:
-            async with self._begins:  # as groups do: hundreds of servers take turns
-                await asyncio.sleep(0)
-            await client.abort(ids[client], timeout_s=_ABORT_S)
-
-        await asyncio.gather(*map(abort, ids))
-
-    async def _abort_again(self, runs: Sequence[RunningGroup]) -> None:
-        """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
-        that it does not know yet, and would generate to the limit.
-
-        Source: `abort_request` in sglang/srt/managers/tokenizer_manager.py, 0.5.23 ("elif ... tokenizer_worker_num").
-        """
-        while True:
-            await asyncio.sleep(_ABORT_AGAIN_S)
-            runs = [run for run in runs if run.server]
-            if not runs:
-                return
-            await self._abort_on_servers(runs)
-
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""
-        name = f"{self._prefix}-{next(self._numbers)}-probe"
+        name = f"{self._generation.new_name()}-probe"
         request, body = probe_call(self._probe_tokens, name, temperature=self._temperature)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
         fixed, sampled = probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
         return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
-
-
-def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
-    """Versions below the newest of each rollout: those of tokens from before a resume, maybe of another server."""
-    return {version for rollout in rollouts for version, _ in rollout.spans[:-1]}
-
-
-def _pause_s(failures: int) -> float:
-    """Before the next try, with jitter: many requests fail at the same moment."""
-    return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)

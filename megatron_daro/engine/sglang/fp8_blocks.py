@@ -17,7 +17,7 @@ from typing import Any
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.families import families
 
-OLDEST_SGLANG = (0, 5, 23)
+FIRST_SGLANG = (0, 5, 23)
 """The first version that is known to tell which of its matrices are blocks."""
 MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
 """Body of /weights_checker whose answer names the quantized matrices alone."""

@@ -20,11 +20,9 @@ from typing import Any
 from megatron_daro.config.problems import Problem, config_error
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import upstream_names
-from megatron_daro.engine.sglang.command import argument_problems
-from megatron_daro.engine.sglang.environment import server_environment
-from megatron_daro.sync.transports import transport_of
+from megatron_daro.engine.sglang.command import argument_problems, server_environment
 
-OLDEST_SGLANG = (0, 5, 18)
+OLDEST_SGLANG, LAST_TESTED = (0, 5, 18), (0, 5, 23)
 INSPECTION_TIMEOUT_S = 120.0
 """One start of Python and 15 files; 0.1 s on an idle machine, more on a cold network disk."""
 _STDERR_CHARS = 400
@@ -76,7 +74,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
     Raises:
         ConfigError: naming engine.sglang.python.
     """
-    allowed = f"a Python interpreter that has sglang {'.'.join(map(str, OLDEST_SGLANG))} or newer"
+    allowed = f"a Python interpreter that has sglang {dotted(OLDEST_SGLANG)} or newer"
 
     def refuse(got: str, fix: str) -> Exception:
         return config_error("SGLang", [Problem(_FIELD, f"{str(python)!r}, {got}", allowed, fix)])
@@ -94,8 +92,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
         if python == Path(sys.executable):
             fix = f"SGLang needs another torch than the trainer: give it an environment of its own and set {_FIELD}"
         raise refuse(f"which has no sglang (Python {facts['python']})", fix)
-    numbers = version_numbers(version)
-    if numbers is None or numbers < OLDEST_SGLANG:
+    if version_number(version) < OLDEST_SGLANG:
         raise refuse(f"which has sglang {version}", f"install a newer sglang there, or correct {_FIELD}")
     return ServerEnvironment(version, frozenset(facts["names"]), facts.get("nccl"), facts.get("mooncake", False))
 
@@ -103,7 +100,7 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
     """NCCL compares versions when a group is made, and refuses (its init.cc: "Mismatched NCCL version detected")."""
     own = upstream_names.nccl_package()
-    if not transport_of(options.sync).collective or not own or not theirs:
+    if not options.transport.collective or not own or not theirs:
         return []
     package, own_version, version = own.partition("==")[0], own.partition("==")[2], theirs.partition("==")[2]
     if own_version == version:
@@ -123,10 +120,15 @@ def _mooncake_problems(options: SGLangSection, python: Path, theirs: bool) -> li
     return [Problem("engine.sglang.shards_over", got, allowed, fix, also=(_FIELD,))]
 
 
-def version_numbers(version: str) -> tuple[int, int, int] | None:
-    """Return the first three numbers of a version; None for a text that does not begin with three."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
+def version_number(text: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23" or "0.5.23.post1"; () where it does not begin with a number."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """Write a version as text."""
+    return ".".join(map(str, version))
 
 
 def _run(python: Path, env: Mapping[str, str]) -> dict[str, Any] | str:

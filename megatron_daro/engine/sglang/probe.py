@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_daro.engine.sglang.replies import BadAnswerError, read_given_logprobs
+from megatron_daro.engine.sglang.replies import BadAnswerError, read_given_logprobs, rollouts_of
 from megatron_daro.engine.sglang.request import call_of
-from megatron_daro.engine.sglang.rollouts import rollouts_of
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 # Tokens that a server samples for a probe; few enough to cost nothing.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_daro.engine.sglang import watchdog
-from megatron_daro.engine.sglang.environment import server_environment
+from megatron_daro.engine.sglang.command import server_environment
 from megatron_daro.errors import EngineError
 
 START_TIMEOUT_S = 60.0
@@ -59,11 +59,6 @@ class ManagedProcess:
     def pid(self) -> int | None:
         """Process id of the command, which is also that of its session; None before start()."""
         return self._pid
-
-    @property
-    def watchdog_pid(self) -> int | None:
-        """Process id of the watchdog; None before start()."""
-        return None if self._watchdog is None else self._watchdog.pid
 
     def start(self) -> None:
         """Start the command; returns when it exists, not when it serves.

@@ -3,7 +3,6 @@ placed on some node (runtime/ray_servers.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_daro.config.hardware import gpus_with_own_first
-from megatron_daro.engine.sglang.command import ServerPart, server_command
-from megatron_daro.engine.sglang.environment import CPU_SERVER
+from megatron_daro.engine.sglang.command import CPU_SERVER, ServerPart, server_command
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.logs import safe_text
@@ -86,7 +84,7 @@ class ExternalServer:
 
 class ServerProcess:
     """One server process of this machine, or one of the processes of a server that is spread over nodes, with its
-    reserved ports. Synchronous; see LocalServer and runtime/."""
+    reserved ports. Synchronous; its handle: runtime/ray_servers.py."""
 
     def __init__(self, options: LaunchOptions, host: str) -> None:
         self._options, self._host = options, host
@@ -177,24 +175,3 @@ def _listed(value: object) -> list[object]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-class LocalServer:
-    """A ServerProcess of this process."""
-
-    restartable = True
-
-    def __init__(self, options: LaunchOptions, host: str = "127.0.0.1") -> None:
-        self._process = ServerProcess(options, host)
-
-    async def launch(self) -> str:
-        """Start the process."""
-        return await asyncio.to_thread(self._process.launch)
-
-    async def death(self) -> str:
-        """Why it is gone."""
-        return await asyncio.to_thread(self._process.death)
-
-    async def stop(self) -> None:
-        """End it."""
-        await asyncio.to_thread(self._process.stop)

@@ -12,8 +12,9 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import vetting
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Server
+from megatron_daro.engine.sglang.interpreter import OLDEST_SGLANG, dotted
 from megatron_daro.engine.sglang.servers import ServerHandle
-from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError, still_starts, unusable
+from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError
 from megatron_daro.errors import EngineError, RefusedError
 
 _POLL_S = 0.5
@@ -126,3 +127,18 @@ async def _check_alive(server: Server, handle: ServerHandle) -> None:
     """Raise EngineError where the process of a server that is waited for has ended."""
     if reason := await handle.death():
         raise EngineError(f"{server.name} did not start: {reason}") from None
+
+
+def unusable(url: str, error: EngineError) -> EngineError:
+    """Why a server of `engine.sglang.urls` that did not say what it is cannot be used."""
+    if isinstance(error, RefusedError):
+        return UnusableServerError(
+            f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang {dotted(OLDEST_SGLANG)} or "
+            "newer, itself and not a router in front of it"
+        )
+    return EngineError(f"engine.sglang.urls: {url} does not answer ({error}); allowed: SGLang servers that run")
+
+
+def still_starts(error: UnreachableError) -> bool:
+    """Whether a server that did not answer is there, and only not ready yet."""
+    return error.status == 503

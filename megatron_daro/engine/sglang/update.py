@@ -1,12 +1,17 @@
 """One weight update of some servers as a transaction: all of it happened on a server, or the server is fenced.
 
-WeightSync runs one at a time, step by step; the policy's ranks send in between. Phases: pause,
-begin, (send,) end, flush the cache, compare which matrices are fp8 blocks (of a new server), compare checksums, set the
-version, continue, probe. A server that shares GPUs with the trainer takes the memory of its weights before all of it,
-and that of its cache before it continues. A server that fails a phase leaves the update and is fenced; if sending
-fails, which breaks a broadcast's group for all, the guilty ones are fenced and the others get everything again from
-the beginning; from shards to shards the others have everything and go on. It never lets a server serve with weights
-that are mixed or unknown.
+WeightSync runs one at a time, step by step; the policy's ranks send in between. The phases of each step:
+
+    prepare   take the memory of the weights (where the trainer shares GPUs), pause, begin
+    (send)    where it fails: blame
+    install   read the files (of sync disk), end, flush the cache, compare which matrices are fp8 blocks (of a new
+              server), compare checksums, set the version, take the memory of the cache (as above), continue
+    probe     reject those whose answer is not the policy's
+    accept    those that are left serve
+
+A server that fails a phase leaves the update and is fenced; if sending fails, which breaks a broadcast's group for all,
+the guilty ones are fenced and the others get everything again from the beginning; from shards to shards the others have
+everything and go on. It never lets a server serve with weights that are mixed or unknown.
 """
 
 from __future__ import annotations
@@ -20,15 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
-from megatron_daro.engine.sglang import checksums, fp8_blocks
+from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
 from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, LostReceiversError, RefusedError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
-from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target
-from megatron_daro.sync.transports import transport_of
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport, Target, is_hashed
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -66,7 +70,7 @@ class UpdateContext:
     warn: Callable[[str], None]
     files: Iterator[int] = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
-    last_checksums: dict[str, checksums.LastChecksums] = field(default_factory=dict)
+    last_checksums: dict[str, LastChecksums] = field(default_factory=dict)
 
 
 class ServerUpdate:
@@ -80,7 +84,7 @@ class ServerUpdate:
         self._context, self._servers, self._version = context, list(servers), version
         self._awaits_others = awaits_others
         self._fleet, self._options = context.fleet, context.options
-        self._transport = transport_of(self._options.sync)
+        self._transport = self._options.transport
         self._report: SendReport | None = None
         self._directory: Path | None = None
         self._verified: set[str] = set()
@@ -126,7 +130,7 @@ class ServerUpdate:
 
         async def judge(server: Server) -> None:
             failure = report.failures.get(server.name)
-            if not await _answers(server):
+            if not await _is_alive(server):
                 await self._fence(server, "send", failure or "it does not answer", may_be_dead=True)
             elif failure and failure.kind == "refused":
                 self._fleet.fence(server, f"weight update, send: {failure} Does it serve the model of model.path?")
@@ -312,8 +316,8 @@ class ServerUpdate:
         ranks, last = await self._checksums(server), self._context.last_checksums
         if not ranks:
             return
-        shown, last[server.name] = checksums.compare(
-            ranks, digests, _facts(server), last.get(server.name, checksums.LastChecksums())
+        shown, last[server.name] = compare_checksums(
+            ranks, digests, _facts(server), last.get(server.name, LastChecksums())
         )
         if shown:
             self._verified.add(server.name)
@@ -332,15 +336,15 @@ class ServerUpdate:
         """Checksums of unfused tensors, of each rank of the server; empty where it cannot tell (0.5.21 refuses)."""
         if not _facts(server).has_checksums:
             return []
-        body = {"action": "checksum", "skip_tensor_list": list(checksums.FUSED)}
+        body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
         try:
             answer = await self._post(server, "/weights_checker", body)
         except RefusedError:
             return []
-        return checksums.unfused(_read_checksums(server, answer))
+        return _unfused(_read_checksums(server, answer))
 
 
-async def _answers(server: Server) -> bool:
+async def _is_alive(server: Server) -> bool:
     try:
         await server.client.model_info(timeout_s=_ALIVE_S)
     except UnreachableError:
@@ -381,3 +385,59 @@ def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
 def _facts(server: Server) -> ServerFacts:
     assert server.facts is not None, f"{server.name} takes part in an update before it said what it is"
     return server.facts
+
+
+_FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
+"""Parts of the names that a server is not asked for: tensors that it fuses, or that are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastChecksums:
+    """Of a server's last update. digests: of what was sent, by name. checksums: of what it had, by rank and name."""
+
+    digests: Mapping[str, Digest] = field(default_factory=dict)
+    checksums: Mapping[tuple[int, str], str] = field(default_factory=dict)
+
+
+def _unfused(ranks: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Keep the checksums, of each rank, of those tensors that the sender takes digests of."""
+    return [{name: checksum for name, checksum in rank.items() if is_hashed(name)} for rank in ranks]
+
+
+def compare_checksums(
+    ranks: Sequence[Mapping[str, str]], digests: Mapping[str, Digest], facts: ServerFacts, last: LastChecksums
+) -> tuple[bool, LastChecksums]:
+    """Compare the checksums of a server's ranks with what was sent.
+
+    Args:
+        ranks: name -> checksum, of each rank. digests: of what was sent. facts: of the server. last: of its last
+            update.
+
+    Returns:
+        Whether anything showed that it has the new weights, and what the next update compares with.
+
+    Raises:
+        EngineError: it has others.
+    """
+    if facts.quantization:  # a small change of a matrix may round away
+        digests = {name: digest for name, digest in digests.items() if name.endswith("norm.weight")}
+    same_bytes: list[str] = []
+    if _hashes_as_sender(facts):
+        same_bytes = [n for n, d in digests.items() if d.dtype == facts.dtype and n in ranks[0] and not d.on_device]
+        wrong = [name for name in same_bytes if ranks[0][name] != digests[name].sent]
+        if wrong:
+            raise EngineError(f"{len(wrong)} tensors are not those that were sent, the first: {wrong[0]}")
+    checksums = {(rank, name): checksum for rank, held in enumerate(ranks) for name, checksum in held.items()}
+    changed = {n for n, d in digests.items() if n in last.digests and last.digests[n].received != d.received}
+    compared = [key for key in checksums if key[1] in changed and key in last.checksums]
+    if compared and all(checksums[key] == last.checksums[key] for key in compared):
+        raise EngineError(
+            f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
+            f"{min(changed)}, none changed in it"
+        )
+    return bool(same_bytes or compared), LastChecksums(digests, checksums)
+
+
+def _hashes_as_sender(facts: ServerFacts) -> bool:
+    """Whether checksums are of the bytes as they were sent: on a CPU, unsharded."""
+    return facts.device == "cpu" and facts.tensor_parallel == 1

@@ -13,20 +13,20 @@ from pathlib import Path
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
-from megatron_daro.engine.sglang.client import (
-    FIRST_VERSION,
-    LAST_TESTED,
-    MEMORY_CALLS,
-    NEEDED_CALLS,
-    ServerFacts,
-    SGLangClient,
-    UnreachableError,
-    version_number,
-)
+from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.interpreter import LAST_TESTED, OLDEST_SGLANG, dotted, version_number
 from megatron_daro.engine.sglang.replies import Tokens, read
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync.transports import transport_of
 
+NEEDED_CALLS = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weight_version",
+)
+MEMORY_CALLS = ("/release_memory_occupation", "/resume_memory_occupation")
 _CALL_S = 10.0
 _TOKENIZER_TEXT = "If 3x + 4 = 10, then x = 2."
 # The oldest version of which is known that it refuses a bias beyond its vocabulary, instead of dying of it.
@@ -134,29 +134,14 @@ def untested(facts: ServerFacts) -> str:
     """What a person is told of a version that nobody has tried with this package; empty of any other."""
     if version_number(facts.version) <= LAST_TESTED:
         return ""
-    return f"SGLang {facts.version}, newer than {_dotted(LAST_TESTED)}, the newest that was tested"
-
-
-def unusable(url: str, error: EngineError) -> EngineError:
-    """Why a server of `engine.sglang.urls` that did not say what it is cannot be used."""
-    if isinstance(error, RefusedError):
-        return UnusableServerError(
-            f"engine.sglang.urls: {url} is no SGLang server ({error}); allowed: SGLang 0.5.18 or newer, itself and not "
-            "a router in front of it"
-        )
-    return EngineError(f"engine.sglang.urls: {url} does not answer ({error}); allowed: SGLang servers that run")
-
-
-def still_starts(error: UnreachableError) -> bool:
-    """Whether a server that did not answer is there, and only not ready yet."""
-    return error.status == 503
+    return f"SGLang {facts.version}, newer than {dotted(LAST_TESTED)}, the newest that was tested"
 
 
 def _missing_calls(facts: ServerFacts, expected: Expected, options: SGLangSection) -> list[str]:
-    version, first, wrong = version_number(facts.version), _dotted(FIRST_VERSION), []
-    if version and version < FIRST_VERSION:
+    version, first, wrong = version_number(facts.version), dotted(OLDEST_SGLANG), []
+    if version and version < OLDEST_SGLANG:
         wrong.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
-    calls_of_options = transport_of(options.sync).calls + (MEMORY_CALLS if expected.shares_gpus else ())
+    calls_of_options = options.transport.calls + (MEMORY_CALLS if expected.shares_gpus else ())
     for calls, fix in ((NEEDED_CALLS, ""), (calls_of_options, ", or another engine.sglang.sync")):
         missing = [call for call in calls if call not in facts.calls]
         if missing:
@@ -181,9 +166,9 @@ def _too_short(facts: ServerFacts, expected: Expected) -> list[str]:
 
 
 def _no_fp8_blocks(facts: ServerFacts) -> list[str]:
-    if version_number(facts.version) < fp8_blocks.OLDEST_SGLANG or not facts.has_checksums:
+    if version_number(facts.version) < fp8_blocks.FIRST_SGLANG or not facts.has_checksums:
         got = f"SGLang {facts.version} cannot tell which of its matrices are fp8 blocks"
-        oldest = _dotted(fp8_blocks.OLDEST_SGLANG)
+        oldest = dotted(fp8_blocks.FIRST_SGLANG)
         return [f"{got}; allowed with engine.sglang.fp8_blocks: {oldest} or newer, with /weights_checker"]
     if facts.quantization != "fp8":
         arguments = " ".join(f"--{name.replace('_', '-')} '{v}'" for name, v in fp8_blocks.fp8_arguments().items())
@@ -193,12 +178,12 @@ def _no_fp8_blocks(facts: ServerFacts) -> list[str]:
 
 def _other_parameters(facts: ServerFacts, options: SGLangSection) -> list[str]:
     """Ranks that write into a server's parameters must know how these lie."""
-    only = transport_of(options.sync).only_sglang
+    only = options.transport.only_sglang
     if not only or version_number(facts.version) == only:
         return []
     return [
         f"where SGLang {facts.version} keeps its weights is not known; allowed with engine.sglang.sync {options.sync}: "
-        f"{_dotted(only)}; install it, or set engine.sglang.sync=distributed"
+        f"{dotted(only)}; install it, or set engine.sglang.sync=distributed"
     ]
 
 
@@ -209,7 +194,3 @@ def _other_tokenizer(ids: list[int], expected_ids: list[int]) -> list[str]:
         f"its tokenizer writes {_TOKENIZER_TEXT!r} as {ids[:8]}..., that of model.path as {expected_ids[:8]}...; serve "
         "the same model, or start the server with --skip-tokenizer-init"
     ]
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

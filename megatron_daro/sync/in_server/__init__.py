@@ -1,8 +1,6 @@
 """What runs inside SGLang's processes: modules in a folder of their own, for a server's PYTHONPATH, where it finds
-nothing else of this package."""
+nothing else of this package. Which way of sending needs which of them: `loader` in config/transports.py."""
 
 from pathlib import Path
 
-LOADER = "megatron_daro_shards.receive"
-"""What SGLang's `--custom-weight-loader` and `load_format` name."""
 FOLDER = Path(__file__).parent

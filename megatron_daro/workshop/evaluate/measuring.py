@@ -30,7 +30,7 @@ from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.phases import Phases
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.runtime import parts, restart_audit
+from megatron_daro.runtime import parts, provenance
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
@@ -267,10 +267,10 @@ def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
     config = plan.config
     return {
         "weights": dict(plan.weights),
-        "tokenizer": restart_audit.tokenizer_files(config.model.path),
+        "tokenizer": provenance.tokenizer_files(config.model.path),
         "sets": {
             one.name: {
-                "file": restart_audit.digest(one.path),
+                "file": provenance.digest(one.path),
                 "template": one.template,
                 "temperature": one.temperature,
                 "top_p": one.top_p,

@@ -18,7 +18,7 @@ from megatron_daro import durable, recovery
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import ConfigError, EngineError, ModelError
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.runtime import restart_audit
+from megatron_daro.runtime import provenance
 
 _CALL_S = 30.0
 _MOST_PROCESSES = 4
@@ -49,7 +49,7 @@ def of_directory(path: Path) -> MeasuredModel:
         raise ModelError(
             f"--hf: {path} has no config.json; give a Hugging Face directory (megatron-daro convert writes one)"
         )
-    files = restart_audit.weight_files(path)
+    files = provenance.weight_files(path)
     if not files:
         raise ModelError(f"--hf: {path} has no *.safetensors; give a directory with weights")
     return MeasuredModel(path, {"files": files})
@@ -69,9 +69,9 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
     if manifest.is_file():
         recovery.verify(checkpoint)
         _check_tokenizer(checkpoint, config)
-        weights: dict[str, Any] = {"manifest": restart_audit.digest(manifest)}
+        weights: dict[str, Any] = {"manifest": provenance.digest(manifest)}
     else:
-        weights = {"files": {p.name: restart_audit.digest(p) for p in sorted(checkpoint.glob("*")) if p.is_file()}}
+        weights = {"files": {p.name: provenance.digest(p) for p in sorted(checkpoint.glob("*")) if p.is_file()}}
     if _read_note(note) != weights:
         from megatron_daro.convert.plan import plan_to_hf
         from megatron_daro.workshop.convert.conversion import convert
@@ -100,7 +100,7 @@ def _check_tokenizer(checkpoint: Path, config: Path) -> None:
     saved = recovery.read_provenance(checkpoint)
     if saved is None:
         return
-    was, is_ = saved["bound_files"], restart_audit.tokenizer_files(config)
+    was, is_ = saved["bound_files"], provenance.tokenizer_files(config)
     other = [name for name, digest in is_.items() if was.get(name, digest) != digest]
     if other:
         raise ModelError(

@@ -8,7 +8,7 @@ import pytest
 from sglang_pool import required_environment
 
 from megatron_daro.config import hardware
-from megatron_daro.engine.sglang.environment import server_environment
+from megatron_daro.engine.sglang.command import server_environment
 
 
 @pytest.mark.parametrize("inherited", [{}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_CUMEM_ENABLE": "0"}], ids=str)

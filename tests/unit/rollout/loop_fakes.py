@@ -395,7 +395,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         deadlines=deadlines,
     )
     ahead = RolloutSection(**(rollout or {})).batches_ahead
-    controller = Controller(section, parts, max_staleness=ahead)
+    controller = Controller(section, parts, batches_ahead=ahead)
     return SimpleNamespace(
         controller=controller,
         parts=parts,
@@ -408,7 +408,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         events=events,
         metrics=metrics,
         section=section,
-        max_staleness=ahead,
+        batches_ahead=ahead,
         run=run,
     )
 
@@ -416,7 +416,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
 def with_parts(stack, **changes):
     """The same loop with other parts."""
     stack.parts = replace(stack.parts, **changes)
-    stack.controller = Controller(stack.section, stack.parts, max_staleness=stack.max_staleness)
+    stack.controller = Controller(stack.section, stack.parts, batches_ahead=stack.batches_ahead)
     return stack
 
 

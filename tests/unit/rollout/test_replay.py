@@ -39,7 +39,7 @@ def replay(recorded, run, steps=6, trainer=None, **changes):
         progress=FakeProgress(),
         **changes,
     )
-    controller = Controller(section, parts, max_staleness=0)
+    controller = Controller(section, parts, batches_ahead=0)
     outcome = asyncio.run(controller.run())
     return parts, outcome
 

@@ -21,10 +21,10 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import healing, kept_states, policy_group, supervisor
+from megatron_daro.runtime import healing, kept_states, policy_group, ranks, shards, supervisor
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.kept_states import KeptStates
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepResult
 
 ROOM = 32
@@ -107,14 +107,14 @@ class Rank:
         self.actor = actor
         self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
 
-    def do_place(self):
+    def do_info(self):
         size, replicas = self.actor.tensor_parallel, self.actor.data_parallel
-        return Place(
+        return RankInfo(
             data_parallel=self.rank // size % replicas,
             stage=self.rank // size // replicas,
             exports=self.rank // size % replicas == 0,
             sends=self.rank % (size * replicas) == 0,
-            answers=self.rank % size == 0,
+            reports=self.rank % size == 0,
             device=self.world.device,
             host="a",
             remarks=("slow attention", f"rank {self.rank}") if self.rank < 2 else ("slow attention",),
@@ -122,23 +122,23 @@ class Rank:
         )
 
     def do_train(self, batch, micro_batches, step, **columns):
-        torn = not all(handle.process.alive for handle in self.world.policy.workers.values())
+        torn = not all(handle.process.alive for handle in self.world.policy.ranks.workers.values())
         for kind in KINDS[:1] if torn else KINDS:
             self.seen[kind].append(step)
         if torn:
             raise WorkerError("connection closed by peer")
         own_s = 9.0 if self.rank in self.world.slow else 1.0
-        metrics = {"loss": step / 4} if self.do_place().answers else {}
+        metrics = {"loss": step / 4} if self.do_info().reports else {}
         return StepResult(step, metrics, own_s=own_s)
 
     def do_score(self, batch, micro_batches, temperature):
-        return batch.rollout_logprobs_R / temperature if self.do_place().answers else None
+        return batch.rollout_logprobs_R / temperature if self.do_info().reports else None
 
     def do_start_save(self, directory):
         (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
 
     def do_finish_save(self):
-        if not all(handle.process.alive for handle in self.world.policy.workers.values()):
+        if not all(handle.process.alive for handle in self.world.policy.ranks.workers.values()):
             raise WorkerError("connection closed by peer")
 
     def do_load(self, directory):
@@ -153,7 +153,7 @@ class Rank:
             values = np.zeros(ROOM, np.uint8)
             values[: len(self.seen[kind])] = self.seen[kind]
             slot.blocks[kind] = [torch.from_numpy(values)]
-        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_place().weights_key}
+        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_info().weights_key}
         self.pending = slot
 
     def do_finish_snapshot(self, serial, keep, peer, kinds):
@@ -177,7 +177,7 @@ class Rank:
 
     def do_restore(self, serial):
         slot = self.states.whole(serial)
-        assert slot.rest == {"key": self.do_place().weights_key}
+        assert slot.rest == {"key": self.do_info().weights_key}
         for kind in KINDS:
             (block,) = slot.blocks[kind]
             self.seen[kind] = [0, *(int(step) for step in block if step)]
@@ -207,10 +207,10 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, kept_states, policy_group, supervisor):
+        for module in (healing, kept_states, shards, supervisor):
             monkeypatch.setattr(module, "ray", fake)
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
-        monkeypatch.setattr(policy_group, "actor_class", lambda _: made)
+        monkeypatch.setattr(ranks, "actor_class", lambda _: made)
         (folder / "config.json").write_text(json.dumps(MODEL))
         placement = SimpleNamespace(has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None)
         self.policy = policy_group.PolicyGroup(
@@ -235,11 +235,11 @@ class World:
 
     def process(self, rank):
         """The one that is this rank now."""
-        return list(self.policy.workers.values())[rank].process
+        return list(self.policy.ranks.workers.values())[rank].process
 
     @property
     def seen(self):
         """The steps of each rank, where weights and optimizer have the same."""
-        processes = [handle.process for handle in self.policy.workers.values()]
+        processes = [handle.process for handle in self.policy.ranks.workers.values()]
         assert all(process.seen["weights"] == process.seen["optimizer"] for process in processes)
         return [process.seen["weights"] for process in processes]

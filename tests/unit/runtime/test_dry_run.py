@@ -33,7 +33,7 @@ from megatron_daro.runtime import preflight
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
-from megatron_daro.runtime.restart_audit import provenance
+from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_directory import owned
 
 SHAPE = {

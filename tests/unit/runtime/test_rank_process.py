@@ -103,7 +103,7 @@ def test_after_an_engine_that_failed_nothing_is_handed_over_and_the_export_is_re
     first, second = Receiver(), Receiver(1, error)
     targets = Target("a", actor=first), Target("b", actor=second)
     rank, policy = joined()
-    report = rank.export(SendPlan(transport="actor", targets=targets, bucket_bytes=16, timeout_s=5.0))
+    report = rank.export(SendPlan(transport="ray", targets=targets, bucket_bytes=16, timeout_s=5.0))
     handed_over = 1 if error else 6
     assert {name: failure.kind for name, failure in report.failures.items()} == ({"b": kind} if error else {})
     assert len(first.buckets) == len(second.buckets) == report.num_buckets == handed_over

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.runtime.slow_replicas import METRIC, STEPS, SlowReplicas
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 
 # Two tensor-parallel ranks of each of three replicas, a node each.
 PLACES = [
-    Place(rank // 2, 0, exports=False, sends=False, answers=rank % 2 == 0, host=f"10.0.0.{rank // 2}")
+    RankInfo(rank // 2, 0, exports=False, sends=False, reports=rank % 2 == 0, host=f"10.0.0.{rank // 2}")
     for rank in range(6)
 ]
 

@@ -7,14 +7,14 @@ import pytest
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
-from megatron_daro.runtime.workers import Place
+from megatron_daro.runtime.workers import RankInfo
 
 GIB = 2**30
 
 
-def places(*ranks):
+def infos(*ranks):
     """(host, key of the weights) of each."""
-    return [Place(0, 0, exports=False, sends=False, answers=False, host=host, weights_key=(k,)) for host, k in ranks]
+    return [RankInfo(0, 0, exports=False, sends=False, reports=False, host=host, weights_key=(k,)) for host, k in ranks]
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_a_peer_is_on_another_host_where_there_is_one(hosts, expected):
 
 
 def test_weights_are_sent_only_where_no_replica_elsewhere_has_them():
-    on_two = places(("a", 0), ("a", 1), ("b", 0), ("b", 1))
+    on_two = infos(("a", 0), ("a", 1), ("b", 0), ("b", 1))
     assert kinds_sent(on_two, "both") == [("optimizer",)] * 4
     assert kinds_sent(on_two, "peer") == [KINDS] * 4, "no rank keeps its own for others"
-    replicas_beside = places(("a", 0), ("a", 0), ("b", 1), ("b", 1))
+    replicas_beside = infos(("a", 0), ("a", 0), ("b", 1), ("b", 1))
     assert kinds_sent(replicas_beside, "both") == [KINDS] * 4, "both replicas go with their host"
-    assert kinds_sent(places(("a", 0), ("a", 0)), "both") == [("optimizer",)] * 2
+    assert kinds_sent(infos(("a", 0), ("a", 0)), "both") == [("optimizer",)] * 2
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_weights_are_sent_only_where_no_replica_elsewhere_has_them():
     ],
 )
 def test_what_fits_into_memory_is_kept(free_gib, memory_gib, expected):
-    ranks = places(("a", 0), ("a", 1), ("b", 0), ("b", 1))
+    ranks = infos(("a", 0), ("a", 1), ("b", 0), ("b", 1))
     sizes = [{"weights": GIB, "optimizer": 3 * GIB}] * 4
     assert affordable(ranks, sizes, [int(free_gib * GIB)] * 4, memory_gib) == pytest.approx(expected, abs=1e-6)
 
 
 def test_one_rank_has_no_peer():
-    assert affordable(places(("a", 0)), [{"weights": 1, "optimizer": 1}], [GIB], None)[0] == "none"
+    assert affordable(infos(("a", 0)), [{"weights": 1, "optimizer": 1}], [GIB], None)[0] == "none"
 
 
 def kept(own=(5,), **copies):
@@ -68,7 +68,7 @@ def kept(own=(5,), **copies):
 
 
 def test_a_lost_state_comes_from_peer_and_replica():
-    ranks, workers = places(("a", 0), ("a", 1), ("b", 0), ("b", 1)), list("wxyz")
+    ranks, workers = infos(("a", 0), ("a", 1), ("b", 0), ("b", 1)), list("wxyz")
     living = {0: kept(r2=(4, 5)), 1: kept(r3=(5,)), 3: kept(r1=(5,))}
     expected = [Source("w", None, ("weights",), rest=False), Source("w", 2, ("optimizer",), rest=True)]
     assert sources_of(5, living, ranks, workers) == {2: expected}
@@ -78,12 +78,12 @@ def test_a_lost_state_comes_from_peer_and_replica():
 
 
 def test_a_copy_of_another_snapshot_is_none():
-    ranks = places(("a", 0), ("a", 1))
+    ranks = infos(("a", 0), ("a", 1))
     assert sources_of(5, {0: kept(r1=(4, 6))}, ranks, list("wx")) == 1
 
 
 def test_where_peers_alone_keep_snapshots_a_living_rank_gets_its_own_from_there():
-    ranks, workers = places(("a", 0), ("a", 1)), list("wx")
+    ranks, workers = infos(("a", 0), ("a", 1)), list("wx")
     living = {0: kept(own=(6,), r1=(5,)), 1: kept(own=(), r0=(5, 6))}
     whole = {0: [Source("x", 0, KINDS, rest=True)], 1: [Source("w", 1, KINDS, rest=True)]}
     assert sources_of(5, living, ranks, workers) == whole

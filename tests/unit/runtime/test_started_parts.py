@@ -12,8 +12,8 @@ from run_configuration import run_context
 
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
-from megatron_daro.runtime import parts, ray_servers, sglang_group
-from megatron_daro.runtime.sglang_group import Text, sglang_engine
+from megatron_daro.runtime import parts, ray_servers
+from megatron_daro.runtime.sglang_engine import TokenizerFacts, sglang_engine
 
 
 def run(work):
@@ -44,7 +44,7 @@ def launched(monkeypatch, tmp_path):
     actors, servers = [], {}
     made = SimpleNamespace(remote=lambda given: actors.append(Actor(given)) or actors[-1])
     monkeypatch.setattr(ray_servers, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
-    monkeypatch.setattr(sglang_group, "check_environments", lambda options: None)
+    monkeypatch.setattr("megatron_daro.runtime.sglang_engine.check_environments", lambda options: None)
     monkeypatch.setattr(SGLangEngine, "__init__", lambda self, handles, *more, **options: servers.update(handles))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 31}))
 
@@ -60,8 +60,8 @@ def launched(monkeypatch, tmp_path):
             server=lambda number, part=0: {},
             gpus_of_server=lambda number: gpus and gpus[number],
         )
-        text = Text(encode=list, vocabulary=40, stops=stops)
-        sglang_engine(context, text, placement)
+        facts = TokenizerFacts(encode=list, vocabulary=40, stops=stops)
+        sglang_engine(context, facts, placement)
 
         async def all_of_them():
             for server in servers.values():

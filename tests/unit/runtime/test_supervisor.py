@@ -16,7 +16,7 @@ from ray.exceptions import (
 )
 
 from megatron_daro.errors import EngineError, WorkerError
-from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, gather, supervised, translated
+from megatron_daro.runtime.supervisor import WorkerDiedError, WorkerGroup, first_death, gather, supervised, translated
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -31,7 +31,7 @@ def test_nothing_watches_on_when_the_run_has_ended(dies):
         endings = [endless(), endless(), *([ended()] if dies else [])]
         work = endless() if dies else asyncio.sleep(0.01, "done")
         try:
-            return await supervised(work, [], endings)
+            return await supervised(work, endings)
         finally:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -58,6 +58,11 @@ def group_of(*names):
     return group
 
 
+async def death_in(group):
+    _, _, error = await first_death(group)
+    return error
+
+
 async def closing(closed):
     """Work that goes on for ever, and takes a turn to close what it holds; what fails then is a consequence."""
     try:
@@ -73,7 +78,7 @@ def test_the_death_of_a_worker_of_any_group_ends_the_run_after_it_has_closed():
 
     async def run():
         groups = [group_of("engine 0"), group_of("actor rank 0", "actor rank 1")]
-        task = asyncio.ensure_future(supervised(closing(closed), groups))
+        task = asyncio.ensure_future(supervised(closing(closed), map(death_in, groups)))
         for _ in range(5):
             await asyncio.sleep(0)
         groups[1]["actor rank 1"].end.set_exception(ActorDiedError())
@@ -87,7 +92,7 @@ def test_the_death_of_a_worker_of_any_group_ends_the_run_after_it_has_closed():
 def test_the_end_of_a_worker_that_was_dismissed_does_not_end_the_run():
     async def run():
         group, go_on = group_of("a", "b"), asyncio.Event()
-        task = asyncio.ensure_future(supervised(go_on.wait(), [group]))
+        task = asyncio.ensure_future(supervised(go_on.wait(), [death_in(group)]))
         for _ in range(5):
             await asyncio.sleep(0)
         group.dismissed = True

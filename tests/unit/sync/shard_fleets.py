@@ -14,11 +14,13 @@ from dataclasses import replace
 import torch
 from shard_cases import CASES, carried_out, checkpoint, server_shapes, shards
 
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.sync import shard_tcp
-from megatron_daro.sync.in_server import LOADER
 from megatron_daro.sync.in_server.megatron_daro_shards import read_frame, receive, send_frame
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.sync.shard_tcp import ShardSender
+
+LOADER = TRANSPORTS["shards"].loader
 
 SECONDS = 20.0
 

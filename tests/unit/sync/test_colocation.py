@@ -18,7 +18,7 @@ from megatron_daro.controller import Controller
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import step_directories
-from megatron_daro.sync.publish import Colocation
+from megatron_daro.sync.colocation import Colocation
 from megatron_daro.types import MemoryMove
 
 MIB = 2**20
@@ -86,7 +86,7 @@ def in_turns(run, **options):
     stack = make_stack(run, **options)
     device = SharedDevice(stack)
     colocation = Colocation(device, device, FAST, stack.progress.warn)
-    stack.controller = Controller(stack.section, replace(stack.parts, colocation=colocation), max_staleness=0)
+    stack.controller = Controller(stack.section, replace(stack.parts, colocation=colocation), batches_ahead=0)
     return stack, device
 
 

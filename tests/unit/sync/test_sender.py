@@ -8,6 +8,7 @@ import queue
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_daro.config.transports import TRANSPORTS, SGLangTransport
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync import files, handles, relays
+from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.send import Sender
+from megatron_daro.sync.transports import SENDERS, Sender
 
-PLAN = SendPlan(transport="actor", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
+PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
 
 
 def named(count=4):
@@ -66,6 +68,11 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
     assert [name for name, _ in got] == ["a.0.weight", "a.0.weight_scale_inv", "b.weight"]
 
 
+def test_every_way_has_a_sender_or_goes_from_rank_to_rank():
+    assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.rank_to_rank}
+    assert set(get_args(SGLangTransport)) <= set(TRANSPORTS)
+
+
 def test_files_have_the_label_of_the_rank(tmp_path):
     plan = replace(PLAN, transport="disk", directory=tmp_path / "v1")
     files.open_checkpoint(plan)
@@ -86,7 +93,7 @@ def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatc
             raise RefusedError("not mine") if url == "http://a" else EngineError("reset")
 
     targets = tuple(Target(name, f"http://{name}", 1, ranks) for name, ranks in (("a", 2), ("b", 1), ("c", 1)))
-    report = handles.push(named(5), replace(PLAN, targets=targets), lambda: nullcontext(post))
+    report = handles.HandleSender(lambda: nullcontext(post)).send(named(5), replace(PLAN, targets=targets))
     assert report.failures == {"a": SendFailure("refused", "not mine"), "b": SendFailure("unanswered", "reset")}
     assert (report.num_bytes, report.num_buckets, len(calls)) == (192, 3, 9)
     handle = base64.b64encode(b"t0").decode()
@@ -121,9 +128,9 @@ class Wire:
 
 def test_buckets_reach_the_ranks_of_other_hosts_and_so_does_their_end(monkeypatch):
     wire = Wire(monkeypatch)
-    passed = list(relays.passed_on(bucketize([*named(2), ("b", torch.ones(3, 2).bfloat16())], 64), "hosts"))
+    passed = list(handles.passed_on(bucketize([*named(2), ("b", torch.ones(3, 2).bfloat16())], 64), "hosts"))
     wire.receives = True
-    got = list(relays.received("hosts", torch.device("cpu")))
+    got = list(handles.received("hosts", torch.device("cpu")))
     assert len(got) == len(passed) == 3 and wire.sent.empty()
     for mine, theirs in zip(got, passed, strict=True):
         assert (mine.names, mine.shapes, mine.dtype) == (theirs.names, theirs.shapes, theirs.dtype)
@@ -137,9 +144,9 @@ def test_the_end_is_told_where_the_stream_breaks(monkeypatch):
 
     wire = Wire(monkeypatch)
     with pytest.raises(RuntimeError, match="a rank died"):
-        list(relays.passed_on(breaking(), "hosts"))
+        list(handles.passed_on(breaking(), "hosts"))
     wire.receives = True
-    assert [bucket.names for bucket in relays.received("hosts", torch.device("cpu"))] == [("t0",)]
+    assert [bucket.names for bucket in handles.received("hosts", torch.device("cpu"))] == [("t0",)]
 
 
 class Servers:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from shard_cases import carried_out, checkpoint, shards
 from shard_fleets import CASE, SECONDS, Fleet, Module, asked, case_of, fails_alone, failures, has_everything, synced
 
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import shard_tcp
-from megatron_daro.sync.in_server import FOLDER, LOADER, megatron_daro_shards
+from megatron_daro.sync.in_server import FOLDER, megatron_daro_shards
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     checksum_of,
     read_frame,
@@ -26,6 +27,8 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
 )
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.shard_tcp import ShardSender
+
+LOADER = TRANSPORTS["shards"].loader
 
 
 @pytest.mark.parametrize(

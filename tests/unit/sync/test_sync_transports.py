@@ -72,7 +72,7 @@ def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
     files.open_checkpoint(plan)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(files.write_shards(plan, f"part{i}", stream))
+        report = report.joined(files.FileSender().send(stream, plan, label=f"part{i}"))
     files.complete_checkpoint(plan, report.files, model_path, "float32")
     return report
 
@@ -188,7 +188,7 @@ def test_handles_of_host_memory_are_refused_and_the_stream_is_read_to_its_end():
         raise AssertionError("nothing may be sent: the server would die of it")
 
     stream = Stream(named(10))
-    report = handles.push(stream, plan_of(["a"]), lambda: nullcontext(post))
+    report = handles.HandleSender(lambda: nullcontext(post)).send(stream, plan_of(["a"]))
     assert report.failures.keys() == {"a"} and stream.taken == 10
 
 
@@ -218,7 +218,7 @@ def test_each_rank_of_a_server_gets_handles_of_its_own_that_name_the_gpu_by_its_
 
     targets, stream = (Target("a", "http://a", 1, 2), Target("b", "http://b", 3, 1)), named(2)
     plan = replace(plan_of(["a"]), targets=targets, bucket_bytes=1000)
-    assert handles.push(stream, plan, lambda: nullcontext(post)).failures == {}
+    assert handles.HandleSender(lambda: nullcontext(post)).send(stream, plan).failures == {}
     assert storages and not storages & {tensor.untyped_storage().data_ptr() for _, tensor in stream}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
     sent = [

@@ -10,10 +10,11 @@ import pytest
 
 from megatron_daro.errors import DeadlineError, LostReceiversError, LostSenderError, SyncError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.sync import publish
+from megatron_daro.sync import colocation
 from megatron_daro.sync.check import ProbeAnswer
+from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.publish import Colocation, WeightSync
+from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import MemoryMove, Rollout
 
 MIB = 2**20
@@ -233,7 +234,7 @@ class Clock:
 
     def __init__(self, monkeypatch, left=0, others=0):
         self.now, self.left, self.others, self.warnings = 1000.0, left, others, []
-        monkeypatch.setattr(publish.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(colocation.time, "perf_counter", lambda: self.now)
         self.colocation = Colocation(self, self, Deadlines(), self.warnings.append)
 
     async def offload(self, kinds):

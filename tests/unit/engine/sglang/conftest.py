@@ -1,11 +1,11 @@
 import pytest
 from sglang_stub_fleets import Weights
 
-from megatron_daro.engine.sglang import engine, fleet, memory, starting, supervision, teacher, update
+from megatron_daro.engine.sglang import fleet, generation, memory, starting, supervision, teacher, update
 from megatron_daro.sync.plan import Digest
 
 PAUSES = {
-    engine: {"_PAUSE_S": 0.001, "_LONGEST_PAUSE_S": 0.01},
+    generation: {"_PAUSE_S": 0.001, "_LONGEST_PAUSE_S": 0.01},
     fleet: {"_FAILING_S": 0.0},
     memory: {"_IDLE_POLL_S": 0.01},
     starting: {"_POLL_S": 0.02, "_SAY_S": 0.1},

@@ -11,11 +11,14 @@ import pytest
 from sglang_process_trees import alive, eventually, read_pids
 
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.engine.sglang import servers as servers_module
 from megatron_daro.engine.sglang.interpreter import check_environments, inspect_environment, interpreter
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
-from megatron_daro.sync.in_server import FOLDER, LOADER
+from megatron_daro.sync.in_server import FOLDER
+
+LOADER = TRANSPORTS["shards"].loader
 
 PYTHON = Path(sys.executable)
 

@@ -10,7 +10,7 @@ from sglang_pool import collect, engine_of, expected, group, started
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import ALL_CALLS, StubServer, answering, times
 
-from megatron_daro.engine.sglang.client import MEMORY_CALLS
+from megatron_daro.engine.sglang.vetting import MEMORY_CALLS
 from megatron_daro.errors import EngineError
 
 

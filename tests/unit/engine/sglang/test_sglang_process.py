@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
-from megatron_daro.engine.sglang.environment import is_loopback, server_environment
+from megatron_daro.engine.sglang.command import is_loopback, server_environment
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
 
@@ -78,13 +79,19 @@ def test_missing_interpreter_is_an_error(tmp_path):
     process.kill()
 
 
+def watchdog_of(process):
+    """Process id of what started the command."""
+    return psutil.Process(process.pid).ppid()
+
+
 def test_stop_ends_the_tree_and_may_be_repeated(managed, tmp_path):
     process = managed(tree(tmp_path / "pids"))
     process.start()
     pids = read_pids(tmp_path / "pids")
     assert process.pid in pids and process.poll() is None
+    watchdog = watchdog_of(process)
     assert process.stop(0.2) == 137
-    assert not alive([*pids, process.watchdog_pid])
+    assert not alive([*pids, watchdog])
     assert process.stop(0.2) == 137
 
 
@@ -103,18 +110,19 @@ def test_kill_does_not_need_the_watchdog(managed, tmp_path):
     process = managed(tree(tmp_path / "pids", own_session=True))
     process.start()
     pids = read_pids(tmp_path / "pids")
-    os.kill(process.watchdog_pid, signal.SIGSTOP)
-    eventually(lambda: state(process.watchdog_pid) == "T", "the watchdog to be stopped")
+    watchdog = watchdog_of(process)
+    os.kill(watchdog, signal.SIGSTOP)
+    eventually(lambda: state(watchdog) == "T", "the watchdog to be stopped")
     process.kill()
     assert process.poll() == 137
-    eventually(lambda: not alive([*pids, process.watchdog_pid]), "everything to be gone")
+    eventually(lambda: not alive([*pids, watchdog]), "everything to be gone")
 
 
 def test_killed_watchdog_is_seen_and_its_group_ended(managed, tmp_path):
     process = managed(tree(tmp_path / "pids"))
     process.start()
     pids = read_pids(tmp_path / "pids")
-    os.kill(process.watchdog_pid, signal.SIGKILL)
+    os.kill(watchdog_of(process), signal.SIGKILL)
     assert ended(process) == 137
     eventually(lambda: not alive(pids), "the group to be gone")
 
@@ -133,7 +141,7 @@ def test_dropped_object_ends_the_command(managed, tmp_path):
 def test_killed_owner_leaves_no_process(tmp_path):
     """An owner as a Ray worker may be: a thread started the process and ended; a forked child holds copies of pipes."""
     code = f"""
-import os, sys, threading, time
+import os, psutil, sys, threading, time
 from pathlib import Path
 from megatron_daro.engine.sglang.process import ManagedProcess
 log, python = Path({str(tmp_path / "log")!r}), Path({sys.executable!r})
@@ -144,7 +152,7 @@ starter.join()
 child = os.fork()
 if child == 0:
     time.sleep(600)
-print(child, process.watchdog_pid, flush=True)
+print(child, psutil.Process(process.pid).ppid(), flush=True)
 time.sleep(600)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ from sglang_pool import expected, section
 from sglang_stub_fleets import StubHandle, run
 from stub_server import StubServer
 
-from megatron_daro.engine.sglang.answers import DirectAnswers
+from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.routed_experts import ExpertsFolder
 
@@ -34,7 +34,7 @@ def test_each_server_that_loads_is_named_in_turn(tmp_path):
                 {f"server {i}": handle for i, handle in enumerate(handles)},
                 section(),
                 expected(tmp_path),
-                answers=DirectAnswers(str, ExpertsFolder(tmp_path)),
+                asker=DirectAsker(str, ExpertsFolder(tmp_path)),
                 warn=print,
                 loads=told.append,
                 run_dir=tmp_path,

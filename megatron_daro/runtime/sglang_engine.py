@@ -25,11 +25,10 @@ from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_servers import RayServer
-from megatron_daro.sync.transports import transport_of
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TokenizerFacts:
     """How the trainer's tokenizer reads text, the number of its tokens, and whether answers end at texts."""
 
     encode: Callable[[str], list[int]]
@@ -37,11 +36,11 @@ class Text:
     stops: bool = False
 
 
-def sglang_engine(run: RunContext, text: Text, placement: Placement) -> SGLangEngine:
+def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placement) -> SGLangEngine:
     """Return the engine of a run, with its servers and answer workers; start nothing, but look at the interpreters.
 
     Args:
-        text: how the trainer reads text. placement: where servers go.
+        tokenizer: the trainer's. placement: where servers go.
 
     Raises:
         ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
@@ -55,22 +54,22 @@ def sglang_engine(run: RunContext, text: Text, placement: Placement) -> SGLangEn
         model["model_type"],
         config.data.max_prompt_tokens,
         config.data.max_prompt_tokens + rollout.max_response_tokens,
-        text.encode,
+        tokenizer.encode,
         model.get("vocab_size"),
         placement.shares_gpus,
-        text.stops,
+        tokenizer.stops,
     )
     return SGLangEngine(
-        _handles(run, placement, reads_text=text.stops),
+        _handles(run, placement, reads_text=tokenizer.stops),
         options,
         expected,
-        answers=AnswerWorkers(run),
+        asker=AnswerWorkers(run),
         warn=run.progress.warn,
         loads=partial(run.progress.stage, "engine"),
         run_dir=run.run_dir,
         temperature=rollout.temperature,
         probe_tokens=probe_text(
-            min(text.vocabulary, model.get("vocab_size") or text.vocabulary),
+            min(tokenizer.vocabulary, model.get("vocab_size") or tokenizer.vocabulary),
             longest=config.data.max_prompt_tokens,
         ),
     )
@@ -97,8 +96,8 @@ def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapp
         env=options.env,
         log_path=run.log_dir,
         parts=options.nodes,
-        maps_memory=transport_of(options.sync).maps_memory,
-        loader=transport_of(options.sync).loader,
+        maps_memory=options.transport.maps_memory,
+        loader=options.transport.loader,
     )
     return {
         f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
@@ -116,7 +115,7 @@ def _parts(common: LaunchOptions, number: int) -> list[LaunchOptions]:
     ]
 
 
-def routed_experts(config: Config) -> tuple[int, int] | None:
+def routed_experts_shape(config: Config) -> tuple[int, int] | None:
     """Return (layers, experts of a token) where the engine shall say which it chose."""
     shape = read_model_shape(config.model.path) if config.actor.routing_replay else None
     return (shape.layers, shape.experts.chosen) if shape and shape.experts else None

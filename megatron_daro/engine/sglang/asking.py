@@ -1,11 +1,11 @@
 """Asking a server: the HTTP requests of one group are posted at once, and the replies become rollouts.
 
-    Question -> POST /generate (client.py) -> checked (replies.py) -> tuple of Rollout (rollouts.py)
+    Question -> POST /generate (client.py) -> checked and made rollouts (replies.py)
 
 Each answer is streamed: an event for each sample that has ended, whose room on the server is given to others then, and
 which is kept if the server dies before the others have ended.
 
-`DirectAnswers` does this in its own process: in each of the run's answer workers (runtime/answer_workers.py), or in the
+`DirectAsker` does this in its own process: in each of the run's answer workers (runtime/answer_workers.py), or in the
 engine's process where there are none. It knows nothing of fleets, retries or other groups; what a failure means is for
 the engine to decide.
 """
@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
-from megatron_daro.engine.sglang.replies import BadAnswerError, FinishReason, Sample, StreamEvent, read
+from megatron_daro.engine.sglang.replies import BadAnswerError, FinishReason, Sample, StreamEvent, read, rollouts_of
 from megatron_daro.engine.sglang.request import Call, length_so_far
-from megatron_daro.engine.sglang.rollouts import rollouts_of
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import GroupRequest, Rollout
@@ -62,7 +61,7 @@ class EndedAnswer(NamedTuple):
     tokens: int
 
 
-class Answers(Protocol):
+class Asker(Protocol):
     """Whoever puts questions to servers."""
 
     @property
@@ -93,7 +92,7 @@ class Answers(Protocol):
         ...
 
 
-class DirectAnswers:
+class DirectAsker:
     """Asks in this process, on the event loop of the caller."""
 
     restarts = 0
@@ -113,7 +112,7 @@ class DirectAnswers:
         """Nothing is needed."""
 
     async def ask(self, question: Question) -> tuple[Rollout, ...]:
-        """Return the rollouts of all calls. Raises as `Answers.ask` says."""
+        """Return the rollouts of all calls. Raises as `Asker.ask` says."""
         client = self._clients.setdefault(question.url, SGLangClient(question.url))
         # Groups that wait for the same thing, such as new weights, all go on at once: a thousand connections opened in
         # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
@@ -137,7 +136,7 @@ class DirectAnswers:
         )
 
     async def _answers(self, client: SGLangClient, question: Question, call: Call) -> object:
-        """Return the answers of one request, in the order of its samples. Raises as `Answers.ask` says."""
+        """Return the answers of one request, in the order of its samples. Raises as `Asker.ask` says."""
         if not call.streams:
             return await client.post("/generate", call.body, timeout_s=question.timeout_s)
         ended: dict[int, Sample] = {}

@@ -1,0 +1,80 @@
+"""The ways on which weights go from the policy's ranks to an engine: what each needs, and what it does not go with.
+
+Whatever depends on the way asks its row: the rules of the configuration, the placement of processes, the start of a
+server and its vetting, the steps of an update. Another way needs a row and a name here, a sentence for users at
+`engine.sglang.sync` (sections.py, from which docs/configuration.md is made), its sender (sync/transports.py and a file
+beside it), and a loader in sync/in_server/ where SGLang cannot load what arrives by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+SGLangTransport = Literal["distributed", "shards", "disk", "tensor"]
+"""Those to SGLang servers: the values of `engine.sglang.sync`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """One way.
+
+    calls: that a server must have for it, beside those that every run needs.
+    only_sglang: the one version whose parameters are known; empty: any that has the calls.
+    loader: that servers are started with, to load what SGLang cannot load itself: `module.function` of sync/in_server/.
+    options: of engine.sglang that are for this way alone.
+    collective: both ends are ranks of one group, so they need one NCCL, and where sending broke a server may still
+        wait for the group on its GPUs.
+    rank_to_rank: each rank of the policy sends what it holds to those ranks of servers that need it.
+    maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
+    files: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
+    on_shared_gpus: it works where a rank and a server share a GPU.
+    no_fp8_blocks: why it cannot carry blocks of fp8; empty where it can.
+    """
+
+    calls: tuple[str, ...] = ()
+    only_sglang: tuple[int, ...] = ()
+    loader: str = ""
+    options: tuple[str, ...] = ()
+    collective: bool = False
+    rank_to_rank: bool = False
+    maps_memory: bool = False
+    files: bool = False
+    on_shared_gpus: bool = False
+    no_fp8_blocks: str = ""
+
+
+TRANSPORTS: Mapping[str, Transport] = {
+    "distributed": Transport(
+        calls=(
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+            "/destroy_weights_update_group",
+        ),
+        collective=True,
+    ),
+    "shards": Transport(
+        calls=("/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update"),
+        only_sglang=(0, 5, 23),  # whose parameters sync/shard_layouts.py describes
+        loader="megatron_daro_shards.receive",
+        options=("shards_over",),
+        rank_to_rank=True,
+        no_fp8_blocks="blocks of 128 x 128 reach over shards",
+    ),
+    "disk": Transport(
+        calls=("/update_weights_from_disk",),
+        options=("sync_dir",),
+        files=True,
+        on_shared_gpus=True,
+        no_fp8_blocks="files are written in bf16",
+    ),
+    "tensor": Transport(calls=("/update_weights_from_tensor",), maps_memory=True, on_shared_gpus=True),
+    "ray": Transport(),
+}
+"""By name. `ray` is the way to the embedded engines: through the object store."""
+
+
+def sglang_transports(where: Callable[[Transport], bool]) -> str:
+    """Name the values of `engine.sglang.sync` for which this holds, for messages."""
+    return " or ".join(name for name in get_args(SGLangTransport) if where(TRANSPORTS[name]))

@@ -1,0 +1,352 @@
+"""Groups of rollouts from a fleet of servers: who is asked for what, and again where that fails.
+
+    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries brought nothing new
+      _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
+      _ask:  Asker.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
+             -> reply checked, and made rollouts (replies.py)
+
+A group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is given
+back when that answer has ended. It is routed here and asked elsewhere, so no token passes through this process. A
+failed request is retried, elsewhere if possible; one that a weight update cut short continues from the tokens it has.
+Answers of weights that a server was never given are rejected, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import uuid
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from megatron_daro.backoff import backoff_s
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.asking import Asker, CutStreamError, EndedAnswer, LostWorkerError, Question
+from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
+from megatron_daro.engine.sglang.fleet import Fleet, Server
+from megatron_daro.engine.sglang.replies import BadAnswerError
+from megatron_daro.engine.sglang.request import Call, calls_of
+from megatron_daro.engine.sglang.supervision import Supervision
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.rollout.environment import TURN
+from megatron_daro.types import GroupRequest, Rollout
+
+_TRIES = 8
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_ABORT_S, _ABORT_AGAIN_S = 10.0, 1.0
+_MOST_CONVERSATIONS = 50_000
+_Result = TypeVar("_Result")
+
+
+class _GivenUpError(EngineError):
+    """The server was fenced while it worked on a request."""
+
+
+class Generation:
+    """What the servers of a fleet generate."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        supervision: Supervision,
+        asker: Asker,
+        options: SGLangSection,
+        *,
+        vocabulary: int | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Ask nothing. Args: asker: asks servers. vocabulary: of the model, see `rollouts_of`. warn: tells a person."""
+        self._fleet, self._supervision, self._asker, self._options = fleet, supervision, asker, options
+        self._vocabulary, self._warn = vocabulary, warn
+        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._running: set[RunningGroup] = set()
+        self._last_servers = LastServers()
+        # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
+        self._held: dict[str, tuple[Server, int]] = {}
+        asker.when_ended(self._take_ended)
+        self._begins = asyncio.Lock()
+        self._aborting: set[asyncio.Task[None]] = set()
+        self.retries = 0
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
+        runs = [RunningGroup(request) for request in requests]
+        self._running.update(runs)
+        tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
+        try:
+            for finished in asyncio.as_completed(tasks):
+                rollouts = await finished
+                if rollouts:
+                    yield rollouts
+        finally:
+            self._running.difference_update(runs)
+            unfinished = [run for task, run in tasks.items() if not task.done()]
+            for run in unfinished:  # so that what an abort cuts short is not asked for again
+                run.stop.set()
+            try:
+                await self._abort_on_servers(unfinished)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(self, group_ids: Collection[int] | None = None) -> None:
+        """Stop these groups (None: all); they come back with what they have."""
+        stopped = [run for run in self._running if group_ids is None or run.request.group_id in group_ids]
+        for run in stopped:
+            run.stop.set()
+        await self._abort_on_servers(stopped)
+        again = asyncio.create_task(self._abort_again(stopped))
+        self._aborting.add(again)
+        again.add_done_callback(self._aborting.discard)
+
+    def close(self) -> None:
+        """Want nothing more. May be called twice."""
+        for task in self._aborting:
+            task.cancel()
+        for run in list(self._running):
+            run.stop.set()
+
+    def new_name(self) -> str:
+        """Return a name for a request that no other had."""
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    async def _answer(self, run: RunningGroup) -> tuple[Rollout, ...]:
+        """Return all rollouts of a group, or what there is when it is stopped, or failed too often."""
+        async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
+            await asyncio.sleep(0)
+        run.partial = dict(run.request.partial)
+        failures = 0
+        while failures < _TRIES and not run.stop.is_set():
+            request = run.remaining()
+            if not request.indices:
+                break
+            try:
+                rollouts = await self._try(run, request)
+                failures += not run.take(rollouts)  # a server that ends everything at once must not be asked for ever
+            except RefusedError as error:
+                raise EngineError(f"prompt {request.prompt.id}: the server refused the request: {error}") from error
+            except (UnreachableError, BadAnswerError, LostWorkerError, _GivenUpError) as error:
+                failures += 1
+                self.retries += 1
+                if failures == _TRIES:
+                    self._warn(f"group {request.group_id} failed {_TRIES} times, the last time: {error}")
+                await until_stopped(asyncio.sleep(_pause_s(failures)), run.stop)
+        return run.collected()
+
+    async def _try(self, run: RunningGroup, request: GroupRequest) -> tuple[Rollout, ...]:
+        """Ask one server for all that is missing of a group; nothing where it is stopped before one has room."""
+        tokens_of = {index: self._estimate(request, index) for index in request.indices}
+        server = await self._server_with_room(run, request, sum(tokens_of.values()))
+        if server is None:
+            return ()
+        version = server.version or 0
+        calls = calls_of(
+            request,
+            self.new_name(),
+            cache_key=f"{self._prefix}-weights-{version}",
+            streams=server.facts is not None and not server.facts.streams_deltas,
+        )
+        run.server, run.ids = server, tuple(name for call in calls for name in call.ids)
+        for name, index in zip(run.ids, (index for call in calls for index in call.request.indices), strict=True):
+            self._held[name] = server, tokens_of[index]
+        ids = run.ids
+        try:
+            rollouts = await self._ask(server, calls, version)
+            self._check_versions(server, rollouts)
+        except (UnreachableError, BadAnswerError) as error:
+            run.failed_on = server
+            if isinstance(error, CutStreamError):
+                self._check_versions(server, error.rollouts)
+                if run.take(error.rollouts):
+                    server.succeeded()
+            await self._count_failure(server, error)
+            raise
+        finally:
+            run.ids, run.server = (), None
+            last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
+            self._fleet.release(server, sum(last.values()))
+        server.succeeded()
+        self._last_servers.note(request, server)
+        ended_now = (r for name, r in zip(ids, rollouts, strict=True) if name in last)
+        self._fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
+        return rollouts
+
+    async def _server_with_room(self, run: RunningGroup, request: GroupRequest, tokens: int) -> Server | None:
+        """Take room for a group on a server; None where it is stopped before."""
+        room = asyncio.ensure_future(
+            self._fleet.acquire(
+                tokens,
+                timeout_s=self._options.request_timeout_s,
+                avoid=run.failed_on,
+                prefer=self._last_servers.of(request),
+            )
+        )
+        try:
+            return await until_stopped(room, run.stop)
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled() and not room.exception():
+                self._fleet.release(room.result(), tokens)
+            raise
+
+    def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:
+        """Give back what these answers held; the others of their group go on."""
+        for answer in ended:
+            server, tokens = self._held.pop(answer.id, (None, 0))
+            if server is not None:
+                server.progressed()
+                self._fleet.release(server, tokens)
+                self._fleet.learn_lengths(iter([answer.tokens]))
+
+    def _estimate(self, request: GroupRequest, index: int) -> int:
+        earlier = request.partial.get(index)
+        generated = earlier.response_length if earlier else 0
+        return self._fleet.estimate(len(request.prompt.tokens) + generated, request.room(index))
+
+    async def _ask(self, server: Server, calls: Sequence[Call], version: int) -> tuple[Rollout, ...]:
+        """Return the answers, unless the server is given up meanwhile."""
+        loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
+        limit = self._options.request_timeout_s
+        keeps_cache = self._options.pause == "in_place"
+        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._vocabulary)
+        work = asyncio.create_task(self._asker.ask(question))
+        given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self._fleet.ended())
+        try:
+            waits: set[asyncio.Future[Any]] = {work, given_up, ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            self._fleet.check()
+            raise _GivenUpError(f"{server.name} was given up: {server.reason}")
+        finally:
+            for task in (work, given_up, ended):
+                task.cancel()
+
+    def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
+        """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
+        given = server.versions
+        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
+        if given and unknown:
+            reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
+            self._fleet.fence(server, reason)
+            raise BadAnswerError(f"{server.name}: {reason}")
+
+    async def _count_failure(self, server: Server, error: EngineError) -> None:
+        """Note a failed request: the server is given up if its process is gone, or if failures pile up."""
+        await self._supervision.examine(server)
+        if server.failed() and server.state == "serving":
+            self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
+
+    async def _abort_on_servers(self, runs: Sequence[RunningGroup]) -> None:
+        """End requests where they run."""
+        ids: dict[SGLangClient, list[str]] = defaultdict(list)
+        for run in runs:
+            if run.server:
+                ids[run.server.client] += run.ids
+
+        async def abort(client: SGLangClient) -> None:
+            async with self._begins:  # as groups do: hundreds of servers take turns
+                await asyncio.sleep(0)
+            await client.abort(ids[client], timeout_s=_ABORT_S)
+
+        await asyncio.gather(*map(abort, ids))
+
+    async def _abort_again(self, runs: Sequence[RunningGroup]) -> None:
+        """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
+        that it does not know yet, and would generate to the limit.
+
+        Source: `abort_request` in sglang/srt/managers/tokenizer_manager.py, 0.5.23 ("elif ... tokenizer_worker_num").
+        """
+        while True:
+            await asyncio.sleep(_ABORT_AGAIN_S)
+            runs = [run for run in runs if run.server]
+            if not runs:
+                return
+            await self._abort_on_servers(runs)
+
+
+def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
+    """Versions below the newest of each rollout: those of tokens from before a resume, maybe of another server."""
+    return {version for rollout in rollouts for version, _ in rollout.spans[:-1]}
+
+
+def _pause_s(failures: int) -> float:
+    """Before the next try, with jitter: many requests fail at the same moment."""
+    return backoff_s(failures, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
+
+
+@dataclass(eq=False)
+class RunningGroup:
+    """A group that is being generated.
+
+    stop: nothing more of it is wanted. ids: what the server calls the samples that it works on. failed_on: the last
+    server that failed. done and partial: by index.
+    """
+
+    request: GroupRequest
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ids: tuple[str, ...] = ()
+    server: Server | None = None
+    failed_on: Server | None = None
+    done: dict[int, Rollout] = field(default_factory=dict)
+    partial: dict[int, Rollout] = field(default_factory=dict)
+
+    def remaining(self) -> GroupRequest:
+        """Return what is still to be asked for."""
+        indices = tuple(i for i in self.request.indices if i not in self.done)
+        return replace(self.request, indices=indices, partial={i: r for i, r in self.partial.items() if i in indices})
+
+    def take(self, rollouts: Sequence[Rollout]) -> bool:
+        """Keep what came; whether anything of it is new."""
+        before = sum(r.response_length for r in self.partial.values()), len(self.done)
+        for rollout in rollouts:
+            if rollout.finish_reason != "abort":
+                self.done[rollout.index] = rollout
+            elif rollout.response_length:
+                self.partial[rollout.index] = rollout
+        return (sum(r.response_length for r in self.partial.values()), len(self.done)) != before
+
+    def collected(self) -> tuple[Rollout, ...]:
+        """Return what there is: finished rollouts, and for the others what they got to."""
+        cut = {i: r for i, r in self.partial.items() if r is not self.request.partial.get(i)}
+        by_index = cut | self.done
+        return tuple(by_index[i] for i in self.request.indices if i in by_index)
+
+
+class LastServers:
+    """Which server answered the last turn of a conversation: the next one finds its tokens in that server's cache."""
+
+    def __init__(self) -> None:
+        self._servers: OrderedDict[tuple[int, int, int], Server] = OrderedDict()
+
+    def of(self, request: GroupRequest) -> Server | None:
+        """Look the server up; None for a first turn."""
+        return self._servers.get(self._key(request)) if request.attempt >= TURN else None
+
+    def note(self, request: GroupRequest, server: Server) -> None:
+        """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
+        turns."""
+        if len(request.indices) > 1:
+            return
+        self._servers[self._key(request)] = server
+        self._servers.move_to_end(self._key(request))
+        if len(self._servers) > _MOST_CONVERSATIONS:
+            self._servers.popitem(last=False)
+
+    @staticmethod
+    def _key(request: GroupRequest) -> tuple[int, int, int]:
+        return request.group_id, request.attempt % TURN, request.indices[0]
+
+
+async def until_stopped(work: Awaitable[_Result], stop: asyncio.Event) -> _Result | None:
+    """Return the result of `work`, or None when `stop` comes first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()

@@ -1,0 +1,85 @@
+"""A batch split over data-parallel ranks, and columns of its shards put together again, in the batch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.data.schedule import CostModel, schedule
+from megatron_daro.types import TrainBatch
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """What one data-parallel rank computes.
+
+    rows: of the batch. reference: to its TrainBatch in the object store. micro_batches: row numbers within that one.
+    columns: names of TrainBatch -> references to columns that were computed for this shard since.
+    """
+
+    rows: tuple[int, ...]
+    reference: ObjectRef[TrainBatch]
+    micro_batches: tuple[tuple[int, ...], ...]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
+    """Return the batch split over data-parallel ranks, each part put once into the object store.
+
+    Args:
+        batch: all samples of an optimizer step.
+        actor: how many ranks, and the token budget of a micro-batch.
+        cost: what a sample costs: ranks get equal sums of it.
+
+    Raises:
+        DataError: the batch does not split.
+    """
+    plan = schedule(
+        batch.lengths_N,
+        actor.data_parallel,
+        actor.micro_batch_tokens,
+        cost=cost,
+        sequence_multiple=2 * actor.context_parallel if actor.context_parallel > 1 else 1,
+        total_multiple=actor.sequence_multiple,
+    )
+    numbered = [renumbered(micro_batches) for micro_batches in plan.ranks]
+    return [Shard(rows, ray.put(batch.select(rows)), local) for rows, local in numbered]
+
+
+def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the rows of one rank in the order of its micro-batches, and these with rows numbered from 0 in it."""
+    rows = tuple(row for micro_batch in micro_batches for row in micro_batch)
+    local, start = [], 0
+    for micro_batch in micro_batches:
+        local.append(tuple(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return rows, tuple(local)
+
+
+def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Return a response column of the batch from those of its shards.
+
+    Args:
+        batch: what the shards were made of.
+        shards: one per data-parallel rank.
+        parts: data-parallel rank -> float32 [R of its shard].
+
+    Returns:
+        float32 [R] in the batch's own order.
+    """
+    lengths_N = batch.response_lengths_N
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    out = np.empty(int(lengths_N.sum()), dtype=np.float32)
+    for rank, shard in enumerate(shards):
+        position = 0
+        for row in shard.rows:
+            length = int(lengths_N[row])
+            out[starts_N[row] : starts_N[row] + length] = parts[rank][position : position + length]
+            position += length
+    return out

@@ -1,0 +1,134 @@
+"""Whose turn it is on GPUs that the policy and the engine share.
+
+The controller calls `to_policy` when a batch is complete; the engine takes its memory as part of a weight update. Both
+are there together only while weights are sent and checked, and then the policy holds its weights only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol, runtime_checkable
+
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.sync.publish import WeightSync
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
+
+_MIB = 2**20
+_WEIGHTS: tuple[MemoryKind, ...] = ("weights",)
+# What tensors may stay on a device for good (tables of angles, work space of libraries), and by how much they may grow.
+_MOST_LEFT_PART, _MOST_GROWTH = 0.1, 64 * _MIB
+# The contexts of processes count among what servers keep, and grow as kernels are loaded.
+_MOST_GROWTH_OF_SERVERS = 512 * _MIB
+
+
+class MovablePolicy(Protocol):
+    """A policy whose memory can be moved to the host."""
+
+    async def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move these kinds to the host; the largest numbers of all ranks."""
+        ...
+
+    async def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
+        """Move them back, bit for bit; the largest numbers of all ranks."""
+        ...
+
+
+@runtime_checkable
+class SharingEngine(Protocol):
+    """An engine that can give its memory back; a weight update takes it again."""
+
+    async def release_memory(self) -> None:
+        """Give the GPUs to the policy. Raises EngineError: no server is left."""
+        ...
+
+    def allow_starts(self) -> None:
+        """Begin the engine's turn: what died in the policy's turn may be started again."""
+        ...
+
+
+class Colocation:
+    """Whose turn it is in one run: at first the policy's."""
+
+    def __init__(
+        self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
+    ) -> None:
+        """Move nothing. Args: deadlines: `memory` bounds each move. warn: tells a person of memory left behind."""
+        self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
+        self._is_policys = True
+        self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
+        self._has_worked = False  # libraries take their work space when a batch is trained for the first time
+        self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
+        where = "a device, contexts included, after the servers gave their memory back"
+        self._servers_left = LeftBehind(where, _MOST_GROWTH_OF_SERVERS)
+
+    async def to_policy(self) -> None:
+        """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
+        if self._is_policys:
+            return
+        started = time.perf_counter()
+        await self._within("memory", self._engine.release_memory(), what="of the engine")
+        self._is_policys = self._has_worked = True
+        move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
+        self._metrics["memory/servers_left_bytes"] = float(move.others)
+        self._metrics["timing/to_policy_s"] = time.perf_counter() - started
+        self._tell(self._servers_left.observe(move.others))
+
+    async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
+        """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
+        await self._make_room()
+        metrics = await sync.publish(version)
+        await self._to_engine()
+        return {**metrics, **self._metrics}
+
+    async def _make_room(self) -> None:
+        """Move all but the policy's weights, which are to be sent."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.offload(("gradients", "optimizer")), what="of the policy")
+        self._metrics["memory/moved_bytes"] = float(move.moved)
+        self._metrics["timing/to_engine_s"] = time.perf_counter() - started
+
+    async def _to_engine(self) -> None:
+        """Move the policy's weights as well; the engine may use the GPUs alone."""
+        started = time.perf_counter()
+        move = await self._within("memory", self._policy.offload(_WEIGHTS), what="of the policy")
+        self._is_policys = False
+        self._engine.allow_starts()
+        self._metrics["memory/moved_bytes"] += float(move.moved)
+        self._metrics["memory/left_bytes"] = float(move.left)
+        self._metrics["timing/to_engine_s"] += time.perf_counter() - started
+        if self._has_worked:
+            self._tell(self._left.observe(move.left, of=move.left + int(self._metrics["memory/moved_bytes"])))
+
+    def _tell(self, warning: str) -> None:
+        if warning:
+            self._warn(warning)
+
+
+class LeftBehind:
+    """Tells memory that was not given back from what may stay for good."""
+
+    def __init__(self, where: str, growth: int) -> None:
+        """Know nothing: the first time shows what stays for good.
+
+        Args:
+            where: it stays, for messages. growth: bytes by which it may grow.
+        """
+        self._where, self._growth = where, growth
+        self._before: int | None = None
+
+    def observe(self, left: int, *, of: int | None = None) -> str:
+        """Return a warning where more stayed than before, or at first over a tenth of what was there.
+
+        Args:
+            left: bytes that stayed. of: bytes that were there; None: not known.
+        """
+        before, text = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
+        if before is None:
+            self._before = left
+            much = of is not None and left > max(self._growth, _MOST_LEFT_PART * of)
+            return f"{text}, of {of / _MIB:,.0f} MiB; the other side lacks it" if of and much else ""
+        if left - before <= self._growth:  # small growth adds up until it tells
+            return ""
+        self._before = left
+        return f"{text}, {before / _MIB:,.0f} MiB earlier; it grows, and the other side lacks it: please report it"

@@ -1,0 +1,58 @@
+"""What every way of sending weights has in common: its sending end on one rank, which never stops halfway."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from megatron_daro.sync.plan import SendPlan, SendReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    Stream = Iterable[tuple[str, Tensor]]
+
+_Item = TypeVar("_Item")
+
+
+class TransportSender(ABC):
+    """The sending end of one way on one rank."""
+
+    def send(self, stream: Stream, plan: SendPlan, *, label: str = "", group: ProcessGroup | None = None) -> SendReport:
+        """Send the whole stream.
+
+        Args:
+            stream: (HF name, tensor); each item may be a collective of other ranks.
+            plan: what is to be sent to whom.
+            label: of this rank, in the names of files.
+            group: of this rank and those of other hosts that hand out the same buckets there.
+
+        Returns:
+            The report; failures by receiver. Raises SyncError where files cannot be written.
+        """
+        with read_to_its_end(stream) as tensors:
+            return self._send(tensors, plan, label, group)
+
+    @abstractmethod
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
+    ) -> SendReport:
+        """Send what comes, and stop where a receiver fails."""
+
+    def close(self) -> None:  # noqa: B027 - most keep nothing
+        """Let go of threads and sockets. May be called twice."""
+
+
+@contextlib.contextmanager
+def read_to_its_end(stream: Iterable[_Item]) -> Iterator[Iterator[_Item]]:
+    """Give a stream, and read in the end what is left of it, whatever happens: other ranks gather along, and would wait
+    forever."""
+    items = iter(stream)
+    try:
+        yield items
+    finally:
+        for _ in items:
+            pass
