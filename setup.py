@@ -13,7 +13,7 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).parent
 ALGO = ("algo", "plugins", "config", "families")
 """Packages of megatron-daro-algo: its algorithms and adapters, and what those import."""
-ALGO_MODULES = ("__init__", "errors", "durable")
+ALGO_MODULES = ("__init__", "errors", "durable", "options")
 
 
 class AlgoModules(build_py):

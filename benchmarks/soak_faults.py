@@ -219,7 +219,7 @@ class Injector:
     def _reactions(self, fault: Fault, before: _Before, proxy: Proxy) -> list[str]:
         found = [f"fenced: {f['reason'][:160]}" for f in self.fences[before.fences :] if f["server"] == fault.server]
         if retries := self._engine.metrics()["engine/retries"] - before.retries:
-            found.append(f"{retries:.0f} requests made again")
+            found.append(f"{retries:g} requests made again")
         if fault.kind in ("http_500", "reset") and " at /generate" not in fault.variant:
             path = fault.variant.split(" at ")[1]
             asked = sum(seen == path for _, seen in proxy.seen[before.seen :])

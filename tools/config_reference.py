@@ -2,7 +2,7 @@
 --check, say whether it is up to date.
 
 Place in the data flow: none; run by people after a change of the sections, and by a test. Every word of the lists
-comes from the field docstrings, annotations and defaults.
+comes from the field docstrings, annotations and defaults, and from those of the constructors of algorithms.
 
     python tools/config_reference.py [--check]
 """
@@ -12,17 +12,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
+from typing import Literal, get_origin
 
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the sections of this checkout, whichever one is installed
 
+from megatron_daro.algo.algorithm import Common  # noqa: E402
+from megatron_daro.algo.weighting import ALGORITHMS, WITH_CRITIC  # noqa: E402
 from megatron_daro.config import Config  # noqa: E402
 from megatron_daro.config.base import Section  # noqa: E402
 from megatron_daro.config.loading import ITEM, choices, field_allowed, is_section, section_of, strip  # noqa: E402
+from megatron_daro.options import Option, allowed, options_of  # noqa: E402
 from megatron_daro.workshop.slurm.cluster_file import ClusterFile  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
@@ -67,7 +72,8 @@ def reference() -> str:
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
-            parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section)]))
+            own = _options_of_algorithms() if name == "algorithm" else ()
+            parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section), *own]))
     parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
 
@@ -83,6 +89,26 @@ def _list(prefix: str, section: type[Section]) -> Iterator[str]:
             path = f"{prefix}{name}" if is_section(strip(field.annotation)[0]) else f"{prefix}{name}.{ITEM}"
             yield from ("", f"**{path.replace('*', chr(92) + '*')}**: {' '.join((inner.__doc__ or '').split())}", "")
             yield from _list(f"{path}.", inner)
+
+
+def _options_of_algorithms() -> Iterator[str]:
+    """What `algorithm.options` may hold, by `algorithm.name`; names that share a constructor stand together."""
+    with_options = {
+        name: found
+        for name, own in {**ALGORITHMS, **WITH_CRITIC}.items()
+        if (found := options_of(own, without=Common.__annotations__))
+    }
+    for _, same in groupby(with_options, key=lambda name: list(with_options[name].values())):
+        names = list(same)
+        yield from ("", f"**algorithm.options** with name {' or '.join(names)}:", "")
+        yield from _constructor("algorithm.options", with_options[names[0]])
+
+
+def _constructor(path: str, options: Mapping[str, Option]) -> Iterator[str]:
+    for name, option in options.items():
+        kinds = allowed(option.annotation).removeprefix("one of ") if get_origin(option.annotation) is Literal else ""
+        value = "; ".join(filter(None, [f"`{json.dumps(option.default)}`", kinds]))
+        yield f"* `{path}.{name}` ({value}): {option.meaning[:1].upper()}{option.meaning[1:]}"
 
 
 def _default(field: FieldInfo) -> str:

@@ -145,7 +145,7 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
         for values in inner.state.values():
             if unknown := sorted(set(values) - {"exp_avg", "exp_avg_sq", "step", "master_param"}):
                 raise ConfigError(
-                    f"algorithm.kimi.reset_optimizer: got true with an optimizer that keeps {', '.join(unknown)}; "
+                    f"algorithm.options.reset_optimizer: got true with an optimizer that keeps {', '.join(unknown)}; "
                     "allowed: with Adam; fix: set it to false"
                 )
             for name in ("exp_avg", "exp_avg_sq", "step"):

@@ -37,7 +37,7 @@ from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
-from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -80,7 +80,7 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         correction_high=section.correction.high,
         correction_level=section.correction.level,
         trust_region="mirror" if section.name == "kimi" else section.trust_region,
-        mirror_tau=section.kimi.tau,
+        mirror_tau=section.options.get("tau", KIMI_TAU) if section.name == "kimi" else KIMI_TAU,
         sapo_positive=section.sapo.positive,
         sapo_negative=section.sapo.negative,
     )

@@ -135,6 +135,16 @@ class StepStats:
         return self.sums[name].sum(dim=1)
 
 
+def number(name: str, value: float, low: float, high: float = float("inf"), *, closed: bool = True) -> float:
+    """Return the value of an option. Raises AlgorithmError: it is not in [low, high), or with `closed` False not in
+    (low, high)."""
+    if not (low <= value < high if closed else low < value < high):
+        least = f"{low:g} or more" if closed else f"above {low:g}"
+        most = "" if high == float("inf") else f" and below {high:g}"
+        raise AlgorithmError(f"{name}: got {value}, allowed is a number {least}{most}")
+    return float(value)
+
+
 class Common(TypedDict, total=False):
     """Keyword arguments that every algorithm takes; see `Algorithm`."""
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, token_mean
+from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, number, token_mean
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Every = Literal["step", "batch"]
@@ -49,21 +49,19 @@ class HaDw(SampleAlgorithm):
         every: Every = "step",
         **common: Unpack[Common],
     ) -> None:
-        """Take the options of `Algorithm`, scale and rate above 0, window, 2 steps or more, and what a step is.
+        """Take the options of `Algorithm`, and:
 
-        Raises:
-            AlgorithmError: an option is out of range.
+        Args:
+            scale: factor of all weights, above 0.
+            rate: how fast the expected pass rate follows the steps', in units of its standard deviation, above 0.
+            window: steps over which that standard deviation is taken, and after which it is first used, 2 or more.
+            every: what moves the expected pass rate: each optimizer step, or each batch of several (the paper's).
         """
         super().__init__(**common)
-        for field, value in (("scale", scale), ("rate", rate)):
-            if not 0 < value < math.inf:
-                raise AlgorithmError(f"{field}: got {value}, allowed is a number above 0")
+        self.scale, self.rate = number("scale", scale, 0.0, closed=False), number("rate", rate, 0.0, closed=False)
         if window < 2:
             raise AlgorithmError(f"window: got {window}, allowed is 2 or more: one value has no standard deviation")
-        self.scale, self.rate, self.window = float(scale), float(rate), int(window)
-        if every not in get_args(Every):
-            raise AlgorithmError(f"every: got {every!r}, allowed are {', '.join(get_args(Every))}")
-        self.every = every
+        self.window, self.every = window, every
         self._pending: list[list[float]] = []
         self._anchor: float | None = None
         self._early: list[float] = []

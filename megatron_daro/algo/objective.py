@@ -43,6 +43,8 @@ from megatron_daro.algo.surrogate import (
 from megatron_daro.errors import AlgorithmError
 
 TrustRegion = Literal["clip", "gspo", "cispo", "sapo", "reinforce", "mirror"]
+KIMI_TAU = 0.1
+"""Not printed in the paper: chosen."""
 
 
 def cispo_loss(ratio: Tensor, advantages: Tensor, clip_high: float = 0.28) -> Tensor:
@@ -187,7 +189,7 @@ class ObjectiveSettings:
     trust_region: TrustRegion = "clip"
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    mirror_tau: float = 0.1
+    mirror_tau: float = KIMI_TAU
 
     def __post_init__(self) -> None:
         check_clip_range(self.clip_low, self.clip_high, self.dual_clip)

@@ -1,55 +1,23 @@
-"""Fixed weights per pass rate: published rules that are a function of mu, one line each, and DGPO.
+"""Fixed weights per pass rate: published rules that are a function of mu, and DGPO.
 
 As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass rate, averaged over the
 step's trained tokens. mu is always the share of right verdicts, never a mean of shaped rewards; with rewards of 0 and 1
-that is the same. Refuses options out of their range.
+that is the same. What is open in these papers, and what was chosen: docs/algorithms.md.
 
 Shape letters: N samples, K rollouts per prompt, B = K + 1 bins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, cast, get_args
+from abc import abstractmethod
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.advantages import AdvantageStd, over_mean_deviation
-from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, constant, inverse, token_mean
-from megatron_daro.errors import AlgorithmError
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A number that a rule takes: its default, and the open interval or (`closed`) interval it must lie in."""
-
-    default: float
-    low: float
-    high: float = float("inf")
-    closed: bool = True
-
-    def check(self, name: str, value: float) -> float:
-        """Return the value, or raise AlgorithmError."""
-        inside = self.low <= value < self.high if self.closed else self.low < value < self.high
-        if not inside:
-            least = f"{self.low:g} or more" if self.closed else f"above {self.low:g}"
-            most = "" if self.high == float("inf") else f" and below {self.high:g}"
-            raise AlgorithmError(f"{name}: got {value}, allowed is a number {least}{most}")
-        return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One line of the table. std: what the centred reward is divided by. weight: (mu_B float64, **options) -> [B]."""
-
-    name: str
-    std: AdvantageStd
-    weight: Callable[..., Tensor]
-    source: str
-    options: dict[str, Option] = field(default_factory=dict)
+from megatron_daro.algo.advantages import over_mean_deviation
+from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, constant, inverse, number, token_mean
 
 
 def bernoulli_kl(mu: Tensor, target: float) -> Tensor:
@@ -57,48 +25,20 @@ def bernoulli_kl(mu: Tensor, target: float) -> Tensor:
     return torch.special.xlogy(mu, mu / target) + torch.special.xlogy(1 - mu, (1 - mu) / (1 - target))
 
 
-RULES = (
-    Rule("maxrl", "none", lambda mu: 1 / mu, "MaxRL, arXiv 2602.02710: A = (r - mu) / mu, 0 where none is right"),
-    Rule(
-        "f_grpo",
-        "population",
-        lambda mu, gamma: (1 - mu) ** gamma,
-        "F-GRPO, arXiv 2602.06717: GRPO's advantage times (1 - mu)^gamma",
-        {"gamma": Option(1.0, 0.0)},
-    ),
-    Rule(
-        "mgpo",
-        "population",
-        lambda mu, strength, target: torch.exp(-strength * bernoulli_kl(mu, target)),
-        "MGPO, arXiv 2511.06221: GRPO's advantage times exp(-lambda KL(mu || p0))",
-        {"strength": Option(1.0, 0.0), "target": Option(0.5, 0.0, 1.0, closed=False)},
-    ),
-)
-"""What is open in these papers, and what was chosen: docs/algorithms.md."""
-
-
 class PassRateAlgorithm(Algorithm):
-    """Token mean of all groups with a fixed weight per pass rate; one subclass for each `Rule`."""
+    """Token mean of all groups with a fixed weight per pass rate."""
 
-    rule: ClassVar[Rule]
     std_defines = True
 
-    def __init__(self, **given: object) -> None:
-        """Take the options of `Algorithm` and those of the rule.
-
-        Raises:
-            AlgorithmError: an option is out of range. TypeError: there is no such option.
-        """
-        common = {name: value for name, value in given.items() if name not in self.rule.options}
-        super().__init__(**cast(Common, common))
-        own = {name: cast(float, given.get(name, option.default)) for name, option in self.rule.options.items()}
-        self.options = {name: option.check(name, own[name]) for name, option in self.rule.options.items()}
+    @abstractmethod
+    def weight(self, mu_B: Tensor) -> Tensor:
+        """Return the rule's weight of each pass rate, float64 [B]; what is not finite (a division by 0) counts 0."""
 
     @property
     def pass_rate_weights(self) -> Tensor:
-        """float64 [K+1], the rule's weight of each pass rate; 0 where it has none (a division by 0)."""
+        """float64 [K+1], the rule's weight of each pass rate."""
         mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
-        weights_B: Tensor = self.rule.weight(mu_B, **self.options)
+        weights_B = self.weight(mu_B)
         return torch.where(torch.isfinite(weights_B), weights_B, 0.0)
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
@@ -106,17 +46,63 @@ class PassRateAlgorithm(Algorithm):
         return token_mean(lengths_N, totals) * self.pass_rate_weights.to(bins_N.device)[bins_N]
 
 
-PASS_RATE_RULES: tuple[type[Algorithm], ...] = tuple(
-    cast(
-        type[Algorithm],
-        type(
-            f"PassRateAlgorithm_{rule.name}",
-            (PassRateAlgorithm,),
-            {"name": rule.name, "advantage_std": rule.std, "rule": rule, "__doc__": rule.source},
-        ),
-    )
-    for rule in RULES
-)
+class MaxRl(PassRateAlgorithm):
+    """MaxRL: A = (r - mu) / mu, 0 where none is right.
+
+    Source: arXiv 2602.02710.
+    """
+
+    name = "maxrl"
+    advantage_std = "none"
+
+    def weight(self, mu_B: Tensor) -> Tensor:
+        """See `PassRateAlgorithm.weight`."""
+        return 1 / mu_B
+
+
+class FGrpo(PassRateAlgorithm):
+    """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma.
+
+    Source: arXiv 2602.06717.
+    """
+
+    name = "f_grpo"
+
+    def __init__(self, *, gamma: float = 1.0, **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`, and:
+
+        Args:
+            gamma: exponent, 0 or more; 0 is GRPO.
+        """
+        super().__init__(**common)
+        self.gamma = number("gamma", gamma, 0.0)
+
+    def weight(self, mu_B: Tensor) -> Tensor:
+        """See `PassRateAlgorithm.weight`."""
+        return (1 - mu_B) ** self.gamma
+
+
+class Mgpo(PassRateAlgorithm):
+    """MGPO: GRPO's advantage times exp(-strength * KL(pass rate || target)).
+
+    Source: arXiv 2511.06221.
+    """
+
+    name = "mgpo"
+
+    def __init__(self, *, strength: float = 1.0, target: float = 0.5, **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`, and:
+
+        Args:
+            strength: factor of the divergence, 0 or more; 0 is GRPO.
+            target: pass rate with the largest weight, above 0 and below 1.
+        """
+        super().__init__(**common)
+        self.strength, self.target = number("strength", strength, 0.0), number("target", target, 0.0, 1.0, closed=False)
+
+    def weight(self, mu_B: Tensor) -> Tensor:
+        """See `PassRateAlgorithm.weight`."""
+        return torch.exp(-self.strength * bernoulli_kl(mu_B, self.target))
 
 
 Deviation = Literal["verdicts", "rewards"]
@@ -146,17 +132,16 @@ class Dgpo(Algorithm):
         deviation: Deviation = "verdicts",
         **common: Unpack[Common],
     ) -> None:
-        """Take the options of `Algorithm`, T, above 0 (the larger, the more alike are the questions' weights), and what
-        the mean absolute deviation is of.
+        """Take the options of `Algorithm`, and:
 
-        Raises:
-            AlgorithmError: an option is out of range.
+        Args:
+            temperature: T of the softmax over minus the pass rates, above 0; the larger, the more alike are the
+                questions' weights.
+            deviation: whose mean absolute deviation divides; rewards: the paper's, the same with rewards of 0 and 1 and
+                no penalty.
         """
         super().__init__(**common)
-        self.temperature = Option(2.0, 0.0, closed=False).check("temperature", temperature)
-        if deviation not in get_args(Deviation):
-            raise AlgorithmError(f"deviation: got {deviation!r}, allowed are {', '.join(get_args(Deviation))}")
-        self.deviation = deviation
+        self.temperature, self.deviation = number("temperature", temperature, 0.0, closed=False), deviation
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
         """See `Algorithm.advantages`; the deviation of rewards divides here, that of verdicts in the coefficient."""

@@ -10,12 +10,12 @@ Shape letters: N samples, R their response tokens end to end, S own (trained) to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, token_mean
+from megatron_daro.algo.algorithm import Algorithm, BatchTotals, token_mean
 from megatron_daro.algo.token_columns import TokenColumns
 from megatron_daro.errors import AlgorithmError
 
@@ -203,7 +203,42 @@ class WithCritic(Algorithm):
     advantage_std = "none"
     std_allowed = ("none",)
     token_columns = ("values",)
-    _gae: Gae
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 1.0,
+        gae_lambda: float = 1.0,
+        critic_lambda: float | None = None,
+        length_factor: float | None = None,
+        bootstrap_truncated: bool = False,
+        whiten: bool = True,
+        **options: Any,
+    ) -> None:
+        """Take the options of the algorithm that has the critic, and:
+
+        Args:
+            gamma: discount of each own token, 0 to 1.
+            gae_lambda: 0 to 1; 1: an advantage is the return less the value; 0: the error of one token's value.
+            critic_lambda: the lambda of the critic's targets, 0 to 1 (VC-PPO: 1 with a smaller gae_lambda). Unset:
+                gae_lambda.
+            length_factor: VAPO's alpha, above 0: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset:
+                gae_lambda.
+            bootstrap_truncated: an answer that the limit ended goes on as the critic expects; false: it ended there,
+                with its reward.
+            whiten: advantages have mean 0 and variance 1 over the step's tokens.
+        """
+        super().__init__(**options)
+        self._gae = Gae(
+            GaeOptions(
+                gamma=gamma,
+                gae_lambda=gae_lambda,
+                critic_lambda=critic_lambda,
+                length_factor=length_factor,
+                bootstrap_truncated=bootstrap_truncated,
+                whiten=whiten,
+            )
+        )
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
         """Return the rewards: what is expected of them is the critic's to say."""
@@ -230,30 +265,6 @@ class Ppo(WithCritic):
     """
 
     name = "ppo"
-
-    def __init__(
-        self,
-        *,
-        gamma: float = 1.0,
-        gae_lambda: float = 1.0,
-        critic_lambda: float | None = None,
-        length_factor: float | None = None,
-        bootstrap_truncated: bool = False,
-        whiten: bool = True,
-        **common: Unpack[Common],
-    ) -> None:
-        """Take the options of `GaeOptions` and `Algorithm`. Raises AlgorithmError: one is out of range."""
-        super().__init__(**common)
-        self._gae = Gae(
-            GaeOptions(
-                gamma=gamma,
-                gae_lambda=gae_lambda,
-                critic_lambda=critic_lambda,
-                length_factor=length_factor,
-                bootstrap_truncated=bootstrap_truncated,
-                whiten=whiten,
-            )
-        )
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,14 +30,17 @@ from megatron_daro.algo.algorithm import (
     StepStats,
     constant,
     inverse,
+    number,
     token_mean,
 )
 from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.histories import HaDw
-from megatron_daro.algo.pass_rate_rules import PASS_RATE_RULES, Dgpo
-from megatron_daro.algo.ppo import Gae, GaeOptions, Ppo, WithCritic
+from megatron_daro.algo.objective import KIMI_TAU
+from megatron_daro.algo.pass_rate_rules import Dgpo, FGrpo, MaxRl, Mgpo
+from megatron_daro.algo.ppo import Ppo, WithCritic
 from megatron_daro.algo.token_columns import COLUMN_NAMES, TokenColumns
 from megatron_daro.errors import AlgorithmError
+from megatron_daro.options import options_of, unknown_option, wrong_option
 
 __all__ = [
     "ALGORITHMS",
@@ -88,14 +92,13 @@ class Dapo(Algorithm):
     dynamic_filter = True
 
     def __init__(self, *, denominator: Denominator = "batch", **common: Unpack[Common]) -> None:
-        """Take the options of `Algorithm`, and what token losses are averaged over.
+        """Take the options of `Algorithm`, and:
 
-        Raises:
-            AlgorithmError: an option is out of range.
+        Args:
+            denominator: a mean over the step's tokens (the authors' code), or over prompts of the mean over a prompt's
+                tokens (eq. 8).
         """
         super().__init__(**common)
-        if denominator not in get_args(Denominator):
-            raise AlgorithmError(f"denominator: got {denominator!r}, allowed are {', '.join(get_args(Denominator))}")
         self.denominator = denominator
         self.needs_group_lengths = denominator == "prompt"
 
@@ -167,17 +170,16 @@ class Kimi(Algorithm):
     advantage_std = "none"
     std_defines = True
 
-    def __init__(self, *, tau: float = 0.1, reset_optimizer: bool = False, **common: Unpack[Common]) -> None:
-        """Take the options of `Algorithm`, tau above 0, and whether each batch begins with fresh moments of the
-        optimizer (which the actor reads).
+    def __init__(self, *, tau: float = KIMI_TAU, reset_optimizer: bool = False, **common: Unpack[Common]) -> None:
+        """Take the options of `Algorithm`, and:
 
-        Raises:
-            AlgorithmError: an option is out of range.
+        Args:
+            tau: weight of the relative entropy to the policy that the batch began with, above 0; read with several
+                updates per batch.
+            reset_optimizer: whether the optimizer's moments are zero again when a batch begins.
         """
         super().__init__(**common)
-        if not 0 < tau < float("inf"):
-            raise AlgorithmError(f"tau: got {tau}, allowed is a number above 0")
-        self.tau, self.resets_optimizer = float(tau), reset_optimizer
+        self.tau, self.resets_optimizer = number("tau", tau, 0.0, closed=False), reset_optimizer
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
@@ -256,18 +258,9 @@ class DaroPpo(WithCritic, Daro):
 
     name = "daro_ppo"
 
-    def __init__(self, *, gae: Mapping[str, Any] = {}, **options: Any) -> None:
-        """Take the options of `Daro`, and in `gae` those of `GaeOptions`.
-
-        Raises:
-            AlgorithmError: an option is out of range.
-        """
-        super().__init__(**options)
-        self._gae = Gae(GaeOptions(**gae))
-
 
 _TABLE: tuple[type[Algorithm], ...] = (Grpo, GrpoSequence, Dapo, LitePpo, DrGrpo, Rloo, Kimi, Daro)
-_TABLE += (*PASS_RATE_RULES, Dgpo, HaDw)
+_TABLE += (MaxRl, FGrpo, Mgpo, Dgpo, HaDw)
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in _TABLE}
 """Those that need nothing but rollouts and their log-probs."""
@@ -286,11 +279,17 @@ def make_algorithm(name: str, **options: Any) -> Algorithm:
         AlgorithmError: there is no such algorithm, or an option is unknown or out of range.
     """
     cls = ALGORITHMS.get(name) or WITH_CRITIC.get(name) or _imported(name)
+    own = options_of(cls, without=Common.__annotations__)
+    if wrong := wrong_option(own, options):
+        raise AlgorithmError(wrong)
     try:
         inspect.signature(cls).bind(**options)
         return cls(**options)
     except TypeError as error:
-        raise AlgorithmError(f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}") from None
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise AlgorithmError(f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}") from None
+        raise AlgorithmError(unknown_option(unknown[1], own)) from None
 
 
 def _imported(name: str) -> type[Algorithm]:

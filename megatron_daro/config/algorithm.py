@@ -116,22 +116,6 @@ class DaroSection(Section):
     than 1.2 to 1.4 times as long as right ones (by pass rate)."""
 
 
-class DapoSection(Section):
-    """DAPO: a token mean over the groups with both right and wrong answers."""
-
-    denominator: Literal["batch", "prompt"] = "batch"
-    """Mean over the step's tokens (the authors' code), or over prompts of the mean over a prompt's tokens (eq. 8)."""
-
-
-class KimiSection(Section):
-    """Kimi k1.5: mirror descent, whose reference is the policy that each batch began with."""
-
-    tau: float = Field(default=0.1, gt=0, le=1e6)
-    """Weight of the relative entropy to that policy; read with several updates per batch."""
-    reset_optimizer: bool = False
-    """Whether the optimizer's moments are zero again when a batch begins."""
-
-
 class LengthRewardSection(Section):
     """Kimi k1.5's reward for short right answers, added to the reward: 0.5 for the shortest of a group, -0.5 for the
     longest, never above 0 for a wrong one."""
@@ -146,61 +130,6 @@ class LengthRewardSection(Section):
     def weight_at(self, step: int) -> float:
         """Return the factor at an optimizer step (1, 2, ...)."""
         return self.weight * min(max((step - self.start_step) / self.fade_steps, 0.0), 1.0)
-
-
-class FGrpoSection(Section):
-    """F-GRPO: GRPO's advantage times (1 - pass rate)^gamma."""
-
-    gamma: float = Field(default=1.0, ge=0, le=100)
-    """Exponent; 0 is GRPO."""
-
-
-class MgpoSection(Section):
-    """MGPO: GRPO's advantage times exp(-strength * KL(pass rate || target))."""
-
-    strength: float = Field(default=1.0, ge=0, le=100)
-    """Factor of the divergence; 0 is GRPO."""
-    target: float = Field(default=0.5, gt=0, lt=1)
-    """Pass rate with the largest weight."""
-
-
-class DgpoSection(Section):
-    """DGPO: the mean absolute deviation as divisor, and a softmax over the step's questions."""
-
-    temperature: float = Field(default=2.0, ge=1e-2, le=1e3)
-    """Of the softmax over minus the pass rates; larger: more equal weights."""
-    deviation: Literal["verdicts", "rewards"] = "verdicts"
-    """Whose mean absolute deviation divides; rewards: the paper's, the same with 0 and 1 and no penalty."""
-
-
-class HaDwSection(Section):
-    """HA-DW: weights by how a question's pass rate differs from the one that earlier steps lead to expect."""
-
-    scale: float = Field(default=1.3, ge=1e-3, le=1e3)
-    """Factor of all weights."""
-    rate: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """How fast the expected pass rate follows the steps', in units of its standard deviation."""
-    window: int = Field(default=10, ge=2, le=100_000)
-    """Steps over which that standard deviation is taken, and after which it is first used."""
-    every: Literal["step", "batch"] = "step"
-    """What moves the expected pass rate: each optimizer step, or each batch of several (the paper's)."""
-
-
-class PpoSection(Section):
-    """PPO: advantages per token from a critic."""
-
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of each token."""
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """1: an advantage is the return less the value; 0: the error of one token's value."""
-    critic_lambda: float | None = Field(default=None, ge=0, le=1)
-    """The lambda of the critic's targets (VC-PPO: 1 with a smaller gae_lambda). Unset: gae_lambda."""
-    length_factor: float | None = Field(default=None, gt=0, le=1e6)
-    """VAPO's alpha: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset: gae_lambda."""
-    bootstrap_truncated: bool = False
-    """An answer that the limit ended goes on as the critic expects; false: it ended there, with its reward."""
-    whiten: bool = True
-    """Advantages have mean 0 and variance 1 over the step's tokens."""
 
 
 class CriticSection(Section):
@@ -250,7 +179,7 @@ class AlgorithmSection(Section):
     """Advantage, filter and weighting of the token losses; module:Class: a subclass of
     megatron_daro.algo.weighting.Algorithm."""
     options: dict[str, Any] = {}
-    """Options of an algorithm of your own: keyword arguments of its constructor."""
+    """Options of this algorithm, or of your own: keyword arguments of its constructor, which judges them."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
     """Divisor of the advantage: standard deviation of the group (population, sample) or batch, or none; auto: the
     algorithm's."""
@@ -284,20 +213,6 @@ class AlgorithmSection(Section):
     """Reward for short answers."""
     daro: DaroSection = DaroSection()
     """DARO's weights; read when name is daro or daro_ppo."""
-    dapo: DapoSection = DapoSection()
-    """DAPO; read when name is dapo."""
-    kimi: KimiSection = KimiSection()
-    """Kimi k1.5; read when name is kimi."""
-    f_grpo: FGrpoSection = FGrpoSection()
-    """F-GRPO; read when name is f_grpo."""
-    mgpo: MgpoSection = MgpoSection()
-    """MGPO; read when name is mgpo."""
-    dgpo: DgpoSection = DgpoSection()
-    """DGPO; read when name is dgpo."""
-    ha_dw: HaDwSection = HaDwSection()
-    """HA-DW; read when name is ha_dw."""
-    ppo: PpoSection = PpoSection()
-    """PPO; read when name is ppo or daro_ppo."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
     distill: DistillSection = DistillSection()
@@ -329,14 +244,12 @@ class AlgorithmSection(Section):
         Args:
             rollouts_per_prompt: K. max_response_tokens: the longest response allowed.
         """
-        own = getattr(self, self.name, None)
-        both = {**self.daro.model_dump(), "gae": self.ppo.model_dump()} if self.name == "daro_ppo" else {}
         return {
             "name": self.name,
             "rollouts_per_prompt": rollouts_per_prompt,
             "max_response_tokens": max_response_tokens,
             "std": self.std,
             "group_filter": self.filter,
-            **(own.model_dump() if isinstance(own, Section) else both),
+            **(self.daro.model_dump() if self.name in ("daro", "daro_ppo") else {}),
             **self.options,
         }

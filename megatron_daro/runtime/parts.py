@@ -81,7 +81,9 @@ def algorithm_of(config: Config) -> Algorithm:
     try:
         return make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=sizes[0], max_response_tokens=sizes[1]))
     except AlgorithmError as error:
-        raise ConfigError(f"algorithm.{error}") from error
+        of_options = str(error).partition(":")[0] in config.algorithm.options
+        field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
+        raise ConfigError(f"{field}.{error}{fix}") from error
 
 
 def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:

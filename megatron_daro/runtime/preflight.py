@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
-from megatron_daro.config.base import Section, filled
+from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
@@ -190,14 +190,9 @@ def needs_torch(config: Config) -> bool:
 def _algorithm_can_be_refused(config: Config) -> bool:
     """Return whether the algorithm may refuse what the checks of the configuration let pass."""
     section = config.algorithm
-    part = getattr(section, section.name, None)  # options of daro are in algorithm.daro, and so on
-    own = (
-        ":" in section.name
-        or section.name == "daro_ppo"
-        or bool(section.options)
-        or (isinstance(part, Section) and part != type(part)())
-    )
-    return own or section.std != "auto" or config.rollout.oversampling > 1
+    daro = section.name in ("daro", "daro_ppo") and bool(changed(section.daro))
+    own = ":" in section.name or bool(section.options)
+    return own or daro or section.std != "auto" or config.rollout.oversampling > 1
 
 
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:

@@ -49,7 +49,7 @@ class HandleSender(TransportSender):
 
 def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
     """Hand out buckets on a GPU that have memory of their own, until a server fails."""
-    with read_to_its_end(buckets) as rest:  # of which ranks on other hosts get each
+    with read_to_its_end(buckets) as rest:  # `passed_on` sends it to ranks on other hosts
         return asyncio.run(_push_all(rest, plan, calls))
 
 

@@ -12,7 +12,7 @@ from lab_names import CONFIGURED, ENVIRONMENT
 pytestmark = pytest.mark.heavy  # the state itself: tests/parallel/test_algorithm_states.py
 
 ALGORITHMS = {
-    "ha_dw": ["algorithm.name=ha_dw", "algorithm.ha_dw.window=2"],
+    "ha_dw": ["algorithm.name=ha_dw", "algorithm.options.window=2"],
     "daro_by_length": [
         f"algorithm.name={CONFIGURED['daro_cells']}",
         "algorithm.options.length_edges=[4,8]",

@@ -7,8 +7,8 @@ from transformers import AutoModelForSequenceClassification
 
 PPO = [
     "algorithm.name=ppo",
-    "algorithm.ppo.gae_lambda=0.95",
-    "algorithm.ppo.critic_lambda=1.0",
+    "algorithm.options.gae_lambda=0.95",
+    "algorithm.options.critic_lambda=1.0",
     "algorithm.critic.learning_rate=1e-3",
     "algorithm.critic.value_clip=0.5",
     "algorithm.critic.pretrain_steps=1",
@@ -49,7 +49,7 @@ def test_a_resumed_run_and_a_replay_are_the_unbroken_one_bit_for_bit(tiny, tmp_p
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_daros_weights_move_on_ppos_losses(tiny, tmp_path):
-    options = ["algorithm.name=daro_ppo", "algorithm.ppo.gae_lambda=0.95", "algorithm.critic.learning_rate=1e-3"]
+    options = ["algorithm.name=daro_ppo", "algorithm.options.gae_lambda=0.95", "algorithm.critic.learning_rate=1e-3"]
     run, options = tmp_path / "run", [*options, "trainer.export_critic=true"]
     trained(["train", tiny.config, *options, "trainer.steps=2", f"trainer.run_dir={run}"], tmp_path / "log")
     critic, report = AutoModelForSequenceClassification.from_pretrained(run / "hf_critic", output_loading_info=True)

@@ -9,7 +9,7 @@ from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
 STATEFUL = {
-    "ha_dw": {"name": "ha_dw", "ha_dw": {"window": 2}},
+    "ha_dw": {"name": "ha_dw", "options": {"window": 2}},
     "fade": {"name": configured("fade"), "options": {"rate": 0.3}},
     "daro_lengths": {
         "name": configured("daro_cells"),

@@ -22,7 +22,7 @@ def test_moments_begin_anew_with_each_batch(rank_pool, tmp_path, layout, reset, 
         batch=random_batch(with_old=True),
         opens=[True, False, False, True, *[False] * len(spoiled)],
         spoiled=spoiled,
-        algorithm={"name": "kimi", "kimi": {"tau": 0.3, "reset_optimizer": reset}},
+        algorithm={"name": "kimi", "options": {"tau": 0.3, "reset_optimizer": reset}},
     )
     for found in results:
         found = [one for step, one in enumerate(found, 1) if step not in spoiled]

@@ -218,7 +218,7 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
 FORMS = {
     "daro_by_length": ({"name": configured("daro_cells"), "options": {"length_edges": EDGES}}, None),
     "daro_shared": ({"name": "daro", "daro": {"normalizer": "shared"}}, {"difficulty": LEARNT}),
-    "dapo_prompt": ({"name": "dapo", "dapo": {"denominator": "prompt"}}, None),
+    "dapo_prompt": ({"name": "dapo", "options": {"denominator": "prompt"}}, None),
 }
 
 

@@ -40,7 +40,7 @@ TERMS = {
     "cispo": {"trust_region": "cispo"},
     "sapo": {"trust_region": "sapo"},
     "reinforce": {"trust_region": "reinforce"},
-    "kimi": {"name": "kimi", "kimi": {"tau": 0.3}},
+    "kimi": {"name": "kimi", "options": {"tau": 0.3}},
     "dual_clip": {"dual_clip": 1.5},
     "all": {"name": "daro", "entropy_coefficient": 0.3, "dual_clip": 1.5, **KL["k3"], **correction("tis")},
     "all_gspo": {"name": "daro", "entropy_coefficient": 0.3, **KL["k2"], "trust_region": "gspo"},

@@ -21,6 +21,7 @@ NAME = PACKAGE.name
 LEVEL = {
     "types": 0,
     "errors": 0,
+    "options": 0,
     "durable": 0,
     "backoff": 0,
     "ports": 0,
@@ -67,7 +68,7 @@ ONLY_IMPORTER = {
     "sglang": {"engine"},
 }
 FORBIDDEN = {"config": {"torch", "ray", "megatron", "transformers", "numpy"}}
-ALGO_MAY = {"torch", "numpy", "typing_extensions", f"{NAME}.algo", f"{NAME}.errors"}
+ALGO_MAY = {"torch", "numpy", "typing_extensions", f"{NAME}.algo", f"{NAME}.errors", f"{NAME}.options"}
 PLUGINS_MAY = {"algo", "config", "durable", "errors", "plugins"}
 """What an adapter needs of this package; a host installs nothing else for it."""
 PLUGINS_LATE = {"ray", "megatron", "transformer_engine", "sglang"}

@@ -67,12 +67,14 @@ def algorithm(config: Config) -> Iterator[Problem]:
     plain_rewards = (reward.correct_reward, reward.incorrect_reward) == (1, 0)
     penalized = section.overlong.penalizes
     shaped = not plain_rewards or penalized or section.length_reward.weight > 0 or section.kl.in_reward
-    if section.name == "dgpo" and section.dgpo.deviation == "verdicts" and shaped:
+    deviation, every = section.options.get("deviation", "verdicts"), section.options.get("every", "step")
+    if section.name == "dgpo" and deviation == "verdicts" and shaped:
+        field = "algorithm.options.deviation"
         allowed = "rewards is the published DGPO: they are others than 0 and 1 here"
-        yield wrong(config, "algorithm.dgpo.deviation", allowed, "set algorithm.dgpo.deviation=rewards")
-    if section.name == "ha_dw" and section.ha_dw.every == "step" and updates > 1:
-        allowed, fix = "batch is the published HA-DW", "set algorithm.ha_dw.every=batch"
-        yield wrong(config, "algorithm.ha_dw.every", allowed, fix, beside=STEPS_OF_A_BATCH)
+        yield wrong(config, field, allowed, f"set {field}=rewards", got=deviation)
+    if section.name == "ha_dw" and every == "step" and updates > 1:
+        field, allowed = "algorithm.options.every", "batch is the published HA-DW, with several updates per batch"
+        yield wrong(config, field, allowed, f"set {field}=batch", beside=STEPS_OF_A_BATCH, got=every)
     if penalized and plain_rewards:
         allowed = "-1, DAPO's: beside 0 and 1 the penalty weighs twice as much, and a right answer of full length "
         allowed += "is worth no more than a wrong one"

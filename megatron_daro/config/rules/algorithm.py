@@ -108,10 +108,10 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
     if options.warmup_steps > trainer.steps:
         allowed, fix = f"at most {trainer.steps}", "lower it or raise trainer.steps"
         yield wrong(config, "algorithm.critic.warmup_steps", allowed, fix, beside="trainer.steps")
-    if section.has_critic and section.ppo.bootstrap_truncated and config.rollout.max_response_tokens == 1:
+    bootstrap = "algorithm.options.bootstrap_truncated"
+    if section.options.get("bootstrap_truncated") is True and config.rollout.max_response_tokens == 1:
         allowed = "false with answers of one token: the last token is not trained then, so nothing would be"
-        fix = "set algorithm.ppo.bootstrap_truncated=false"
-        yield wrong(config, "algorithm.ppo.bootstrap_truncated", allowed, fix, beside="rollout.max_response_tokens")
+        yield wrong(config, bootstrap, allowed, f"set {bootstrap}=false", beside="rollout.max_response_tokens")
     if options.path is not None and policy is not None:
         yield from _critic_model(options.path, config, policy)
 
@@ -125,11 +125,10 @@ def _unread_critic(config: Config) -> Iterator[Problem]:
     if config.trainer.export_critic:
         allowed, fix = "false with an algorithm that has no critic", "set trainer.export_critic=false"
         yield wrong(config, "trainer.export_critic", allowed, fix, beside="algorithm.name")
-    for name, section in (("ppo", config.algorithm.ppo), ("critic", config.algorithm.critic)):
-        if given := changed(section):
-            got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which has no critic"
-            allowed, fix = "only with an algorithm that has one", "set algorithm.name=ppo or remove them"
-            yield wrong(config, f"algorithm.{name}", allowed, fix, beside="algorithm.name", got=got)
+    if given := changed(config.algorithm.critic):
+        got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which has no critic"
+        allowed, fix = "only with an algorithm that has one", "set algorithm.name=ppo or remove them"
+        yield wrong(config, "algorithm.critic", allowed, fix, beside="algorithm.name", got=got)
 
 
 def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Problem]:

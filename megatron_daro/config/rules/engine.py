@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 
 from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import Hardware, nccl_of_both_ends
@@ -21,7 +20,7 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.problems import Problem, show, wrong
 from megatron_daro.config.sections import Config
-from megatron_daro.config.transports import Transport, sglang_transports
+from megatron_daro.config.transports import TRANSPORTS, sglang_transports
 
 _ARGUMENTS, _BLOCKS, _SYNC = "engine.sglang.arguments", "engine.sglang.fp8_blocks", "engine.sglang.sync"
 _NUMPY_SEEDS = 2**32
@@ -95,16 +94,12 @@ def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
         allowed = f"{sglang.sync} with servers that the run starts: they need its loader"
         yield wrong(config, _SYNC, allowed, broadcast, beside="engine.sglang.urls")
     for name in changed(sglang):
-        ways = sglang_transports(partial(_has_option, name))
-        if ways and name not in way.options:
-            fix = f"set {_SYNC}={ways} or remove it"
-            yield wrong(config, f"engine.sglang.{name}", f"only with sync {ways}", fix, beside=_SYNC)
+        ways = [sync for sync, other in TRANSPORTS.items() if name in other.options]
+        if ways and sglang.sync not in ways:
+            fix = f"set {_SYNC}={ways[0]} or remove it"
+            yield wrong(config, f"engine.sglang.{name}", f"only with sync {' or '.join(ways)}", fix, beside=_SYNC)
     if way.collective and not sglang.urls:
         yield from _gpu_memory_of_both_ends(config)
-
-
-def _has_option(name: str, way: Transport) -> bool:
-    return name in way.options
 
 
 def _gpu_memory_of_both_ends(config: Config) -> Iterator[Problem]:
@@ -118,7 +113,7 @@ def _gpu_memory_of_both_ends(config: Config) -> Iterator[Problem]:
     if sglang.named_arguments.get("enable_symm_mem") and of_ranks != "1":
         allowed = f"unset, or {name}=1 for the whole job: with it SGLang sets {name}=1 in the servers"
         fix = f"remove it, or set {name}=1 in the environment of the job"
-        yield wrong(config, _ARGUMENTS, allowed, fix, got="enable_symm_mem with sync distributed")
+        yield wrong(config, _ARGUMENTS, allowed, fix, got=f"enable_symm_mem with sync {sglang.sync}")
 
 
 def routing_replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:

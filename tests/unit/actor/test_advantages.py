@@ -16,7 +16,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import AlgorithmError, NonFiniteError
 
 BETA, GAMMA, LAMBDA, ITS_LAMBDA = 0.3, 0.97, 0.9, 0.95
-PPO = {"name": "ppo", "ppo": {"gamma": GAMMA, "gae_lambda": LAMBDA, "critic_lambda": ITS_LAMBDA}}
+PPO = {"name": "ppo", "options": {"gamma": GAMMA, "gae_lambda": LAMBDA, "critic_lambda": ITS_LAMBDA}}
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -44,7 +44,7 @@ def test_temperatures_of_a_trust_region_are_handed_on():
         AlgorithmSection(name="grpo", trust_region="sapo", sapo={"positive": 1.2, "negative": 1.3})
     )
     assert (sapo.trust_region, sapo.sapo_positive, sapo.sapo_negative) == ("sapo", 1.2, 1.3)
-    kimi = policy_module.objective_settings(AlgorithmSection(name="kimi", kimi={"tau": 0.7}))
+    kimi = policy_module.objective_settings(AlgorithmSection(name="kimi", options={"tau": 0.7}))
     assert (kimi.trust_region, kimi.mirror_tau) == ("mirror", 0.7)
 
 

@@ -28,5 +28,5 @@ def test_imports_only_torch_numpy_and_the_standard_library():
     brought, own = (json.loads(line) for line in done.stdout.splitlines())
     foreign = set(brought) - set(sys.stdlib_module_names) - {"megatron_daro", "torch", "numpy"}
     assert not foreign
-    allowed = {"megatron_daro", "megatron_daro.errors", "megatron_daro.algo", *names}
+    allowed = {"megatron_daro", "megatron_daro.errors", "megatron_daro.options", "megatron_daro.algo", *names}
     assert set(own) <= allowed

@@ -269,7 +269,7 @@ def test_a_reward_that_is_no_number_is_refused():
 
 
 def test_daros_weights_take_ppos_options_and_learn_as_ever():
-    section = AlgorithmSection(name="daro_ppo", daro={"clamp": (0.5, 2.0)}, ppo={"gamma": 0.5, "whiten": False})
+    section = AlgorithmSection(name="daro_ppo", daro={"clamp": (0.5, 2.0)}, options={"gamma": 0.5, "whiten": False})
     algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=64))
     assert section.has_critic and algorithm.difficulty.clamp == (0.5, 2.0)
     tokens = columns([[0.1, 0.4], [1.0, 2.0]], [[1, 1], [1, 1]], [1.0, 0.0])
@@ -288,7 +288,7 @@ def test_daros_weights_take_ppos_options_and_learn_as_ever():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gae": {"gamma": 2.0}}, "gamma: got 2.0"),
+        ({"gamma": 2.0}, "gamma: got 2.0"),
         ({"std": "population"}, "std: got 'population'"),
     ],
 )

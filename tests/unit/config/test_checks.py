@@ -58,11 +58,11 @@ algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
 algorithm.name=kimi | trainer.updates_per_batch |
 algorithm.name=grpo_sequence algorithm.kl.coefficient=0.1 | algorithm.kl.mean |
-algorithm.name=ha_dw trainer.updates_per_batch=2 | algorithm.ha_dw.every |
-algorithm.name=dgpo reward.correct_reward=2 | algorithm.dgpo.deviation |
-algorithm.name=dgpo algorithm.overlong.kind=penalty reward.incorrect_reward=-1 | algorithm.dgpo.deviation |
-algorithm.name=dgpo algorithm.length_reward.weight=0.1 | algorithm.dgpo.deviation |
-algorithm.name=dgpo algorithm.kl.coefficient=0.1 algorithm.kl.place=reward | algorithm.dgpo.deviation |
+algorithm.name=ha_dw trainer.updates_per_batch=2 | algorithm.options.every |
+algorithm.name=dgpo reward.correct_reward=2 | algorithm.options.deviation |
+algorithm.name=dgpo algorithm.overlong.kind=penalty reward.incorrect_reward=-1 | algorithm.options.deviation |
+algorithm.name=dgpo algorithm.length_reward.weight=0.1 | algorithm.options.deviation |
+algorithm.name=dgpo algorithm.kl.coefficient=0.1 algorithm.kl.place=reward | algorithm.options.deviation |
 algorithm.overlong.kind=both | reward.incorrect_reward |
 """
 

@@ -78,12 +78,12 @@ def test_an_algorithm_gets_its_own_options_and_those_of_the_run():
     common = {**run, "std": "none", "group_filter": "pass_rate"}
     given = {"std": "none", "filter": "pass_rate"}
     assert AlgorithmSection(name="grpo", **given).arguments(**run) == {"name": "grpo", **common}
-    mgpo = AlgorithmSection(name="mgpo", mgpo={"strength": 2.0}, **given).arguments(**run)
-    assert mgpo == {"name": "mgpo", **common, "strength": 2.0, "target": 0.5}
+    mgpo = AlgorithmSection(name="mgpo", options={"strength": 2.0}, **given).arguments(**run)
+    assert mgpo == {"name": "mgpo", **common, "strength": 2.0}
     own = AlgorithmSection(name="my:Own", options={"std": "x", "y": 1}, **given).arguments(**run)
     assert own == {"name": "my:Own", **common, "std": "x", "y": 1}
-    both = AlgorithmSection(name="daro_ppo").arguments(**run)
-    assert both["gae"] == AlgorithmSection().ppo.model_dump() and both["clamp"] == (0.1, 10.0)
+    both = AlgorithmSection(name="daro_ppo", options={"gamma": 0.5}).arguments(**run)
+    assert (both["gamma"], both["clamp"]) == (0.5, (0.1, 10.0))
 
 
 @pytest.mark.parametrize(("name", "has"), [("ppo", True), ("daro_ppo", True), ("daro", False), ("my:Own", False)])

@@ -160,8 +160,6 @@ algorithm.daro.clamp=[1,1] | algorithm.daro.clamp | algorithm.daro.clamp=[1,2]
 algorithm.daro.clamp=[1.1,2] | algorithm.daro.clamp | algorithm.daro.clamp=[0.5,1]
 algorithm.daro.clamp=[0.5,0.9] | algorithm.daro.clamp |
 algorithm.daro.clamp=[0,2] | algorithm.daro.clamp | algorithm.daro.clamp=[1e-30,1e30]
-algorithm.kimi.tau=0 | algorithm.kimi.tau | algorithm.kimi.tau=0.1
-algorithm.f_grpo.gamma=1e300 | algorithm.f_grpo.gamma | algorithm.f_grpo.gamma=100
 algorithm.dual_clip=1 | algorithm.dual_clip | algorithm.dual_clip=1.01
 algorithm.trust_region=cispo algorithm.dual_clip=3 | algorithm.dual_clip | algorithm.trust_region=gspo
 algorithm.trust_region=reinforce algorithm.dual_clip=3 | algorithm.dual_clip |
@@ -177,10 +175,7 @@ algorithm.overlong.kind=penalty algorithm.overlong.max_tokens=5000 algorithm.ove
   algorithm.overlong.max_tokens | algorithm.overlong.cache_tokens=905
 algorithm.overlong.kind=penalty algorithm.overlong.max_tokens=3 algorithm.overlong.cache_tokens=3 |
   algorithm.overlong.cache_tokens | algorithm.overlong.kind=filter
-algorithm.ppo.gamma=0.9 | algorithm.ppo | algorithm.name=ppo
-PPO algorithm.ppo.gamma=1.5 | algorithm.ppo.gamma | algorithm.ppo.gamma=1
-PPO algorithm.ppo.length_factor=0 | algorithm.ppo.length_factor | algorithm.ppo.length_factor=0.05
-PPO algorithm.ppo.bootstrap_truncated=true rollout.max_response_tokens=1 | algorithm.ppo.bootstrap_truncated |
+PPO algorithm.options.bootstrap_truncated=true rollout.max_response_tokens=1 | algorithm.options.bootstrap_truncated |
   rollout.max_response_tokens=2
 algorithm.critic.learning_rate=1e-4 | algorithm.critic | algorithm.name=ppo
 trainer.export_critic=true | trainer.export_critic | algorithm.name=ppo

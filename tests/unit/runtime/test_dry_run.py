@@ -118,7 +118,7 @@ def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
         ("actor.megatron={{overlap_p2p_comm_warmup_flush: true}}", "Megatron-core refuses"),
         ("actor.megatron={{cpu_offloading: true}}", "cpu_offloading"),
         ("algorithm.name=none:Such", "none:Such"),
-        ("algorithm.options.magnitud=abs", "options of algorithm daro"),
+        ("algorithm.options.magnitud=abs", "algorithm.options.magnitud: got the unknown option"),
         ("data.eval=[{{name: a, path: '{here}/bad.jsonl'}}]", "drop_unusable"),
     ],
 )

@@ -25,10 +25,30 @@ def test_the_named_algorithm_gets_its_own_options():
     assert algorithm_of(configured(algorithm={"name": "grpo", "std": "sample"})).std == "sample"
 
 
-@pytest.mark.parametrize("name", ["grpo", "daro"])
-def test_an_option_that_the_algorithm_does_not_take_is_refused(name):
-    with pytest.raises(ConfigError, match=f"{name}.*'gamma'"):
-        algorithm_of(configured(algorithm={"name": name, "options": {"gamma": 2.0}}))
+@pytest.mark.parametrize(
+    ("name", "options", "allowed"),
+    [
+        ("grpo", {"gamma": 2.0}, "none"),
+        ("daro", {"gamma": 2.0}, "none"),
+        ("kimi", {"tua": 2.0}, "tau, reset_optimizer; did you mean tau"),
+        ("kimi", {"tau": "0.1"}, "a number"),
+        ("kimi", {"tau": True}, "a number"),
+        ("kimi", {"tau": 0}, "above 0"),
+        ("kimi", {"reset_optimizer": 1}, "true or false"),
+        ("dgpo", {"deviation": "reward"}, "verdicts, rewards"),
+        ("ha_dw", {"window": 2.5}, "an integer"),
+        ("ha_dw", {"window": 1}, "2 or more"),
+        ("mgpo", {"target": 1}, "above 0 and below 1"),
+        ("ppo", {"gamma": 1.5}, "0 to 1"),
+        ("ppo", {"critic_lambda": "x"}, "a number, or null"),
+        ("daro_ppo", {"length_factor": 0}, "above 0"),
+        ("toy_algorithm:Toy", {"baseline": "1"}, "a number"),
+    ],
+)
+def test_an_option_that_the_algorithm_does_not_take_is_refused(name, options, allowed):
+    (option,) = options
+    with pytest.raises(ConfigError, match=rf"algorithm\.options\.{option}: got .*allowed .*{allowed}.*; fix: "):
+        algorithm_of(configured(algorithm={"name": name, "options": options}))
 
 
 def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_published_one_remarked():
