@@ -1,4 +1,4 @@
-"""NeMo-RL's own single controller with DARO, on a CPU: `run_grpo_daro.py RUN_GRPO_SINGLE_CONTROLLER --config ...`.
+"""NeMo-RL's own single controller with DARO, on a CPU, started by examples/plugins/nemo_rl/run_grpo_daro.py.
 
 From NeMo-RL, as it is: examples/run_grpo_single_controller.py, its configuration, the controller with its pumps, its
 advantage stage and its checkpoints, the sampler, the buffer, and the data plane of one process. Stood in for: Ray (what

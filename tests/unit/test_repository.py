@@ -202,8 +202,9 @@ MAP_LINE = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*)  +\S", re.MULTILINE)
 NOT_OURS = re.compile(
     r"(python/)?(torch|triton|megatron/core|sglang|srt|verl|NEMO_RL)/"
     r"|(moe|transformer)/|(layers|managers|configs|models|clients|envs)/"
-    r"|(train|train_rl|run_grpo|run_grpo_single_controller|(examples/)?(run_grpo|start_rlvr_pipeline))\.py$"
+    r"|(train|train_rl|(examples/)?(run_grpo|run_grpo_single_controller|start_rlvr_pipeline))\.py$"
     r"|(SEQLEN_BALANCING|conversion_mapping|fp8_utils|patch_torch|qwen3_moe|runtime_context)\.py$"
+    r"|(loss_functions|megatron_policy_worker)\.py$"
     r"|(my_losses|loss_case)\.py$"
 )
 """Files of other projects, by the folder or the name under which a text of ours calls them; files of the reader."""
