@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward.base import Job, StagedVerifier, VerifierSpec
-from megatron_daro.reward.factory import verifier_of
+from megatron_daro.reward.base import Job, VerifierSpec
+from megatron_daro.reward.factory import spec_of, verifier_of
 from megatron_daro.types import Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
@@ -55,24 +55,12 @@ class RewardPool(WorkerPool):
             RewardError,
         )
         super().__init__(program, workers, timeout_s, memory_mib)
-        stage = verifier_of(self._spec)
-        assert isinstance(stage, StagedVerifier)
-        self._verifier = stage
+        self._verifier = verifier_of(self._spec)
 
     @classmethod
     def from_section(cls, section: RewardSection) -> RewardPool:
         """Return the pool of the configuration's reward section."""
-        spec = VerifierSpec(
-            name=section.verifier,
-            strict=section.strict,
-            correct_reward=section.correct_reward,
-            incorrect_reward=section.incorrect_reward,
-            marker=section.marker,
-            refuse_restated=section.refuse_restated,
-            options=section.options,
-            after_thinking=section.after_thinking,
-        )
-        return cls(spec, section.workers, section.timeout_s, section.memory_mib)
+        return cls(spec_of(section), section.workers, section.timeout_s, section.memory_mib)
 
     def score(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
         """Verdicts of (answer text, gold) or (answer text, gold, statement) tuples, in their order.
@@ -113,7 +101,7 @@ class RewardPool(WorkerPool):
         problems |= {i: r["reason"] for i, r in zip(open_golds, replies, strict=True) if r["reason"] != "usable"}
         return dict(sorted(problems.items()))
 
-    def _screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:
+    def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         try:
             return self._verifier.screen(answer_text, gold, statement)
         except Exception:  # The border of the verifier: one answer must not end a run. Counted.

@@ -43,7 +43,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
-from megatron_daro.runtime.node_workers import Verdicts
+from megatron_daro.runtime.node_workers import VerifierPools
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_group import Text, routed_experts, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
@@ -64,7 +64,7 @@ class Generation:
     evaluator: None where there is no evaluation set."""
 
     engine: ReceivingEngine
-    scorer: Verdicts
+    scorer: VerifierPools
     rollouter: Rollouter
     sampler: Sampler
     evaluator: Evaluator | None
@@ -146,11 +146,11 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
 def generation(run: RunContext, inputs: Inputs, algorithm: Algorithm, placement: Placement) -> Generation:
     """Engine, scorer, sampler and evaluator."""
     engine = rollout_engine(run, inputs.tokenizer, placement)
-    return generation_with(run, inputs, algorithm, engine, Verdicts(run))
+    return generation_with(run, inputs, algorithm, engine, VerifierPools(run))
 
 
 def generation_with(
-    run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: Verdicts
+    run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: VerifierPools
 ) -> Generation:
     """Make sampler and evaluator around an engine and a scorer that are there."""
     config, rollout, ledger = run.config, run.config.rollout, Ledger()
@@ -198,7 +198,7 @@ def generation_with(
 
 
 def rollouter_of(
-    run: RunContext, tokenizer: PreTrainedTokenizerBase, engine: ReceivingEngine, scorer: Verdicts
+    run: RunContext, tokenizer: PreTrainedTokenizerBase, engine: ReceivingEngine, scorer: VerifierPools
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     config = run.config
@@ -365,13 +365,15 @@ async def _start_at_once(run: RunContext, policy: PolicyGroup, generation: Gener
     run.progress.stage("engine")
 
 
-async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:
+async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: VerifierPools) -> None:
     """`start_all` of what has no policy. Raises as it does."""
     await placement.start()
     await _all(_engine_starts(run, engine, scorer))
 
 
-def _engine_starts(run: RunContext, engine: ReceivingEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+def _engine_starts(
+    run: RunContext, engine: ReceivingEngine, scorer: VerifierPools
+) -> list[Coroutine[None, None, None]]:
     within = run.deadlines.within
     return [
         within("engine_start", engine.start(), what="the rollout engine"),
