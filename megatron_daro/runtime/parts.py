@@ -86,7 +86,7 @@ def algorithm_of(config: Config) -> Algorithm:
 def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
     """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
     rollout, remarks = config.rollout, list(algorithm.remarks)
-    used = rollout.keep_surplus or rollout.finishes_early(config.engine.kind)
+    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
@@ -181,7 +181,7 @@ def generation_with(
     sampler = Sampler(
         context,
         scorer,
-        wait_for="enough" if rollout.finishes_early(config.engine.kind) else "all",
+        finish_batch=rollout.finish_batch_with(config.engine.kind),
         kept_bins=algorithm.kept_bins,
         steps_per_batch=config.trainer.steps_per_batch,
         recorder=recorder(run),
