@@ -86,11 +86,6 @@ class StepSums:
         """float64 [K+1], sums of token losses per bin."""
         return self.step_stats.per_bin("loss_sums")
 
-    @property
-    def abs_loss_sums(self) -> Tensor:
-        """float64 [K+1], sums of absolute token losses per bin."""
-        return self.step_stats.per_bin("abs_loss_sums")
-
 
 def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> BatchTotals:
     """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.

@@ -102,7 +102,7 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Some samples of a step, as an algorithm sees them.
+    """Some samples of a step, as an algorithm sees them; none on a rank that a short batch leaves without work.
 
     bins_N: int64 [N]. lengths_N: [N], trained response tokens. advantages_N: floating [N]. group_lengths_NK: int64
     [N, K], trained tokens of every rollout of the sample's group, the sample's own among them; None unless the

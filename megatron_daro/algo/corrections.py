@@ -168,8 +168,8 @@ def segment_sums(values_T: Tensor, mask_T: Tensor, segment_T: Tensor, num_segmen
     Args:
         values_T: [T]; mask_T: bool [T]; segment_T: int64 [T], any value where the mask is not set; num_segments: M.
     """
-    sums_M = torch.zeros(num_segments, dtype=torch.float64, device=values_T.device)
     if num_segments == 0:
-        return sums_M
+        return values_T[:0].to(torch.float64)  # in the graph: a pipeline stage waits for every micro-batch's gradient
+    sums_M = torch.zeros(num_segments, dtype=torch.float64, device=values_T.device)
     kept_T = torch.where(mask_T, values_T, 0).to(torch.float64)
     return sums_M.index_add(0, torch.where(mask_T, segment_T, 0), kept_T)

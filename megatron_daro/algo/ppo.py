@@ -170,7 +170,7 @@ class _OwnTokens:
         self._mask_R = tokens.mask_R
         sample_R = torch.arange(len(tokens.lengths_N)).repeat_interleave(tokens.lengths_N)
         self.lengths_N = torch.bincount(sample_R[tokens.mask_R], minlength=len(tokens.lengths_N))
-        number_S = torch.arange(int(self.lengths_N.max()))
+        number_S = torch.arange(max(self.lengths_N.tolist(), default=0))
         self._there_NS = number_S < self.lengths_N[:, None]
         self.last_NS = number_S == self.lengths_N[:, None] - 1
 

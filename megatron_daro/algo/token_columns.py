@@ -47,7 +47,7 @@ class TokenColumns:
 
     def by_sample(self, values_R: Tensor) -> Tensor:
         """Return a column as rows [N, S], one response each, 0 after its end: for what runs along the sequence."""
-        rows_NS = values_R.new_zeros(len(self.lengths_N), int(self.lengths_N.max()))
+        rows_NS = values_R.new_zeros(self._there().shape)
         rows_NS[self._there()] = values_R
         return rows_NS
 
@@ -61,4 +61,4 @@ class TokenColumns:
 
     def _there(self) -> Tensor:
         """bool [N, S], where a response has a token."""
-        return torch.arange(int(self.lengths_N.max())) < self.lengths_N[:, None]
+        return torch.arange(max(self.lengths_N.tolist(), default=0)) < self.lengths_N[:, None]

@@ -160,6 +160,10 @@ class RepetitionSection(Section):
         return None if self.tokens is None else (self.tokens, self.period)
 
 
+FinishBatch = Literal["all", "enough"]
+"""What a batch waits for: see `RolloutSection.finish_batch`."""
+
+
 class RolloutSection(Section):
     """How much is sampled, and how."""
 
@@ -186,7 +190,7 @@ class RolloutSection(Section):
     keep_surplus: bool = False
     """Keep groups beyond the batch for the next step, unfinished ones with their tokens so far. Needs max_staleness
     >= 1; generation runs ahead by one batch fewer."""
-    finish_batch: Literal["auto", "all", "enough"] = "auto"
+    finish_batch: Literal["auto", FinishBatch] = "auto"
     """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
     prompts_per_step groups are trainable; auto: all with the embedded engine, else enough."""
 
@@ -226,9 +230,11 @@ class RolloutSection(Section):
         """Batches by which generation runs ahead: what is kept for the next one must not be too old for it."""
         return max(self.max_staleness - self.batches_kept, 0)
 
-    def finishes_early(self, engine_kind: str) -> bool:
-        """Whether a batch ends before all of its groups do: `finish_batch`, with auto resolved for this engine."""
-        return self.finish_batch == "enough" or (self.finish_batch == "auto" and engine_kind != "embedded")
+    def finish_batch_with(self, engine_kind: str) -> FinishBatch:
+        """`finish_batch`, with auto resolved for this engine."""
+        if self.finish_batch != "auto":
+            return self.finish_batch
+        return "all" if engine_kind == "embedded" else "enough"
 
 
 class EmbeddedSection(Section):

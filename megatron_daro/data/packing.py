@@ -78,7 +78,7 @@ class PackedMicroBatch:
         Returns:
             Same dtype, [T].
         """
-        return torch.where(self.segment_T >= 0, values_M[self.segment_T.clamp(min=0)], values_M.new_zeros(()))
+        return torch.cat([values_M, values_M.new_zeros(1)])[self.segment_T]  # padding is segment -1: the last
 
     @property
     def advantages_T(self) -> Tensor:
@@ -145,7 +145,8 @@ def pack(
 
     Args:
         batch: where the samples are.
-        indices: rows of the batch, in the order wanted.
+        indices: rows of the batch, in the order wanted; none for a micro-batch of padding alone, which trains and
+            reports nothing.
         sequence_multiple: tokens; each sample is padded at its end to a multiple of it (2 * CP for context parallel).
         total_multiple: tokens; the pack is padded to a multiple of it by one more segment (TP * CP under sequence
             parallel).
@@ -155,7 +156,7 @@ def pack(
         The micro-batch on the CPU.
 
     Raises:
-        DataError: no samples, repeated or unknown indices, a sample without prompt, a multiple below 1.
+        DataError: repeated or unknown indices, a sample without prompt, a multiple below 1.
     """
     indices_M = _checked_indices(batch, indices, sequence_multiple, total_multiple)
     lengths_M, prompts_M = batch.lengths_N[indices_M], batch.prompt_lengths_N[indices_M]
@@ -163,7 +164,7 @@ def pack(
     starts_M = np.cumsum(padded_M) - padded_M
     step = math.lcm(sequence_multiple, total_multiple)
     used = int(padded_M.sum())
-    total = -(-used // step) * step
+    total = max(-(-used // step), 1) * step
     padded_G = np.append(padded_M, total - used) if total > used else padded_M
 
     token_slots = np.repeat(starts_M, lengths_M) + _within(lengths_M)
@@ -325,7 +326,7 @@ def _checked_indices(
     if sequence_multiple < 1 or total_multiple < 1:
         raise DataError(f"pack: multiples must be at least 1, got sequence {sequence_multiple}, total {total_multiple}")
     if indices_M.size == 0:
-        raise DataError("pack: a micro-batch needs at least one sample, got none")
+        return indices_M
     if indices_M.min() < 0 or indices_M.max() >= len(batch):
         raise DataError(
             f"pack: sample indices must be in 0..{len(batch) - 1}, got {indices_M.min()}..{indices_M.max()}"

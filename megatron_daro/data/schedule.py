@@ -3,12 +3,12 @@
 Lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
 pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
-Refuses a sample that does not fit the token budget and a number of samples that no equal split exists for. It never
-drops or repeats a sample and never makes an empty micro-batch.
+Refuses a sample that does not fit the token budget. It never drops or repeats a sample.
 
 Method: samples go to ranks longest first, each to the rank with the least cost; exchanges between the heaviest and the
 lightest rank remove what is left. Within a rank the same rule fills micro-batches; where it overruns the budget,
-best-fit packing is used; where that needs more micro-batches, all ranks get more.
+best-fit packing is used; where that needs more micro-batches, all ranks get more. A rank that has fewer samples than
+others have micro-batches, which happens in short batches only, gets empty ones: they train nothing.
 
 Shape letters: N samples, K rollouts per prompt, D data-parallel ranks.
 """
@@ -77,7 +77,8 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """ranks[d][m] are the sample indices of micro-batch m of rank d, ascending. tokens and costs are per rank.
+    """ranks[d][m] are the sample indices of micro-batch m of rank d, ascending; none where it is empty. tokens and
+    costs are per rank.
 
     Micro-batches of a rank stand small, large, small: the first and the last of a pipeline run alone.
     """
@@ -90,11 +91,6 @@ class Schedule:
     def num_micro_batches(self) -> int:
         """Micro-batches per rank."""
         return len(self.ranks[0])
-
-    @property
-    def token_imbalance(self) -> float:
-        """How much the fullest rank exceeds the mean, as a fraction of the mean, in tokens."""
-        return _imbalance(np.array(self.tokens, dtype=np.float64))
 
 
 def schedule(
@@ -120,29 +116,22 @@ def schedule(
         The schedule. The same arguments give the same schedule.
 
     Raises:
-        DataError: fewer samples than ranks, a sample above the budget, or no equal split (pass a multiple of the
-            ranks).
+        DataError: no samples, or one above the budget.
     """
     lengths = np.asarray(lengths_N, dtype=np.int64)
     budget = token_budget // total_multiple * total_multiple if total_multiple > 0 else 0
     padded = -(-lengths // max(sequence_multiple, 1)) * sequence_multiple
     _check(lengths, padded, data_parallel_size, token_budget, budget)
     costs = (cost or CostModel()).of(padded)
-    num, most = len(padded), len(padded) // data_parallel_size
+    most = len(padded) // data_parallel_size  # micro-batches that every rank has a sample for
     micro_batches = max(1, -(-int(padded.sum()) // (budget * data_parallel_size)))
-    while micro_batches <= most:
-        ranks = _balanced_ranks(costs, data_parallel_size, micro_batches)
-        split = [_micro_batches(rank, padded, costs, micro_batches, budget) for rank in ranks]
+    while True:
+        ranks = _balanced_ranks(costs, data_parallel_size, min(micro_batches, most))
+        split = [_micro_batches(rank, padded, costs, min(micro_batches, len(rank)), budget) for rank in ranks]
         needed = max(len(parts) for parts in split)
-        if needed == micro_batches:
-            return _finish(split, lengths, costs)
-        # At `most`, a multiple of the ranks always fits: each sample is a micro-batch of its own.
-        micro_batches = needed if micro_batches == most else min(needed, most)
-    raise DataError(
-        f"schedule: {num} samples of up to {padded.max()} tokens do not split into equally many micro-batches of at "
-        f"most {budget} tokens on {data_parallel_size} ranks; pass a multiple of {data_parallel_size} samples or raise "
-        "actor.micro_batch_tokens"
-    )
+        if needed == micro_batches or micro_batches >= most:
+            return _finish([[*parts, *[[]] * (needed - len(parts))] for parts in split], lengths, costs)
+        micro_batches = min(needed, most)
 
 
 def interleaved_group(micro_batches: int, stages: int) -> tuple[int, int]:
@@ -167,11 +156,8 @@ def _check(lengths: np.ndarray, padded: np.ndarray, data_parallel_size: int, tok
             f"schedule: token_budget must be at least one total_multiple of tokens, got {token_budget}; "
             "raise actor.micro_batch_tokens"
         )
-    if len(lengths) < data_parallel_size:
-        raise DataError(
-            f"schedule: {len(lengths)} samples cannot keep {data_parallel_size} data-parallel ranks busy; use at least "
-            "one sample per rank (more prompts_per_step, or fewer ranks)"
-        )
+    if len(lengths) == 0:
+        raise DataError("schedule: got no samples; pass at least one")
     if lengths.min() < 1:
         raise DataError(f"schedule: sample {int(lengths.argmin())} has {lengths.min()} tokens; at least 1 is needed")
     if padded.max() > budget:
@@ -208,12 +194,12 @@ def _balanced_ranks(costs: np.ndarray, num_ranks: int, least: int) -> list[list[
 
 
 def _exchange(ranks: list[list[int]], costs: np.ndarray) -> list[list[int]]:
-    """Swap one sample of the heaviest rank for one of the lightest, as long as that helps."""
+    """Swap one sample of the heaviest rank for one of the lightest, as long as that helps and both have some."""
     loads = np.array([costs[rank].sum() for rank in ranks])
     for _ in range(_MAX_EXCHANGES):
         heavy, light = int(loads.argmax()), int(loads.argmin())
         gap = loads[heavy] - loads[light]
-        if gap <= _BALANCED * loads.mean():
+        if gap <= _BALANCED * loads.mean() or not ranks[light]:
             break
         ours = np.array(ranks[heavy])
         theirs = np.array(ranks[light])[np.argsort(costs[ranks[light]], kind="stable")]
@@ -237,7 +223,7 @@ def _micro_batches(
     samples: Sequence[int], padded: np.ndarray, costs: np.ndarray, wanted: int, budget: int
 ) -> list[list[int]]:
     """`wanted` micro-batches within the budget, or more where best-fit packing needs more."""
-    chosen = np.array(samples)
+    chosen = np.array(samples, dtype=np.int64)
     order = chosen[_descending(costs[chosen])].tolist()
     parts = _least_loaded_first(order, padded, costs, wanted, budget)
     return parts if parts is not None else _best_fit(order, padded, wanted, budget)
@@ -290,7 +276,7 @@ def _best_fit(order: list[int], padded: np.ndarray, wanted: int, budget: int) ->
 
 def _finish(split: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray, costs: np.ndarray) -> Schedule:
     ranks = tuple(_in_pipeline_order(parts, costs) for parts in split)
-    flat = [np.concatenate([np.array(part) for part in rank]) for rank in ranks]
+    flat = [np.concatenate([np.array(part, dtype=np.int64) for part in rank]) for rank in ranks]
     return Schedule(
         ranks=ranks,
         tokens=tuple(int(lengths[samples].sum()) for samples in flat),
@@ -303,7 +289,3 @@ def _in_pipeline_order(parts: Sequence[Sequence[int]], costs: np.ndarray) -> tup
     tidy = [tuple(sorted(part)) for part in parts]
     tidy.sort(key=lambda part: (float(costs[list(part)].sum()), part))
     return tuple(tidy[0::2] + tidy[1::2][::-1])
-
-
-def _imbalance(loads: np.ndarray) -> float:
-    return float(loads.max() / loads.mean() - 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.options import Option, unknown_option, wrong_option
@@ -41,9 +41,21 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
 
 
 class Verifier(Protocol):
-    """Says whether an answer text contains the gold answer. Deterministic, no state that changes verdicts."""
+    """What the class of `reward.verifier: module:Class` must offer.
 
-    def verify(self, answer_text: str, gold: str) -> Verdict: ...
+    Its constructor takes the keyword arguments of `reward.options`. One object is made in each worker process, on every
+    node. Verdicts must depend on the arguments alone: equal answers of a group are verified once.
+    """
+
+    def verify(self, answer_text: str, gold: str, statement: str, /) -> Verdict:
+        """Judge one answer. What it raises costs this one verdict (`verifier_failed`).
+
+        Args:
+            answer_text: the whole response. gold: one right answer. statement: the problem's own text.
+
+        Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +66,6 @@ class Job:
     answer: str
     gold: str
     statement: str = ""
-
-
-@runtime_checkable
-class StagedVerifier(Protocol):
-    """A verifier with a first stage that is linear in the text, so that most answers never need a worker process."""
-
-    def screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job: ...
-
-    def judge(self, job: Job) -> Verdict: ...
-
-    def gold_problem(self, gold: object) -> str | None: ...
-
-    def answer_of(self, answer_text: str) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.own_class import import_own_class, make_own
@@ -18,34 +18,19 @@ from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
 from megatron_daro.types import Verdict
 
+if TYPE_CHECKING:
+    pass
+
 _MOST_REASON = 40
 
 
-class AnswerVerifier(Protocol):
-    """What the class of `reward.verifier: module:Class` must offer.
-
-    Its constructor takes the keyword arguments of `reward.options`. One object is made in each worker process, on every
-    node. Verdicts must depend on the arguments alone: equal answers of a group are verified once.
-    """
-
-    def verify(self, answer_text: str, gold: str, statement: str, /) -> Verdict:
-        """Judge one answer. What it raises costs this one verdict (`verifier_failed`).
-
-        Args:
-            answer_text: the whole response. gold: one right answer. statement: the problem's own text.
-
-        Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
-        """
-        ...
-
-
-def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[AnswerVerifier]:
-    """Import the class that `reward.verifier` names. Raises ConfigError: it does not fit `AnswerVerifier`."""
+def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[Verifier]:
+    """Import the class that `reward.verifier` names. Raises ConfigError: it does not fit `Verifier`."""
     return import_own_class(
         "reward.verifier",
         name,
         builtin="math, integer, exact",
-        protocol=AnswerVerifier,
+        protocol=Verifier,
         methods={"verify": 3},
         arguments=options,
         options="reward.options",
@@ -58,7 +43,7 @@ class OwnVerifier:
     def __init__(self, spec: VerifierSpec) -> None:
         """Make nothing of the user's yet."""
         self._spec = spec
-        self._verifier: AnswerVerifier | None = None
+        self._verifier: Verifier | None = None
 
     def load(self) -> None:
         """Make the user's object, in a worker. Raises RewardError: its constructor raised; ConfigError."""
@@ -114,6 +99,8 @@ class OwnVerifier:
 
 
 AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier | OwnVerifier
+"""Each judges in two stages: `screen` is linear in the text, so that most answers never need a worker process, and
+`judge` runs in one. `answer_of` is what it reads as the final answer."""
 _CLASSES: dict[str, type[AnyVerifier]] = {"math": MathVerifier, "integer": IntegerVerifier, "exact": ExactVerifier}
 
 
@@ -125,7 +112,7 @@ def build_verifier(
     incorrect_reward: float = 0.0,
     marker: str = "####",
     limits: ScreenLimits | None = None,
-) -> Verifier:
+) -> AnyVerifier:
     """Return the verifier of that name.
 
     Args:

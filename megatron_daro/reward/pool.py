@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward.base import Job, StagedVerifier, VerifierSpec
+from megatron_daro.reward.base import Job, VerifierSpec
 from megatron_daro.reward.factory import verifier_of
 from megatron_daro.types import Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
@@ -55,9 +55,7 @@ class RewardPool(WorkerPool):
             RewardError,
         )
         super().__init__(program, workers, timeout_s, memory_mib)
-        stage = verifier_of(self._spec)
-        assert isinstance(stage, StagedVerifier)
-        self._verifier = stage
+        self._verifier = verifier_of(self._spec)
 
     @classmethod
     def from_section(cls, section: RewardSection) -> RewardPool:
@@ -103,7 +101,7 @@ class RewardPool(WorkerPool):
         problems |= {i: r["reason"] for i, r in zip(open_golds, replies, strict=True) if r["reason"] != "usable"}
         return dict(sorted(problems.items()))
 
-    def _screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:
+    def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         try:
             return self._verifier.screen(answer_text, gold, statement)
         except Exception:  # The border of the verifier: one answer must not end a run. Counted.

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from megatron_daro.errors import RewardError
-from megatron_daro.reward.base import Job, ScreenLimits, StagedVerifier, VerifierSpec
-from megatron_daro.reward.factory import OwnVerifier, verifier_of
+from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec
+from megatron_daro.reward.factory import AnyVerifier, OwnVerifier, verifier_of
 from megatron_daro.worker_pool.child import REFUSED, Answer, main
 
 # One of each grammar form: the parser builds its tables on first use, 20 to 100 ms per form.
@@ -41,7 +41,7 @@ def spec_from(fields: dict[str, Any]) -> VerifierSpec:
     return VerifierSpec(**{**fields, "limits": ScreenLimits(**fields["limits"])})
 
 
-def answer(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, Any]:
+def answer(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]:
     """One reply. Outcomes are words; rewards are added from them by the pool, but for those of a user's verifier."""
     if request["kind"] == "gold":
         return {"reason": verifier.gold_problem(request["gold"]) or "usable"}
@@ -50,7 +50,7 @@ def answer(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, Any]:
     return reply | {"reward": verdict.reward} if isinstance(verifier, OwnVerifier) else reply
 
 
-def answer_all(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, Any]:
+def answer_all(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]:
     """`answer`, with what a verifier raises as a word."""
     try:
         return answer(verifier, request)
@@ -66,7 +66,7 @@ def answer_all(verifier: StagedVerifier, request: dict[str, Any]) -> dict[str, A
 
 def load(settings: dict[str, Any]) -> Answer:
     """Make the verifier of a spec. Raises RewardError, ConfigError: a user's class does not fit, or cannot be made."""
-    verifier: Any = verifier_of(spec_from(settings))
+    verifier = verifier_of(spec_from(settings))
     if isinstance(verifier, OwnVerifier):
         verifier.load()
     if settings["name"] == "math":

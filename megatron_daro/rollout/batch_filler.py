@@ -1,11 +1,11 @@
-"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, two policies:
+"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, two ways:
 
-    wait_for="all"      groups begin in rounds. A round is one call of the engine, as fits one that works on one batch
-                        at a time, and the next begins when all of its groups have ended. What is in a batch follows
-                        from the saved state alone, so a run repeats exactly.
-    wait_for="enough"   every group is a call of its own, as fits servers. A group that the filter takes out is replaced
-                        while others are still generated. Enough trainable groups end the batch: the rest is aborted,
-                        and goes on in the next batch or is dropped. A run does not repeat exactly.
+    finish_batch="all"     groups begin in rounds. A round is one call of the engine, as fits one that works on one
+                           batch at a time, and the next begins when all of its groups have ended. What is in a batch
+                           follows from the saved state alone, so a run repeats exactly.
+    finish_batch="enough"  every group is a call of its own, as fits servers. A group that the filter takes out is
+                           replaced while others are still generated. Enough trainable groups end the batch: the rest is
+                           aborted, and goes on in the next batch or is dropped. A run does not repeat exactly.
 
 `fill` waits for the next arrival of all calls; each call waits for its engine, and its verdicts are made meanwhile.
 """
@@ -17,9 +17,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from megatron_daro.config.sections import RolloutSection
+from megatron_daro.config.sections import FinishBatch, RolloutSection
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, mark_as_seen
@@ -29,10 +28,8 @@ from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
 
-WaitFor = Literal["all", "enough"]
-
 _PRIOR_GROUPS = 8
-"""With "enough", the share of kept groups begins at that of the batch before, which counts for so many groups. Else one
+"""Without rounds the share of kept groups begins at that of the batch before, which counts for so many groups. Else one
 filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
 
 _BURST = 64
@@ -85,17 +82,18 @@ class _Flight:
 class BatchFiller:
     """Keeps groups in flight until the batch is complete."""
 
-    def __init__(self, context: RolloutContext, wait_for: WaitFor) -> None:
+    def __init__(self, context: RolloutContext, finish_batch: FinishBatch) -> None:
         """Start nothing."""
         self._context, self._section = context, context.section
         self._size = context.section.rollouts_per_prompt
-        self._wait_for = wait_for
+        self._finish_batch = finish_batch
+        self._in_rounds = finish_batch == "all"
         self._keep_rate = 1.0
 
     @property
     def may_leave_unfinished(self) -> bool:
         """Whether groups may be unfinished when their batch is complete."""
-        return self._wait_for == "enough" or self._section.segment_tokens is not None
+        return not self._in_rounds or self._section.segment_tokens is not None
 
     async def fill(self, batch: PartialBatch, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
@@ -127,7 +125,7 @@ class BatchFiller:
         kept = [*flight.waiting, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
 
-    # Decisions: nothing but these depends on the policy.
+    # Decisions: nothing but these depends on how the batch is filled.
 
     def _is_complete(self, batch: PartialBatch, flight: _Flight) -> bool:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.
@@ -137,7 +135,7 @@ class BatchFiller:
         """
         if not flight.calls:
             return True
-        return self._wait_for == "enough" and len(batch.kept) >= self._section.prompts_per_step
+        return self._finish_batch == "enough" and len(batch.kept) >= self._section.prompts_per_step
 
     def _groups_wanted(self, batch: PartialBatch, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
@@ -146,26 +144,26 @@ class BatchFiller:
         missing = self._section.prompts_per_step - len(batch.kept) - len(flight.unfinished)
         if missing <= 0:
             return 0
-        if self._wait_for == "all" and (flight.calls or flight.rounds > self._section.max_refill_rounds):
+        if self._in_rounds and (flight.calls or flight.rounds > self._section.max_refill_rounds):
             return 0
         return math.ceil(missing * self._section.oversampling / self._rate_of(batch)) - len(flight.calls)
 
     def _prompts_allowed(self, flight: _Flight) -> float:
-        """Prompts that may still be admitted. "all" bounds the number of rounds instead."""
-        if self._wait_for == "all":
+        """Prompts that may still be admitted. In rounds the number of these is bounded instead."""
+        if self._in_rounds:
             return math.inf
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
     def _rate_of(self, batch: PartialBatch) -> float:
-        """Share of groups that the filter keeps; with "all" a function of this batch alone."""
-        return batch.keep_rate(self._keep_rate, _PRIOR_GROUPS if self._wait_for == "enough" else 0)
+        """Share of groups that the filter keeps; in rounds a function of this batch alone."""
+        return batch.keep_rate(self._keep_rate, 0 if self._in_rounds else _PRIOR_GROUPS)
 
     def _in_calls(self, groups: dict[int, Pending]) -> list[dict[int, Pending]]:
         """Which groups are asked of the engine together."""
-        return [groups] if self._wait_for == "all" else [{i: entry} for i, entry in groups.items()]
+        return [groups] if self._in_rounds else [{i: entry} for i, entry in groups.items()]
 
     def _count_rounds(self, batch: PartialBatch, flight: _Flight) -> None:
-        if self._wait_for == "all":
+        if self._in_rounds:
             batch.rounds += flight.rounds
         else:
             batch.rounds += math.ceil(flight.admitted / self._section.prompts_requested)

@@ -12,8 +12,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megatron_daro.config.sections import FinishBatch
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext, WaitFor
+from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.groups_under_way import PartialGroup
 from megatron_daro.rollout.ledger import Outcome
@@ -40,7 +41,7 @@ class Sampler:
         context: RolloutContext,
         scorer: Scorer,
         *,
-        wait_for: WaitFor,
+        finish_batch: FinishBatch,
         kept_bins: Collection[int],
         steps_per_batch: int = 1,
         recorder: Recorder | None = None,
@@ -50,7 +51,7 @@ class Sampler:
 
         Args:
             context: what groups are made of. scorer: the verifiers, whose failed starts are counted.
-            wait_for: whether a batch waits for all of its groups, or for enough of them.
+            finish_batch: whether a batch waits for all of its groups, or for enough of them.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
@@ -62,7 +63,7 @@ class Sampler:
         self._collector = context.collector
         self._rollouter = context.rollouter
         self._scorer = scorer
-        self._filler = BatchFiller(context, wait_for)
+        self._filler = BatchFiller(context, finish_batch)
         self._kept_bins = kept_bins
         self._max_lag = context.section.max_staleness * steps_per_batch
         self._max_empty = max_empty_batches

@@ -271,7 +271,7 @@ class NodeWorkers:
 _STOP_S = 30.0
 
 
-class Verdicts:
+class VerifierPools:
     """The verifiers of a run."""
 
     def __init__(self, run: RunContext) -> None:

@@ -43,7 +43,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
-from megatron_daro.runtime.node_workers import Verdicts
+from megatron_daro.runtime.node_workers import VerifierPools
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
@@ -65,7 +65,7 @@ class Generation:
     evaluator: None where there is no evaluation set."""
 
     engine: ReceivingEngine
-    scorer: Verdicts
+    scorer: VerifierPools
     rollouter: Rollouter
     sampler: Sampler
     evaluator: Evaluator | None
@@ -89,7 +89,7 @@ def algorithm_of(config: Config) -> Algorithm:
 def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
     """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
     rollout, remarks = config.rollout, list(algorithm.remarks)
-    used = rollout.keep_surplus or rollout.finishes_early(config.engine.kind)
+    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
@@ -149,11 +149,11 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
 def generation(run: RunContext, inputs: Inputs, algorithm: Algorithm, placement: Placement) -> Generation:
     """Engine, scorer, sampler and evaluator."""
     engine = rollout_engine(run, inputs.tokenizer, placement)
-    return generation_with(run, inputs, algorithm, engine, Verdicts(run))
+    return generation_with(run, inputs, algorithm, engine, VerifierPools(run))
 
 
 def generation_with(
-    run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: Verdicts
+    run: RunContext, inputs: Inputs, algorithm: Algorithm, engine: ReceivingEngine, scorer: VerifierPools
 ) -> Generation:
     """Make sampler and evaluator around an engine and a scorer that are there."""
     config, rollout, ledger = run.config, run.config.rollout, Ledger()
@@ -184,7 +184,7 @@ def generation_with(
     sampler = Sampler(
         context,
         scorer,
-        wait_for="enough" if rollout.finishes_early(config.engine.kind) else "all",
+        finish_batch=rollout.finish_batch_with(config.engine.kind),
         kept_bins=algorithm.kept_bins,
         steps_per_batch=config.trainer.steps_per_batch,
         recorder=recorder(run),
@@ -201,7 +201,7 @@ def generation_with(
 
 
 def rollouter_of(
-    run: RunContext, tokenizer: PreTrainedTokenizerBase, engine: ReceivingEngine, scorer: Verdicts
+    run: RunContext, tokenizer: PreTrainedTokenizerBase, engine: ReceivingEngine, scorer: VerifierPools
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     config = run.config
@@ -368,13 +368,15 @@ async def _start_at_once(run: RunContext, policy: PolicyGroup, generation: Gener
     run.progress.stage("engine")
 
 
-async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: Verdicts) -> None:
+async def start_engine(run: RunContext, placement: Placement, engine: ReceivingEngine, scorer: VerifierPools) -> None:
     """`start_all` of what has no policy. Raises as it does."""
     await placement.start()
     await _all(_engine_starts(run, engine, scorer))
 
 
-def _engine_starts(run: RunContext, engine: ReceivingEngine, scorer: Verdicts) -> list[Coroutine[None, None, None]]:
+def _engine_starts(
+    run: RunContext, engine: ReceivingEngine, scorer: VerifierPools
+) -> list[Coroutine[None, None, None]]:
     within = run.deadlines.within
     return [
         within("engine_start", engine.start(), what="the rollout engine"),

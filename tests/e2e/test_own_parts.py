@@ -142,7 +142,7 @@ def test_an_answer_of_the_wrong_length_is_refused_before_a_step(tiny, tmp_path, 
     ("changes", "words"),
     [
         (["reward.verifier=no_such_module:X"], "reward.verifier: got 'no_such_module:X', which cannot be imported"),
-        (["reward.verifier=toy_verifier:OtherSignature"], "OtherSignature.verify does not fit AnswerVerifier"),
+        (["reward.verifier=toy_verifier:OtherSignature"], "OtherSignature.verify does not fit Verifier"),
         (["reward.verifier=exact", "reward.options.stict=false"], "did you mean strict"),
     ],
 )

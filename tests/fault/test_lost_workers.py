@@ -37,7 +37,7 @@ from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
-from megatron_daro.runtime.node_workers import Verdicts, shares
+from megatron_daro.runtime.node_workers import VerifierPools, shares
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
@@ -283,7 +283,7 @@ def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run, 
     async def scenario():
         warnings = []
         section = RewardSection(workers=2, timeout_s=60)
-        verdicts = Verdicts(run_context(warn=warnings.append, run_dir=tmp_path, reward=section))
+        verdicts = VerifierPools(run_context(warn=warnings.append, run_dir=tmp_path, reward=section))
         try:
             await verdicts.start()
             before = await verdicts.workers.each("ready")

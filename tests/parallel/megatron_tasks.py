@@ -28,6 +28,20 @@ def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[Trai
     return mine, [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
 
+def _scheduled(batch: TrainBatch, layout: Any, token_budget: int) -> tuple[TrainBatch, list[list[int]]]:
+    """This data-parallel rank's samples as a run splits them."""
+    from megatron.core import parallel_state
+
+    from megatron_daro.data.schedule import schedule
+
+    multiple = 2 * layout.context if layout.context > 1 else 1
+    options = {"sequence_multiple": multiple, "total_multiple": multiple}
+    parts = schedule(batch.lengths_N, layout.data, token_budget, **options).ranks
+    mine = parts[parallel_state.get_data_parallel_rank()]
+    ends = list(itertools.accumulate(map(len, mine), initial=0))
+    return batch.select([i for part in mine for i in part]), [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+
+
 def freed_on_the_way(layout: Any) -> list[float] | None:
     """What rank 1 gets of a tensor that loses its storage, which is used again, before rank 1 listens."""
     import torch
@@ -67,6 +81,25 @@ def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
     finally:
         P2PCommunicator._communicate_shapes = exchange
     return told
+
+
+def short_step(
+    path: Path, layout: Any, batch: TrainBatch, token_budget: int, algorithm: dict[str, Any]
+) -> dict[str, Any]:
+    """A step with its passes, split as in a run: summed gradients, metrics, and the samples of each micro-batch."""
+    mine, micro_batches = _scheduled(batch, layout, token_budget)
+    policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
+    for name in [*(["values"] if policy.critic else []), *(["ref_logprobs"] if policy.reference else [])]:
+        column_R = policy.run_pass(name, mine, micro_batches)  # None before the last stage
+        mine = replace(mine, **{f"{name}_R": np.zeros_like(mine.rollout_logprobs_R) if column_R is None else column_R})
+    sums = summed_gradients(policy, algorithm, mine, micro_batches)
+    gradients = collect_gradients(policy)
+    return {
+        "gradients": gradients,
+        "policy_loss": sums.policy_loss,
+        "samples": [len(part) for part in micro_batches],
+        "metrics": comparable(policy.train_step(mine, micro_batches, step=1).metrics),
+    }
 
 
 def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:

@@ -262,7 +262,7 @@ def loss_terms(
     return {
         "gradients": gradients,
         "loss_sums": sums.loss_sums.numpy(),
-        "abs_loss_sums": sums.abs_loss_sums.numpy(),
+        "abs_loss_sums": sums.step_stats.per_bin("abs_loss_sums").numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,
         "metrics": metrics,

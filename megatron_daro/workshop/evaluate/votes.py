@@ -16,8 +16,8 @@ import numpy as np
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import DataError
-from megatron_daro.reward.base import StagedVerifier, VerifierSpec
-from megatron_daro.reward.factory import verifier_of
+from megatron_daro.reward.base import VerifierSpec
+from megatron_daro.reward.factory import AnyVerifier, verifier_of
 from megatron_daro.rollout.protocol import Scorer
 
 DRAWS = 400
@@ -44,11 +44,9 @@ class Votes:
     answers: tuple[str, ...]
 
 
-def answer_reader(section: RewardSection) -> StagedVerifier:
+def answer_reader(section: RewardSection) -> AnyVerifier:
     """Return the verifier, which also says what an answer's final form is."""
-    verifier = verifier_of(VerifierSpec.of_section(section))
-    assert isinstance(verifier, StagedVerifier)
-    return verifier
+    return verifier_of(VerifierSpec.of_section(section))
 
 
 async def votes_of(problems: Sequence[Sequence[Sample]], scorer: Scorer, *, verifier: str) -> list[Votes]:

@@ -146,16 +146,16 @@ def test_arguments_of_servers_may_be_spelled_with_hyphens():
 
 
 @pytest.mark.parametrize(
-    ("finish_batch", "engine", "early"),
+    ("finish_batch", "engine", "resolved"),
     [
-        ("auto", "embedded", False),
-        ("auto", "sglang", True),
-        ("all", "sglang", False),
-        ("enough", "embedded", True),
+        ("auto", "embedded", "all"),
+        ("auto", "sglang", "enough"),
+        ("all", "sglang", "all"),
+        ("enough", "embedded", "enough"),
     ],
 )
-def test_whether_a_batch_ends_early_follows_from_the_engine_unless_it_is_said(finish_batch, engine, early):
-    assert RolloutSection(finish_batch=finish_batch).finishes_early(engine) is early
+def test_whether_a_batch_ends_early_follows_from_the_engine_unless_it_is_said(finish_batch, engine, resolved):
+    assert RolloutSection(finish_batch=finish_batch).finish_batch_with(engine) == resolved
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,18 @@ def test_per_token_keeps_the_gradient_path():
     assert values.grad.tolist() == [5.0, 4.0]
 
 
+@pytest.mark.parametrize("batch", [make_batch([(2, 3), (2, 2)]), make_batch([(2, 3)]).select([])])
+def test_a_pack_of_no_sample_is_padding_which_trains_and_reports_nothing(batch):
+    empty = pack(batch, [], sequence_multiple=4, total_multiple=8, pad_token_id=7)
+    assert empty.tokens_T.tolist() == [7] * 8 and empty.cu_seqlens.tolist() == [0, 8] and len(empty) == 0
+    assert not empty.mask_T.any() and not empty.advantages_T.any() and len(empty.trained_slots_J) == 0
+    parts = [context_parallel_slice(empty, rank, 2) for rank in range(2)]
+    assert [len(part.tokens_T) for part in parts] == [4, 4]
+    responses = int(batch.response_lengths_N.sum())
+    assert np.isnan(collect_responses([(part.rollout_logprobs_T, part) for part in parts], responses)).all()
+    assert pack(batch, []).tokens_T.tolist() == [0], "the least that a model computes"
+
+
 def test_a_silent_pack_computes_the_same_and_reports_nothing():
     packed = pack(make_batch([(2, 3), (2, 2)]), [0, 1], total_multiple=4)
     silent = packed.silent()
@@ -224,7 +236,6 @@ def test_to_moves_every_tensor():
 @pytest.mark.parametrize(
     ("indices", "kwargs", "words"),
     [
-        ([], {}, "sample"),
         ([0, 0], {}, "index"),
         ([2], {}, "2"),
         ([-1], {}, "-1"),

@@ -4,11 +4,11 @@ import asyncio
 
 from run_configuration import run_context
 
-from megatron_daro.runtime.node_workers import Verdicts
+from megatron_daro.runtime.node_workers import VerifierPools
 
 
 def test_failed_starts_are_summed_over_the_pools_of_all_nodes(monkeypatch):
-    verdicts = Verdicts(run_context())
+    verdicts = VerifierPools(run_context())
     said = iter([(["right"], 0, 2), (["wrong"], 1, 3), (["right"], 0, 4)])  # of a pool: since it began
 
     async def call(method, *pairs):
