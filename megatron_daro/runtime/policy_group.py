@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class PolicyGroup:
-    """All ranks of the policy."""
+    """The policy on its ranks: what the controller asks of them, one collective call at a time."""
 
     def __init__(
         self,
