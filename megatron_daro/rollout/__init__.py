@@ -3,7 +3,7 @@
     Controller._generate             its turn (batches_ahead), then the engine for itself
       Sampler.sample                 one batch
         BatchFiller.fill             the next arrival, until the batch is complete
-          calls in flight            one for a round of groups ("all"), or one for each group ("enough")
+          calls in flight            finish_batch "all": one for a round of groups; "enough": one for each group
             Rollouter.generate       the engine: an answer (SingleTurn), or turn by turn (Conversations)
             RolloutCollector.score   the verifiers, while others are still generated
     Controller._train                the next SampledBatch; after its last step the engine gets the weights

@@ -34,7 +34,7 @@ class Ledger:
         return tuple(sorted(self._attempts))
 
     def admit(self, count: int) -> list[int]:
-        """Admits `count` new groups; they are outstanding at attempt 0.
+        """Admit `count` new groups; they are outstanding at attempt 0.
 
         Returns:
             Their ids, consecutive.
@@ -44,7 +44,7 @@ class Ledger:
         return ids
 
     def admit_recorded(self, group_ids: Sequence[int]) -> None:
-        """Admits groups that have their ids from a recorded run, in any order: one may be used after later ones."""
+        """Admit groups that have their ids from a recorded run, in any order: one may be used after later ones."""
         for group_id in group_ids:
             assert group_id not in self._attempts, f"group {group_id} is admitted twice"
             self._attempts[group_id] = 0

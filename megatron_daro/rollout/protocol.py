@@ -80,7 +80,7 @@ class Rollouter(Protocol):
 
 
 class Scorer(Protocol):
-    """Verifies answers; the reward pool is one."""
+    """Verifies answers; `reward.pool.RewardPool` does, and a run's `VerifierPools`."""
 
     async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
         """Verdicts of (answer text, gold answer, statement of the problem), in order."""
@@ -151,11 +151,11 @@ class Policy(Protocol):
         ...
 
     async def load(self, directory: Path) -> None:
-        """Continues from such a directory."""
+        """Continue from such a directory."""
         ...
 
     async def close(self) -> None:
-        """Releases processes and memory. May be called twice."""
+        """Release processes and memory. May be called twice."""
         ...
 
 

@@ -76,7 +76,7 @@ class Sampler:
         self._deadlines = context.deadlines
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
-        """Continues where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
+        """Continue where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
 
         Raises:
             CheckpointError: the state is of a replay, torn, or does not add up.
