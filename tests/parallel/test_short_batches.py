@@ -12,7 +12,9 @@ SPLITS = {
     "a rank without a sample": ({"data": 4}, 3, 64),
     "a micro-batch more on one rank": ({"data": 2}, 3, 36),
     "parts of sequences": ({"data": 2, "context": 2}, 1, 64),
-    "parts of layers": ({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, 3, 36),
+    "parts of layers": ({"data": 2, "pipeline": 2}, 1, 64),
+    "parts of layers, a micro-batch more": ({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, 3, 36),
+    "parts of layers in turns": ({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, 1, 64),
 }
 
 
