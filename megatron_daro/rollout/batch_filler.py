@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
 from megatron_daro.errors import DaroError
+from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, mark_as_seen
-from megatron_daro.rollout.groups_under_way import PartialGroup, Pending, admit
+from megatron_daro.rollout.groups_under_way import Pending, UnfinishedGroup, admit
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
 
@@ -59,13 +59,13 @@ class RolloutContext:
 class _Flight:
     """What one batch has under way.
 
-    waiting: groups kept from the batch before, not begun again yet. calls: those that run, with the groups that each
-    generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set aside, or
-    aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that groups were
-    begun. admitted: prompts so far. stopping: nothing more is asked of the engine.
+    to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
+    that each generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set
+    aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that
+    groups were begun. admitted: prompts so far. stopping: nothing more is asked of the engine.
     """
 
-    waiting: deque[PartialGroup]
+    to_resume: deque[UnfinishedGroup]
     calls: dict[asyncio.Task[None], dict[int, Pending]] = field(default_factory=dict)
     arrivals: asyncio.Queue[asyncio.Task[None] | None] = field(default_factory=asyncio.Queue)
     unfinished: dict[int, Pending] = field(default_factory=dict)
@@ -95,12 +95,12 @@ class BatchFiller:
         """Whether groups may be unfinished when their batch is complete."""
         return not self._in_rounds or self._section.segment_tokens is not None
 
-    async def fill(self, batch: PartialBatch, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
+    async def fill(self, batch: BatchSoFar, unfinished: Sequence[UnfinishedGroup]) -> tuple[UnfinishedGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
 
         Args:
             batch: the batch so far.
-            waiting: outstanding groups kept unfinished; they go on before new prompts are admitted.
+            unfinished: outstanding groups that the batch before left; they go on before new prompts are admitted.
 
         Returns:
             The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
@@ -108,7 +108,7 @@ class BatchFiller:
         Raises:
             DataError: no prompts. EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
-        flight = _Flight(deque(waiting))
+        flight = _Flight(deque(unfinished))
         try:
             await self._begin_groups(batch, flight)
             while not self._is_complete(batch, flight):
@@ -122,12 +122,12 @@ class BatchFiller:
             await self._end(flight)
         self._count_rounds(batch, flight)
         self._warn_incomplete(flight)
-        kept = [*flight.waiting, *(entry.kept(i) for i, entry in flight.unfinished.items())]
+        kept = [*flight.to_resume, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
 
     # Decisions: nothing but these depends on how the batch is filled.
 
-    def _is_complete(self, batch: PartialBatch, flight: _Flight) -> bool:
+    def _is_complete(self, batch: BatchSoFar, flight: _Flight) -> bool:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.
 
         A batch that ends by another rule (a time, say) ends here; not before it keeps a group, or the sampler begins
@@ -137,7 +137,7 @@ class BatchFiller:
             return True
         return self._finish_batch == "enough" and len(batch.kept) >= self._section.prompts_per_step
 
-    def _groups_wanted(self, batch: PartialBatch, flight: _Flight) -> int:
+    def _groups_wanted(self, batch: BatchSoFar, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
         the filter keeps."""
         # What is set aside will be in a later batch: more prompts in its place would only wait as well.
@@ -154,7 +154,7 @@ class BatchFiller:
             return math.inf
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
-    def _rate_of(self, batch: PartialBatch) -> float:
+    def _rate_of(self, batch: BatchSoFar) -> float:
         """Share of groups that the filter keeps; in rounds a function of this batch alone."""
         return batch.keep_rate(self._keep_rate, 0 if self._in_rounds else _PRIOR_GROUPS)
 
@@ -162,7 +162,7 @@ class BatchFiller:
         """Which groups are asked of the engine together."""
         return [groups] if self._in_rounds else [{i: entry} for i, entry in groups.items()]
 
-    def _count_rounds(self, batch: PartialBatch, flight: _Flight) -> None:
+    def _count_rounds(self, batch: BatchSoFar, flight: _Flight) -> None:
         if self._in_rounds:
             batch.rounds += flight.rounds
         else:
@@ -171,16 +171,16 @@ class BatchFiller:
 
     # Acting on them.
 
-    async def _begin_groups(self, batch: PartialBatch, flight: _Flight) -> None:
-        """Begin the groups that are wanted; those that wait come first."""
+    async def _begin_groups(self, batch: BatchSoFar, flight: _Flight) -> None:
+        """Begin the groups that are wanted, first those to resume."""
         wanted = self._groups_wanted(batch, flight)
         if wanted <= 0:
             return
         flight.rounds += 1
         groups: dict[int, Pending] = {}
         segments = self._section.segment_tokens is not None  # then all go on, beside new ones
-        while flight.waiting and (segments or wanted > 0):
-            group = flight.waiting.popleft()
+        while flight.to_resume and (segments or wanted > 0):
+            group = flight.to_resume.popleft()
             self._context.ledger.resume(group.group_id)
             self._context.collector.groups_resumed += 1
             groups[group.group_id] = group.pending()
@@ -232,7 +232,7 @@ class BatchFiller:
         what = f"the engine, with {len(flight.calls)} calls in flight"
         return await self._context.deadlines.within("generate", flight.arrivals.get(), what=what)
 
-    def _take_groups(self, batch: PartialBatch, flight: _Flight, call: asyncio.Task[None]) -> None:
+    def _take_groups(self, batch: BatchSoFar, flight: _Flight, call: asyncio.Task[None]) -> None:
         """Take the groups of a call that ended, by id. Raises what ended it."""
         groups = flight.calls.pop(call)
         if call.done() and not call.cancelled():
@@ -249,7 +249,7 @@ class BatchFiller:
                 self._context.collector.discard(entry.kept(group_id))
             batch.classify(entry.group(group_id), not missing)
 
-    async def _abort_unfinished(self, batch: PartialBatch, flight: _Flight) -> None:
+    async def _abort_unfinished(self, batch: BatchSoFar, flight: _Flight) -> None:
         """Abort what is in flight, since the batch is complete. Groups that were about to end are surplus."""
         flight.stopping = True
         ids, deadlines = flight.group_ids(), self._context.deadlines

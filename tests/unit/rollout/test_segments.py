@@ -61,7 +61,7 @@ def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(early):
     assert len(groups) >= 8 and len(set(ids(groups))) == len(groups)
     spans = {len(rollout.spans) for group in groups for rollout in group.rollouts}
     assert spans == {1, 2, 3}, "answers of 2, 4, 6 and 8 tokens"
-    assert batch.snapshot.partial, "some wait"
+    assert batch.snapshot.unfinished, "some wait"
     for request in parts.engine.asked:
         for index in request.indices:
             earlier = request.partial.get(index)
