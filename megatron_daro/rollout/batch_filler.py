@@ -1,11 +1,13 @@
-"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, two ways:
+"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, of which
+`finish_batch` decides when the batch ends, when groups begin, and which of them are one call of the engine:
 
     finish_batch="all"     groups begin in rounds. A round is one call of the engine, as fits one that works on one
                            batch at a time, and the next begins when all of its groups have ended. What is in a batch
                            follows from the saved state alone, so a run repeats exactly.
     finish_batch="enough"  every group is a call of its own, as fits servers. A group that the filter takes out is
                            replaced while others are still generated. Enough trainable groups end the batch: the rest is
-                           aborted, and goes on in the next batch or is dropped. A run does not repeat exactly.
+                           aborted, and goes on in the next batch or is dropped. A run does not repeat exactly. A
+                           round is only a measure of prompts here: as many as a batch begins with.
 
 `fill` waits for the next arrival of all calls; each call waits for its engine, and its verdicts are made meanwhile.
 """
@@ -62,7 +64,8 @@ class _Flight:
     to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
     that each generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set
     aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that
-    groups were begun. admitted: prompts so far. stopping: nothing more is asked of the engine.
+    groups were begun; with finish_batch "all" each is a round. admitted: prompts so far. stopping: nothing more is
+    asked of the engine.
     """
 
     to_resume: deque[UnfinishedGroup]
@@ -86,7 +89,6 @@ class BatchFiller:
         """Start nothing."""
         self._context, self._section = context, context.section
         self._size = context.section.rollouts_per_prompt
-        self._finish_batch = finish_batch
         self._in_rounds = finish_batch == "all"
         self._keep_rate = 1.0
 
@@ -120,7 +122,8 @@ class BatchFiller:
                 await self._abort_unfinished(batch, flight)
         finally:
             await self._end(flight)
-        self._count_rounds(batch, flight)
+        batch.rounds += self._rounds_of(flight)
+        self._keep_rate = self._rate_of(batch)
         self._warn_incomplete(flight)
         kept = [*flight.to_resume, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
@@ -133,9 +136,8 @@ class BatchFiller:
         A batch that ends by another rule (a time, say) ends here; not before it keeps a group, or the sampler begins
         again. Where no arrival brings the moment about, `flight.arrivals.put_nowait(None)` wakes the loop.
         """
-        if not flight.calls:
-            return True
-        return self._finish_batch == "enough" and len(batch.kept) >= self._section.prompts_per_step
+        enough = not self._in_rounds and len(batch.kept) >= self._section.prompts_per_step
+        return enough or not flight.calls
 
     def _groups_wanted(self, batch: BatchSoFar, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
@@ -149,25 +151,23 @@ class BatchFiller:
         return math.ceil(missing * self._section.oversampling / self._rate_of(batch)) - len(flight.calls)
 
     def _prompts_allowed(self, flight: _Flight) -> float:
-        """Prompts that may still be admitted. In rounds the number of these is bounded instead."""
+        """Prompts that may still be admitted: as many as 1 + max_refill_rounds rounds of the first one's size have.
+        Where groups begin in rounds, the number of these is bounded instead."""
         if self._in_rounds:
             return math.inf
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
     def _rate_of(self, batch: BatchSoFar) -> float:
         """Share of groups that the filter keeps; in rounds a function of this batch alone."""
-        return batch.keep_rate(self._keep_rate, 0 if self._in_rounds else _PRIOR_GROUPS)
+        return batch.keep_rate() if self._in_rounds else batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
 
     def _in_calls(self, groups: dict[int, Pending]) -> list[dict[int, Pending]]:
         """Which groups are asked of the engine together."""
         return [groups] if self._in_rounds else [{i: entry} for i, entry in groups.items()]
 
-    def _count_rounds(self, batch: BatchSoFar, flight: _Flight) -> None:
-        if self._in_rounds:
-            batch.rounds += flight.rounds
-        else:
-            batch.rounds += math.ceil(flight.admitted / self._section.prompts_requested)
-            self._keep_rate = self._rate_of(batch)
+    def _rounds_of(self, flight: _Flight) -> int:
+        """How many rounds of prompts it took so far, as metrics and messages tell."""
+        return flight.rounds if self._in_rounds else math.ceil(flight.admitted / self._section.prompts_requested)
 
     # Acting on them.
 
