@@ -55,7 +55,7 @@ class Sampler:
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
-            max_empty_batches: batches in a row that may come out empty.
+            max_empty_batches: batches in a row that may come out empty; more where an answer takes several of them.
         """
         self._section = context.section
         self._source = context.source
@@ -66,7 +66,8 @@ class Sampler:
         self._filler = BatchFiller(context, finish_batch)
         self._kept_bins = kept_bins
         self._max_lag = context.section.max_staleness * steps_per_batch
-        self._max_empty = max_empty_batches
+        # A group that begins in the first of them can end as late as in the last of its segments.
+        self._max_empty = max_empty_batches + context.section.segments - 1
         self.ledger = context.ledger
         self._carry: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()
@@ -117,7 +118,7 @@ class Sampler:
             use_version: the policy's weight version when the batch will be trained.
 
         Raises:
-            DataError: no trainable group in `max_empty_batches` batches in a row, or no prompts.
+            DataError: no trainable group in too many batches in a row, or no prompts.
             EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
         started, tokens_before = time.perf_counter(), self._collector.fresh_tokens
