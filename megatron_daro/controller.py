@@ -118,6 +118,8 @@ class Controller:
         self._within = parts.deadlines.within
         self._batches_ahead = batches_ahead
         self.step = 0
+        # The step at which all batches sampled so far will be used up: `_generate` adds a whole batch when it is there,
+        # `_train_batch` takes off the steps that it will not train, before it wakes `_may_generate`.
         self._planned_step = 0
         self._batches_done = 0
         self._skipped_steps = 0

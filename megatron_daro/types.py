@@ -86,8 +86,9 @@ class SamplingParams:
 class GroupRequest:
     """What the sampler asks of an engine: rollouts `indices` of one group, at one attempt.
 
-    The tokens of rollout i depend on (engine seed, group_id, attempt, i), `partial` and the weights only.
+    The tokens of rollout i depend on (engine seed, group_id, attempt, turn, i), `partial` and the weights only.
 
+    turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before.
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
     max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
     are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
@@ -101,6 +102,13 @@ class GroupRequest:
     sampling: SamplingParams
     partial: Mapping[int, Rollout] = field(default_factory=dict, hash=False)
     limits: Mapping[int, int] = field(default_factory=dict, hash=False)
+    turn: int = 0
+
+    @property
+    def draw(self) -> int:
+        """Attempt and turn as the one number that seeds are made of, with the group and the index: each turn of each
+        attempt has random numbers of its own."""
+        return self.attempt + self.turn * 2**32
 
     def room(self, index: int) -> int:
         """Return how many tokens that rollout may get."""

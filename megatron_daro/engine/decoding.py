@@ -6,7 +6,7 @@ A stop text may end in any token, so the last tokens of a row that has one are d
 kept, and a StoppingCriteria. Once a quarter of the rows have finished, the criterion ends the call, and the caller
 drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two steps.
 
-Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, attempt, index), one per
+Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, draw, index), one per
 step, and inverts its cumulative distribution with them, so its tokens do not depend on its neighbours. There is no
 top-k and there are no penalties: the training loss could not account for them.
 
@@ -50,18 +50,18 @@ class AbortSignal:
         return self._all or group_id in self._groups
 
 
-def row_uniforms(seed: int, group_id: int, attempt: int, index: int, count: int) -> np.ndarray:
+def row_uniforms(seed: int, group_id: int, draw: int, index: int, count: int) -> np.ndarray:
     """Return the uniform numbers of one rollout.
 
     Args:
-        seed, group_id, attempt, index: any integers of 64 bits; together they name the rollout.
+        seed, group_id, draw, index: any integers of 64 bits; together they name the answer.
         count: how many numbers, one per token.
 
     Returns:
         float32 [count] in [0, 1), multiples of 2**-24; a longer call begins with the same numbers.
     """
     # Fixed-width words: numpy would write small integers shorter, and two different keys could then look alike.
-    words = np.array([part & (2**64 - 1) for part in (seed, group_id, attempt, index)], dtype=np.uint64)
+    words = np.array([part & (2**64 - 1) for part in (seed, group_id, draw, index)], dtype=np.uint64)
     entropy = [int(word) for word in words.view(np.uint32)]
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
     return generator.random(count, dtype=np.float32)
@@ -305,7 +305,7 @@ def _uniforms(rows: Sequence[Row], seed: int, most: int) -> np.ndarray:
     table_NM = np.zeros((len(rows), most), dtype=np.float32)
     for n, row in enumerate(rows):
         count = row.room
-        table_NM[n, :count] = row_uniforms(seed, row.request.group_id, row.request.attempt, row.index, count)
+        table_NM[n, :count] = row_uniforms(seed, row.request.group_id, row.request.draw, row.index, count)
     return table_NM
 
 

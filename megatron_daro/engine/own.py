@@ -212,7 +212,7 @@ class OwnEngine:
             self._running += 1
             self._idle.clear()
             try:
-                seed = zlib.crc32(repr((self._seed, request.group_id, request.attempt, index)).encode())
+                seed = zlib.crc32(repr((self._seed, request.group_id, request.draw, index)).encode())
                 answering = self._api.answer(request.prompt.tokens, request.sampling, seed)
                 answer = await self.call("answer", answering)
             finally:

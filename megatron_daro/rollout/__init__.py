@@ -18,7 +18,7 @@ Files, in the order to read them:
     ledger.py               the books: each group is outstanding, trained, filtered or dropped
     groups_under_way.py     a group that is not complete: in flight, and between two batches
     collector.py            which answers count, and what they are worth
-    partial_batch.py        a batch in the making: kept, filtered, dropped
+    batch_so_far.py         a batch in the making: kept, filtered, dropped
     batch_filler.py         the loop that fills a batch
     sampler.py              from batch to batch: what is kept, too old, empty; the snapshot
     sampled_batch.py        what the controller gets

@@ -1,11 +1,13 @@
-"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, two ways:
+"""Fills a batch: begins groups and takes in those that end, until the batch is complete. One loop, of which
+`finish_batch` decides when the batch ends, when groups begin, and which of them are one call of the engine:
 
     finish_batch="all"     groups begin in rounds. A round is one call of the engine, as fits one that works on one
                            batch at a time, and the next begins when all of its groups have ended. What is in a batch
                            follows from the saved state alone, so a run repeats exactly.
     finish_batch="enough"  every group is a call of its own, as fits servers. A group that the filter takes out is
                            replaced while others are still generated. Enough trainable groups end the batch: the rest is
-                           aborted, and goes on in the next batch or is dropped. A run does not repeat exactly.
+                           aborted, and goes on in the next batch or is dropped. A run does not repeat exactly. A
+                           round is only a measure of prompts here: as many as a batch begins with.
 
 `fill` waits for the next arrival of all calls; each call waits for its engine, and its verdicts are made meanwhile.
 """
@@ -20,11 +22,11 @@ from dataclasses import dataclass, field
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
 from megatron_daro.errors import DaroError
+from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, mark_as_seen
-from megatron_daro.rollout.groups_under_way import PartialGroup, Pending, admit
+from megatron_daro.rollout.groups_under_way import Pending, UnfinishedGroup, admit
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
 
@@ -59,13 +61,14 @@ class RolloutContext:
 class _Flight:
     """What one batch has under way.
 
-    waiting: groups kept from the batch before, not begun again yet. calls: those that run, with the groups that each
-    generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set aside, or
-    aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that groups were
-    begun. admitted: prompts so far. stopping: nothing more is asked of the engine.
+    to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
+    that each generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set
+    aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that
+    groups were begun; with finish_batch "all" each is a round. admitted: prompts so far. stopping: nothing more is
+    asked of the engine.
     """
 
-    waiting: deque[PartialGroup]
+    to_resume: deque[UnfinishedGroup]
     calls: dict[asyncio.Task[None], dict[int, Pending]] = field(default_factory=dict)
     arrivals: asyncio.Queue[asyncio.Task[None] | None] = field(default_factory=asyncio.Queue)
     unfinished: dict[int, Pending] = field(default_factory=dict)
@@ -86,7 +89,6 @@ class BatchFiller:
         """Start nothing."""
         self._context, self._section = context, context.section
         self._size = context.section.rollouts_per_prompt
-        self._finish_batch = finish_batch
         self._in_rounds = finish_batch == "all"
         self._keep_rate = 1.0
 
@@ -95,12 +97,12 @@ class BatchFiller:
         """Whether groups may be unfinished when their batch is complete."""
         return not self._in_rounds or self._section.segment_tokens is not None
 
-    async def fill(self, batch: PartialBatch, waiting: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
+    async def fill(self, batch: BatchSoFar, unfinished: Sequence[UnfinishedGroup]) -> tuple[UnfinishedGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
 
         Args:
             batch: the batch so far.
-            waiting: outstanding groups kept unfinished; they go on before new prompts are admitted.
+            unfinished: outstanding groups that the batch before left; they go on before new prompts are admitted.
 
         Returns:
             The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
@@ -108,7 +110,7 @@ class BatchFiller:
         Raises:
             DataError: no prompts. EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
-        flight = _Flight(deque(waiting))
+        flight = _Flight(deque(unfinished))
         try:
             await self._begin_groups(batch, flight)
             while not self._is_complete(batch, flight):
@@ -120,24 +122,24 @@ class BatchFiller:
                 await self._abort_unfinished(batch, flight)
         finally:
             await self._end(flight)
-        self._count_rounds(batch, flight)
+        batch.rounds += self._rounds_of(flight)
+        self._keep_rate = self._rate_of(batch)
         self._warn_incomplete(flight)
-        kept = [*flight.waiting, *(entry.kept(i) for i, entry in flight.unfinished.items())]
+        kept = [*flight.to_resume, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
 
     # Decisions: nothing but these depends on how the batch is filled.
 
-    def _is_complete(self, batch: PartialBatch, flight: _Flight) -> bool:
+    def _is_complete(self, batch: BatchSoFar, flight: _Flight) -> bool:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.
 
         A batch that ends by another rule (a time, say) ends here; not before it keeps a group, or the sampler begins
         again. Where no arrival brings the moment about, `flight.arrivals.put_nowait(None)` wakes the loop.
         """
-        if not flight.calls:
-            return True
-        return self._finish_batch == "enough" and len(batch.kept) >= self._section.prompts_per_step
+        enough = not self._in_rounds and len(batch.kept) >= self._section.prompts_per_step
+        return enough or not flight.calls
 
-    def _groups_wanted(self, batch: PartialBatch, flight: _Flight) -> int:
+    def _groups_wanted(self, batch: BatchSoFar, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
         the filter keeps."""
         # What is set aside will be in a later batch: more prompts in its place would only wait as well.
@@ -149,38 +151,36 @@ class BatchFiller:
         return math.ceil(missing * self._section.oversampling / self._rate_of(batch)) - len(flight.calls)
 
     def _prompts_allowed(self, flight: _Flight) -> float:
-        """Prompts that may still be admitted. In rounds the number of these is bounded instead."""
+        """Prompts that may still be admitted: as many as 1 + max_refill_rounds rounds of the first one's size have.
+        Where groups begin in rounds, the number of these is bounded instead."""
         if self._in_rounds:
             return math.inf
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
-    def _rate_of(self, batch: PartialBatch) -> float:
+    def _rate_of(self, batch: BatchSoFar) -> float:
         """Share of groups that the filter keeps; in rounds a function of this batch alone."""
-        return batch.keep_rate(self._keep_rate, 0 if self._in_rounds else _PRIOR_GROUPS)
+        return batch.keep_rate() if self._in_rounds else batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
 
     def _in_calls(self, groups: dict[int, Pending]) -> list[dict[int, Pending]]:
         """Which groups are asked of the engine together."""
         return [groups] if self._in_rounds else [{i: entry} for i, entry in groups.items()]
 
-    def _count_rounds(self, batch: PartialBatch, flight: _Flight) -> None:
-        if self._in_rounds:
-            batch.rounds += flight.rounds
-        else:
-            batch.rounds += math.ceil(flight.admitted / self._section.prompts_requested)
-            self._keep_rate = self._rate_of(batch)
+    def _rounds_of(self, flight: _Flight) -> int:
+        """How many rounds of prompts it took so far, as metrics and messages tell."""
+        return flight.rounds if self._in_rounds else math.ceil(flight.admitted / self._section.prompts_requested)
 
     # Acting on them.
 
-    async def _begin_groups(self, batch: PartialBatch, flight: _Flight) -> None:
-        """Begin the groups that are wanted; those that wait come first."""
+    async def _begin_groups(self, batch: BatchSoFar, flight: _Flight) -> None:
+        """Begin the groups that are wanted, first those to resume."""
         wanted = self._groups_wanted(batch, flight)
         if wanted <= 0:
             return
         flight.rounds += 1
         groups: dict[int, Pending] = {}
         segments = self._section.segment_tokens is not None  # then all go on, beside new ones
-        while flight.waiting and (segments or wanted > 0):
-            group = flight.waiting.popleft()
+        while flight.to_resume and (segments or wanted > 0):
+            group = flight.to_resume.popleft()
             self._context.ledger.resume(group.group_id)
             self._context.collector.groups_resumed += 1
             groups[group.group_id] = group.pending()
@@ -232,7 +232,7 @@ class BatchFiller:
         what = f"the engine, with {len(flight.calls)} calls in flight"
         return await self._context.deadlines.within("generate", flight.arrivals.get(), what=what)
 
-    def _take_groups(self, batch: PartialBatch, flight: _Flight, call: asyncio.Task[None]) -> None:
+    def _take_groups(self, batch: BatchSoFar, flight: _Flight, call: asyncio.Task[None]) -> None:
         """Take the groups of a call that ended, by id. Raises what ended it."""
         groups = flight.calls.pop(call)
         if call.done() and not call.cancelled():
@@ -249,7 +249,7 @@ class BatchFiller:
                 self._context.collector.discard(entry.kept(group_id))
             batch.classify(entry.group(group_id), not missing)
 
-    async def _abort_unfinished(self, batch: PartialBatch, flight: _Flight) -> None:
+    async def _abort_unfinished(self, batch: BatchSoFar, flight: _Flight) -> None:
         """Abort what is in flight, since the batch is complete. Groups that were about to end are surplus."""
         flight.stopping = True
         ids, deadlines = flight.group_ids(), self._context.deadlines

@@ -15,7 +15,7 @@ from megatron_daro.data.batch import ALIGNED, misaligned_columns
 from megatron_daro.data.templates import Template, verified_text
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.groups_under_way import PartialGroup, Pending
+from megatron_daro.rollout.groups_under_way import Pending, UnfinishedGroup
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
@@ -149,7 +149,7 @@ class RolloutCollector:
         except (RuntimeError, DeadlineError) as error:
             self._notices.warn(f"generation could not be ended: {error}")
 
-    def discard(self, group: PartialGroup) -> None:
+    def discard(self, group: UnfinishedGroup) -> None:
         """Count the tokens of a group that will not be finished."""
         self.aborted_tokens += group.response_tokens
 

@@ -61,7 +61,7 @@ class Deadlines:
     save: float = 3600.0
     """Saving a checkpoint."""
     load: float = 3600.0
-    """Loading a checkpoint."""
+    """Loading a checkpoint, or in a replay the rollouts of a batch."""
     heal: float = 3600.0
     """Replacing ranks that died, and repeating what came after the snapshot."""
     export: float = 7200.0

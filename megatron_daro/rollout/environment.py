@@ -24,8 +24,6 @@ from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RolloutError
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, TurnReport, Verdict
 
-TURN = 2**32
-"""Turn t of attempt a is asked of the engine as attempt a + t * TURN: each turn has random numbers of its own."""
 _MOST_REASON = 40
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
@@ -164,7 +162,7 @@ class Conversation:
         tokens = self._all_tokens()
         request = replace(
             self._request,
-            attempt=self._request.attempt + self._asked * TURN,
+            turn=self._asked,
             prompt=replace(self._request.prompt, tokens=tuple(tokens.tolist())),
             indices=(self._index,),
             sampling=replace(self._request.sampling, max_new_tokens=most),

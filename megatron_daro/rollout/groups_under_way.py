@@ -1,8 +1,8 @@
-"""Groups that are not complete: while they are generated (Pending), and between two batches (PartialGroup).
+"""Groups that are not complete: while they are generated (Pending), and between two batches (UnfinishedGroup).
 
 The sampler admits prompts as Pending; answers and verdicts are put into them; a group that is still unfinished when its
-batch is complete is kept as a PartialGroup, in checkpoints too, and goes on in the next batch. Holds no engine and no
-books. It refuses recorded groups that contradict themselves.
+batch is complete is kept as an UnfinishedGroup, in checkpoints too, and goes on in the next batch. Recorded groups that
+contradict themselves are refused.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Pending:
             tuple(self.verdicts[i] for i in order),
         )
 
-    def kept(self, group_id: int) -> PartialGroup:
+    def kept(self, group_id: int) -> UnfinishedGroup:
         """Return what to keep of it while nobody works on it."""
-        return PartialGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
+        return UnfinishedGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PartialGroup:
-    """An unfinished group between two batches.
+class UnfinishedGroup:
+    """A group between two batches: the one before left it unfinished, the next goes on with it.
 
     finished: the finished rollouts with their verdicts, maybe none. unfinished: the others that have tokens, by index.
     """
@@ -105,7 +105,7 @@ class PartialGroup:
         return RecordedGroup(self.finished, None, self.unfinished)
 
     @classmethod
-    def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> PartialGroup:
+    def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> UnfinishedGroup:
         """Return the inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
         finished, rollouts = record.group, record.unfinished
         indices = [r.index for r in (*finished.rollouts, *rollouts)]

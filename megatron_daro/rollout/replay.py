@@ -80,7 +80,7 @@ class ReplaySource:
         """
         while self._last_step < self._steps[-1]:
             reading = asyncio.to_thread(self._read_batch, self._last_step + 1)
-            updates, groups = await self._deadlines.within("write", reading, what=f"reading step {self._last_step + 1}")
+            updates, groups = await self._deadlines.within("load", reading, what=f"reading step {self._last_step + 1}")
             self._last_step = updates[-1].step
             if any(update.applied and update.step <= self._section.steps for update in updates):
                 return self._batch(updates, groups)

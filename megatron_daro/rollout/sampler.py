@@ -15,11 +15,11 @@ from typing import Any
 from megatron_daro.config.sections import FinishBatch
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
+from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.group_columns import RecordedGroup
-from megatron_daro.rollout.groups_under_way import PartialGroup
+from megatron_daro.rollout.groups_under_way import UnfinishedGroup
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import describe
-from megatron_daro.rollout.partial_batch import PartialBatch
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay, reading_state
@@ -29,7 +29,7 @@ _EMPTY = "rollout/batches_empty"
 _ABORTED_TOKENS = "rollout/aborted_tokens"
 _ABORTED = "rollout/groups_aborted"
 _RESUMED = "rollout/groups_resumed"
-_PARTIAL = "rollout/groups_partial"
+_UNFINISHED = "rollout/groups_partial"
 _FAILED_STARTS = "reward/failed_worker_starts"
 
 
@@ -55,7 +55,7 @@ class Sampler:
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
-            max_empty_batches: batches in a row that may come out empty.
+            max_empty_batches: batches in a row that may come out empty; more where an answer takes several of them.
         """
         self._section = context.section
         self._source = context.source
@@ -66,10 +66,11 @@ class Sampler:
         self._filler = BatchFiller(context, finish_batch)
         self._kept_bins = kept_bins
         self._max_lag = context.section.max_staleness * steps_per_batch
-        self._max_empty = max_empty_batches
+        # A group that begins in the first of them can end as late as in the last of its segments.
+        self._max_empty = max_empty_batches + context.section.segments - 1
         self.ledger = context.ledger
         self._carry: tuple[Group, ...] = ()
-        self._partial: tuple[PartialGroup, ...] = ()
+        self._unfinished: tuple[UnfinishedGroup, ...] = ()
         self._empty_batches = 0
         self._short_batches = 0
         self._recorder = recorder
@@ -95,7 +96,7 @@ class Sampler:
         size = self._section.rollouts_per_prompt
         complete = [record for record in waiting if len(record.group.rollouts) == size and not record.unfinished]
         self._carry = tuple(record.group for record in complete)
-        self._partial = tuple(PartialGroup.from_record(r, size) for r in waiting if r not in complete)
+        self._unfinished = tuple(UnfinishedGroup.from_record(r, size) for r in waiting if r not in complete)
         there = sorted(record.group.group_id for record in waiting)
         if list(self.ledger.outstanding) != there:
             raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {there} are there")
@@ -117,16 +118,16 @@ class Sampler:
             use_version: the policy's weight version when the batch will be trained.
 
         Raises:
-            DataError: no trainable group in `max_empty_batches` batches in a row, or no prompts.
+            DataError: no trainable group in too many batches in a row, or no prompts.
             EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
         """
         started, tokens_before = time.perf_counter(), self._collector.fresh_tokens
-        batch = PartialBatch(
+        batch = BatchSoFar(
             self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins
         )
         carried_ids = {group.group_id for group in self._carry}
         self._take_carry(batch, use_version)
-        self._take_partial(batch, use_version)
+        self._take_unfinished(batch, use_version)
         where, empty = "", 0
         while empty < self._max_empty:
             ended_before = len(batch.filtered) + len(batch.dropped)
@@ -136,7 +137,7 @@ class Sampler:
                 ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in carried_ids]
                 self._source.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
-            if self._partial and len(batch.filtered) + len(batch.dropped) == ended_before:
+            if self._unfinished and len(batch.filtered) + len(batch.dropped) == ended_before:
                 continue  # all answers were set aside: they go on at once
             empty += 1
             self._empty_batches += 1
@@ -148,7 +149,7 @@ class Sampler:
             f"rollout.prompts_per_step, or switch the filter off; {where}"
         )
 
-    async def _record_skipped(self, batch: PartialBatch, step: int) -> str:
+    async def _record_skipped(self, batch: BatchSoFar, step: int) -> str:
         """Write what was sampled for a step so far and trains nothing. Returns where people find it."""
         if self._recorder is None:
             return "observe.save_rollouts is off, so the answers were not recorded"
@@ -157,34 +158,35 @@ class Sampler:
         path = await self._deadlines.within("write", writing, what=f"the skipped batch of step {step}")
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
-    def _take_carry(self, batch: PartialBatch, use_version: int) -> None:
+    def _take_carry(self, batch: BatchSoFar, use_version: int) -> None:
         """Use the groups kept from the batch before, but for those that will be too old."""
         old = self.stale(self._carry, use_version)
         batch.drop(old)
         batch.kept.extend(group for group in self._carry if group not in old)
         self._carry = ()
 
-    def _take_partial(self, batch: PartialBatch, use_version: int) -> None:
+    def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old, and all where batches leave none any more."""
         oldest = use_version - self._max_lag
         usable = [
             group
-            for group in self._partial
+            for group in self._unfinished
             if self._filler.may_leave_unfinished and (group.weight_version is None or group.weight_version >= oldest)
         ]
-        self._discard(batch, [group for group in self._partial if group not in usable])
-        if self._partial and not self._filler.may_leave_unfinished:
-            self._notices.notice(f"{len(self._partial)} unfinished groups are dropped: rollout.finish_batch is all now")
-        self._partial = tuple(usable)
+        self._discard(batch, [group for group in self._unfinished if group not in usable])
+        if self._unfinished and not self._filler.may_leave_unfinished:
+            count = len(self._unfinished)
+            self._notices.notice(f"{count} unfinished groups are dropped: rollout.finish_batch is all now")
+        self._unfinished = tuple(usable)
 
-    def _discard(self, batch: PartialBatch, groups: Sequence[PartialGroup]) -> None:
+    def _discard(self, batch: BatchSoFar, groups: Sequence[UnfinishedGroup]) -> None:
         for group in groups:
             self._collector.discard(group)
         batch.drop(group.finished for group in groups)
 
-    async def _fill(self, batch: PartialBatch) -> None:
+    async def _fill(self, batch: BatchSoFar) -> None:
         """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
-        self._partial = await self._filler.fill(batch, self._partial)
+        self._unfinished = await self._filler.fill(batch, self._unfinished)
         target = self._section.prompts_per_step
         if 0 < len(batch.kept) < target:
             self._short_batches += 1
@@ -195,7 +197,7 @@ class Sampler:
                     + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
 
-    def _complete(self, batch: PartialBatch, seconds: float, response_tokens: int) -> SampledBatch:
+    def _complete(self, batch: BatchSoFar, seconds: float, response_tokens: int) -> SampledBatch:
         """Split off the surplus and take the snapshot."""
         kept = sorted(batch.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_step
@@ -204,15 +206,15 @@ class Sampler:
             self._carry = tuple(surplus)
         else:
             batch.drop(surplus)
-            self._discard(batch, self._partial)
-            self._partial = ()
+            self._discard(batch, self._unfinished)
+            self._unfinished = ()
         counters = self._counters()
         return SampledBatch(
             groups=tuple(chosen),
             filtered=tuple(batch.filtered),
             dropped=tuple(batch.dropped),
             snapshot=Snapshot(
-                dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters, self._partial
+                dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters, self._unfinished
             ),
             rounds=batch.rounds,
             rollout_s=seconds,
@@ -223,7 +225,7 @@ class Sampler:
     def _counters(self) -> dict[str, int]:
         return {
             _EMPTY: self._empty_batches,
-            _PARTIAL: len(self._partial),
+            _UNFINISHED: len(self._unfinished),
             _ABORTED: self._collector.groups_aborted,
             _RESUMED: self._collector.groups_resumed,
             _ABORTED_TOKENS: self._collector.aborted_tokens,

@@ -142,8 +142,8 @@ class TurnRequests:
 
     async def _answer(self, turns: Sequence[_TurnRequest]) -> None:
         """One call of the engine for these turns, of which each gets its answer as soon as it is there."""
-        by_key = {turn.key: turn for turn in sorted(turns, key=lambda turn: turn.key)}
-        requests = [turn.request for turn in by_key.values()]
+        requests = sorted((turn.request for turn in turns), key=lambda one: (one.group_id, one.draw, one.indices[0]))
+        by_key = {turn.key: turn for turn in turns}
         unanswered = dict(by_key)
         try:
             async for rollouts in self._engine.generate(_merged(requests) if self._together else requests):
@@ -164,5 +164,5 @@ def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:
     """Return the same with rollouts of one group that go on from equal tokens in one request."""
     merged: dict[Any, list[GroupRequest]] = {}
     for one in requests:
-        merged.setdefault((one.group_id, one.attempt, one.prompt.tokens, one.sampling), []).append(one)
+        merged.setdefault((one.group_id, one.draw, one.prompt.tokens, one.sampling), []).append(one)
     return [replace(some[0], indices=tuple(one.indices[0] for one in some)) for some in merged.values()]

@@ -32,7 +32,6 @@ from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
@@ -322,7 +321,7 @@ class Digits:
             yield tuple(self._answer(request, index) for index in request.indices)
 
     def _answer(self, request, index):
-        digit = 3 + (7 * request.group_id + 3 * index + 5 * (request.attempt // TURN)) % 10
+        digit = 3 + (7 * request.group_id + 3 * index + 5 * request.turn) % 10
         tokens, one = np.array([*request.prompt.tokens, digit], np.int32), np.ones(1, np.uint8)
         place = request.prompt.id, request.group_id, request.attempt, index
         return Rollout(*place, tokens, len(tokens) - 1, one, -one.astype(np.float32), "stop", 1, str(digit - 3))

@@ -32,7 +32,7 @@ def _fleet(run, **options):
 
 
 @pytest.mark.parametrize("crash_at", [None, 3, 5])
-def test_partial_groups_go_through_training_and_checkpoints(tmp_path, crash_at):
+def test_unfinished_groups_go_through_training_and_checkpoints(tmp_path, crash_at):
     stack = _fleet(tmp_path, crash=("train", crash_at, "enter") if crash_at else None)
     if crash_at:
         with pytest.raises(Crash):

@@ -31,7 +31,6 @@ from megatron_daro.engine.sglang.replies import BadAnswerError
 from megatron_daro.engine.sglang.request import Call, calls_of
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.rollout.environment import TURN
 from megatron_daro.types import GroupRequest, Rollout
 
 _TRIES = 8
@@ -324,7 +323,7 @@ class LastServers:
 
     def of(self, request: GroupRequest) -> Server | None:
         """Look the server up; None for a first turn."""
-        return self._servers.get(self._key(request)) if request.attempt >= TURN else None
+        return self._servers.get(self._key(request)) if request.turn else None
 
     def note(self, request: GroupRequest, server: Server) -> None:
         """Remember who answered; the oldest of very many are forgotten. A group that is asked for at once has no more
@@ -338,7 +337,7 @@ class LastServers:
 
     @staticmethod
     def _key(request: GroupRequest) -> tuple[int, int, int]:
-        return request.group_id, request.attempt % TURN, request.indices[0]
+        return request.group_id, request.attempt, request.indices[0]
 
 
 async def until_stopped(work: Awaitable[_Result], stop: asyncio.Event) -> _Result | None:

@@ -95,7 +95,7 @@ def _sampling_of_each(request: GroupRequest, streams: bool) -> dict[str, Any] | 
 
 def _seed_of(request: GroupRequest, index: int) -> int:
     """Return 31 bits that differ between samples of a problem: with one seed they would all be the same answer."""
-    words = struct.pack(">4q", request.sampling.seed or 0, request.group_id, request.attempt, index)
+    words = struct.pack(">4q", request.sampling.seed or 0, request.group_id, request.draw, index)
     return zlib.crc32(words) & 0x7FFFFFFF
 
 

@@ -193,16 +193,16 @@ def plain(groups):
 
 
 def kept_in_part(parts):
-    """A batch that leaves group 0 in part; returns (batch, the partial group, tokens of its unfinished rollouts)."""
+    """A batch that leaves group 0 in part; returns (batch, this group, tokens of its unfinished rollouts)."""
     parts.engine.pace = lambda group_id: 4 if group_id == 0 else 1
     batch = sample(parts)
     assert ids(batch.groups) == [1, 2]
-    (partial,) = batch.snapshot.partial
-    assert partial.group_id == 0
-    finished, unfinished = partial.finished.rollouts, partial.unfinished
+    (group_0,) = batch.snapshot.unfinished
+    assert group_0.group_id == 0
+    finished, unfinished = group_0.finished.rollouts, group_0.unfinished
     turns = unfinished[0].response_length
     assert 2 <= turns < LONGEST
     assert {r.index for r in finished} == {i for i in range(K) if length_of(0, i) <= turns} and finished
     assert {r.index: r.response_length for r in unfinished} == {i: turns for i in range(K) if length_of(0, i) > turns}
     assert all(r.finish_reason == "abort" for r in unfinished)
-    return batch, partial, turns
+    return batch, group_0, turns

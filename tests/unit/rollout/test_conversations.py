@@ -16,7 +16,6 @@ from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.errors import ConfigError, EngineError, RewardError, RolloutError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.environment import TURN
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.own_environment import environment_class
 from megatron_daro.routed_experts import Part, StoredExperts
@@ -48,22 +47,23 @@ class Engine:
         for request in requests:
             await asyncio.sleep(0)
             answers = [self.answer(request, index) for index in request.indices]
-            yield tuple(one for one in answers if (one.group_id, one.attempt, one.index) not in self.left_out)
+            yield tuple(one for one in answers if (one.group_id, request.draw, one.index) not in self.left_out)
 
     def answer(self, request: GroupRequest, index: int) -> Rollout:
-        key = request.group_id, request.attempt, index
+        key = request.group_id, request.draw, index
         made = min(1 + digest(key) % 3, request.sampling.max_new_tokens)
         prompt = request.prompt.tokens
         tokens = np.array([*prompt, *(3 + digest(key, i) % 10 for i in range(made))], np.int32)
-        version = self.versions.get(request.attempt // TURN, 5)
+        version = self.versions.get(request.turn, 5)
         return Rollout(
             request.prompt.id,
-            *key[:2],
+            request.group_id,
+            request.attempt,
             index + 50 * (self.wrong == "index"),
             tokens,
             len(prompt) - (self.wrong == "prompt"),
             np.ones(made, np.uint8),
-            -np.arange(1, made + 1, dtype=np.float32) - request.attempt // TURN,
+            -np.arange(1, made + 1, dtype=np.float32) - request.turn,
             "abort" if key in self.cut else "stop",
             version,
             "".join(str(t - 3) for t in tokens[len(prompt) :]),
@@ -146,7 +146,12 @@ def test_columns_hold_every_turn():
         turns = [
             engine.answer(
                 GroupRequest(
-                    one.group_id, t * TURN, Prompt("", "", "", tokens=(1,)), (0,), replace(SAMPLING, max_new_tokens=3)
+                    one.group_id,
+                    0,
+                    Prompt("", "", "", tokens=(1,)),
+                    (0,),
+                    replace(SAMPLING, max_new_tokens=3),
+                    turn=t,
                 ),
                 one.index,
             )
@@ -178,7 +183,7 @@ def test_one_call_of_the_engine_serves_a_turn_of_all():
     first = held(engine)
     assert len(engine.calls) == 2
     assert [request.indices for request in engine.calls[0]] == [(0, 1, 2, 3)] * 3  # equal prompts are read once
-    assert {request.attempt for request in engine.calls[1]} == {TURN}
+    assert {(request.attempt, request.turn) for request in engine.calls[1]} == {(0, 1)}
     eager = held(Engine(), together=False)
     one_by_one = {(o.group_id, o.index): o.tokens.tolist() for o in eager}
     assert {(o.group_id, o.index): o.tokens.tolist() for o in first} == one_by_one

@@ -37,7 +37,7 @@ def test_a_full_batch_does_not_wait_for_slow_groups():
     assert sorted((r.group_id, r.indices) for r in parts.engine.asked) == [(i, (0, 1, 2, 3)) for i in range(4)]
     counts = {"admitted": 4, "trained": 0, "filtered": 0, "dropped": 2, "outstanding": 2}
     assert parts.sampler.ledger.counts() == counts
-    assert batch.snapshot.partial == () and batch.counters["rollout/groups_aborted"] == 2
+    assert batch.snapshot.unfinished == () and batch.counters["rollout/groups_aborted"] == 2
 
 
 def test_groups_count_in_the_order_in_which_they_end():
@@ -190,7 +190,7 @@ def test_a_group_that_does_not_hear_the_abort_is_left_behind():
     parts.engine.deaf = {1}
     batch = sample(parts)
     assert any("group 1" in m for m in parts.progress.messages)
-    assert ids(batch.snapshot.partial) == [1] and len(batch.groups) == 2
+    assert ids(batch.snapshot.unfinished) == [1] and len(batch.groups) == 2
     assert saved(batch)[0]["ledger"]["outstanding"]
 
 
@@ -217,13 +217,13 @@ def test_the_books_add_up_whatever_the_engine_does(fates, paces, filter_groups, 
         parts.engine.version, parts.engine.resumes = version, resumes
         batch = sample(parts, version)
         received += batch.response_tokens
-        waiting = [*batch.snapshot.carry, *(p.finished for p in batch.snapshot.partial)]
+        waiting = [*batch.snapshot.carry, *(p.finished for p in batch.snapshot.unfinished)]
         ended += [*batch.filtered, *batch.dropped]
         everywhere = count_ids(ended, batch.groups, waiting)
         counts = parts.sampler.ledger.counts()
         assert everywhere == dict.fromkeys(range(counts["admitted"]), 1)
         assert counts["outstanding"] == len(batch.groups) + len(waiting)
-        unused = sum(p.response_tokens for p in batch.snapshot.partial) + tokens_of(batch.snapshot.carry)
+        unused = sum(p.response_tokens for p in batch.snapshot.unfinished) + tokens_of(batch.snapshot.carry)
         used = tokens_of(group for group in (*ended, *batch.groups) if len(group.rollouts) == K)
         wasted = batch.counters["rollout/aborted_tokens"]
         assert received == parts.engine.generated - parts.engine.lost_tokens + generated - lost
@@ -285,4 +285,4 @@ def test_a_group_whose_verification_is_cut_off_goes_on_later_and_is_not_trained_
     parts.engine.generate = late
     batch = sample(parts)
     assert 1 not in ids(batch.groups) and all(len(group.verdicts) == K for group in batch.groups)
-    assert [len(p.finished.verdicts) for p in batch.snapshot.partial if p.group_id == 1] == [0]
+    assert [len(p.finished.verdicts) for p in batch.snapshot.unfinished if p.group_id == 1] == [0]

@@ -14,7 +14,7 @@ from talking import PROMPT, Model, conversation, hold
 
 from megatron_daro.config import RewardSection
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.environment import TURN, OutOfRoomError, nothing_said
+from megatron_daro.rollout.environment import OutOfRoomError, nothing_said
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Verdict
 
@@ -38,7 +38,8 @@ def test_every_turn_is_asked_with_all_tokens_so_far_and_a_number_of_its_own():
 
     rollout = hold(model, talk, index=1, attempt=2)
     assert [one.prompt.tokens for one in model.asked] == [(7, 8), (7, 8, 20, 21, 30), (7, 8, 20, 21, 30, 22)]
-    assert [one.attempt for one in model.asked] == [2, 2 + 2**32, 2 + 2 * 2**32] and TURN == 2**32
+    assert [(one.attempt, one.turn) for one in model.asked] == [(2, 0), (2, 1), (2, 2)]
+    assert [one.draw for one in model.asked] == [2, 2 + 2**32, 2 + 2 * 2**32]
     assert [one.sampling.max_new_tokens for one in model.asked] == [3, 9, 8]
     assert {one.indices for one in model.asked} == {(1,)} and {one.group_id for one in model.asked} == {3}
     assert rollout.attempt == 2 and rollout.index == 1 and rollout.group_id == 3

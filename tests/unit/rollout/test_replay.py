@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,9 +13,11 @@ from loop_fakes import FakePolicy, FakeProgress, K, make_stack, run_stack
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller
-from megatron_daro.errors import CheckpointError
+from megatron_daro.errors import CheckpointError, DeadlineError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.recovery import find_latest_valid
+from megatron_daro.rollout import replay as replay_source
+from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.recorder import read_step
 from megatron_daro.rollout.replay import ReplaySource
@@ -144,3 +147,20 @@ def test_a_replay_of_fewer_steps_ends_within_a_batch(tmp_path):
     assert outcome.step == 5 and parts.policy.batches == original.policy.batches[:5]
     check_books(tmp_path / "b")
     assert read_metrics(tmp_path / "b")[-1]["rollout/groups_outstanding"] == 0
+
+
+def test_a_disk_that_hangs_ends_a_replay_by_the_deadline_of_loading(tmp_path, monkeypatch):
+    run_stack(make_stack(tmp_path))
+    released = threading.Event()
+    monkeypatch.setattr(replay_source, "read_step", lambda run, step: released.wait(10))
+    section = TrainerSection(steps=6)
+    source = ReplaySource(tmp_path, section=section, rollouts_per_prompt=K, deadlines=Deadlines(load=0.05))
+
+    async def sample():
+        try:
+            await source.sample(0)
+        finally:
+            released.set()
+
+    with pytest.raises(DeadlineError, match=r"'load'.*step 1"):
+        asyncio.run(sample())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import fleet_fakes
 import pytest
 from books import check_books, recorded_once
@@ -61,7 +63,7 @@ def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(early):
     assert len(groups) >= 8 and len(set(ids(groups))) == len(groups)
     spans = {len(rollout.spans) for group in groups for rollout in group.rollouts}
     assert spans == {1, 2, 3}, "answers of 2, 4, 6 and 8 tokens"
-    assert batch.snapshot.partial, "some wait"
+    assert batch.snapshot.unfinished, "some wait"
     for request in parts.engine.asked:
         for index in request.indices:
             earlier = request.partial.get(index)
@@ -105,3 +107,18 @@ def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
     for step in recorded_steps(tmp_path / "whole"):
         for group, used in read_step(tmp_path / "whole", step):
             assert used != "trained" or step - 1 - group.weight_version <= ROLLOUT["max_staleness"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_batch_is_not_given_up_before_its_longest_groups_can_have_ended(early, monkeypatch):
+    """Every second problem is easy and its answers short: the filter takes these out while the others go on."""
+    monkeypatch.setattr(fleet_fakes, "length_of", lambda group_id, index: LONGEST if group_id % 2 else 1)
+    rollout = {"prompts_per_step": 4, "oversampling": 1.0, "segment_tokens": 1, "max_response_tokens": LONGEST}
+    engine = FleetEngine() if early else RoundsEngine()
+    parts = setup(True, rollout | {"max_staleness": LONGEST}, engine, finish_early=early)
+    parts.source.next = lambda n, give=parts.source.next: [
+        replace(p, answer="mixed" if int(p.id[1:]) % 2 else "easy") for p in give(n)
+    ]
+    batch = sample(parts)
+    assert batch.groups and all(group.group_id % 2 for group in batch.groups)
+    assert all(rollout.response_length == LONGEST for group in batch.groups for rollout in group.rollouts)

@@ -13,7 +13,6 @@ from stub_server import StubServer, answered, answering, reset, truncated
 
 from megatron_daro.engine.sglang import fleet as fleet_module
 from megatron_daro.errors import EngineError
-from megatron_daro.rollout.environment import TURN
 from megatron_daro.sync.publish import WeightSync
 
 UPDATE = "/update_weight_version"
@@ -70,7 +69,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_server_of_the_last(tmp_path
         async with serving(tmp_path) as fleet:
 
             async def turn(group_id, index, turn_number):
-                request = replace(group(group_id), indices=(index,), attempt=1 + turn_number * TURN)
+                request = replace(group(group_id), indices=(index,), attempt=1, turn=turn_number)
                 before = [stub.calls["/generate"] for stub in fleet.stubs]
                 await collect(fleet.engine, [request])
                 after = [stub.calls["/generate"] for stub in fleet.stubs]

@@ -1,6 +1,6 @@
 """A batch in the making: which groups are kept, filtered, dropped, and how many of them the filter keeps.
 
-Groups whose generation ended -> PartialBatch -> SampledBatch. It writes the outcome of what is not kept into the books
+Groups whose generation ended -> BatchSoFar -> SampledBatch. It writes the outcome of what is not kept into the books
 at once. It generates nothing and decides nothing about order.
 """
 
@@ -15,8 +15,8 @@ LOWEST_KEEP_RATE = 0.25
 """However few groups the filter keeps, no more than four prompts are requested for each that is missing."""
 
 
-class PartialBatch:
-    """Groups of one batch so far, by what became of them."""
+class BatchSoFar:
+    """The groups of one batch so far, by what became of them."""
 
     def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
         """Empty.

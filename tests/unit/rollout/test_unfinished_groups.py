@@ -27,15 +27,15 @@ from megatron_daro.types import SamplingParams, Verdict
 
 def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
-    first, partial, turns = kept_in_part(parts)
+    first, group_0, turns = kept_in_part(parts)
     assert first.counters["rollout/groups_partial"] == 1 and not first.dropped
     train(parts, first)
     parts.engine.version, parts.engine.asked = 1, []
     second = sample(parts, 1)
     request = parts.engine.asked[0]
-    missing = tuple(r.index for r in partial.unfinished)
+    missing = tuple(r.index for r in group_0.unfinished)
     assert (request.group_id, request.attempt, request.indices) == (0, 1, missing)
-    assert dict(request.partial) == {r.index: r for r in partial.unfinished}
+    assert dict(request.partial) == {r.index: r for r in group_0.unfinished}
     group = second.groups[0]
     assert group.group_id == 0 and len(group.rollouts) == len(group.verdicts) == K
     for rollout in group.rollouts:
@@ -51,11 +51,11 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
 def test_an_engine_that_starts_over_is_accepted_and_the_lost_tokens_are_counted():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     parts.engine.resumes = False
-    first, partial, turns = kept_in_part(parts)
+    first, group_0, turns = kept_in_part(parts)
     train(parts, first)
     parts.engine.version, parts.engine.pace = 1, lambda group_id: 1
     second = sample(parts, 1)
-    again = {r.index for r in partial.unfinished}
+    again = {r.index for r in group_0.unfinished}
     assert {r.index for r in second.groups[0].rollouts if r.weight_version == 1} == again
     assert second.counters["rollout/aborted_tokens"] == turns * len(again)
     assert first.response_tokens + second.response_tokens == parts.engine.generated
@@ -65,7 +65,7 @@ def test_without_keep_surplus_unfinished_groups_are_dropped_with_their_tokens():
     parts = setup(rollout={"oversampling": 1.5})
     parts.engine.pace = lambda group_id: 4 if group_id == 0 else 1
     batch = sample(parts)
-    assert ids(batch.dropped) == [0] and batch.snapshot.partial == ()
+    assert ids(batch.dropped) == [0] and batch.snapshot.unfinished == ()
     assert 0 < len(batch.dropped[0].rollouts) < K, "what was finished is recorded"
     wasted = batch.counters["rollout/aborted_tokens"]
     assert tokens_of(batch.dropped) < wasted < sum(length_of(0, i) for i in range(K))
@@ -74,26 +74,26 @@ def test_without_keep_surplus_unfinished_groups_are_dropped_with_their_tokens():
 
 @pytest.mark.parametrize(("use_version", "usable"), [(1, True), (2, False)])
 @pytest.mark.parametrize("updates", [1, 3])
-def test_a_partial_group_that_is_too_old_at_use_is_dropped(use_version, usable, updates):
+def test_an_unfinished_group_that_is_too_old_at_use_is_dropped(use_version, usable, updates):
     parts = setup(rollout=KEEP | {"oversampling": 1.5}, updates=updates)
-    first, partial, _ = kept_in_part(parts)
+    first, group_0, _ = kept_in_part(parts)
     train(parts, first)
     parts.engine.asked = []
     second = sample(parts, use_version * updates)
     assert (parts.engine.asked[0].group_id == 0) == usable
     assert (ids(second.dropped) == [0]) != usable
-    assert second.counters["rollout/aborted_tokens"] == (0 if usable else partial.response_tokens)
+    assert second.counters["rollout/aborted_tokens"] == (0 if usable else group_0.response_tokens)
 
 
-def test_partial_groups_that_are_not_needed_wait_on():
+def test_unfinished_groups_that_are_not_needed_wait_on():
     parts = setup(rollout=KEEP | {"prompts_per_step": 1, "oversampling": 4.0})
     parts.engine.pace = lambda group_id: 1 if group_id in (0, 3) else 5
     first = sample(parts)
-    assert ids(first.groups) == [0] and ids(first.snapshot.carry) == [3] and ids(first.snapshot.partial) == [1, 2]
+    assert ids(first.groups) == [0] and ids(first.snapshot.carry) == [3] and ids(first.snapshot.unfinished) == [1, 2]
     train(parts, first)
     parts.engine.asked = []
     second = sample(parts, 1)
-    assert ids(second.groups) == [3] and ids(second.snapshot.partial) == [1, 2] and not parts.engine.asked
+    assert ids(second.groups) == [3] and ids(second.snapshot.unfinished) == [1, 2] and not parts.engine.asked
     assert second.response_tokens == 0
 
 
@@ -101,7 +101,7 @@ def test_a_group_aborted_before_its_first_token_is_kept_whole():
     parts = setup(rollout=KEEP)
     parts.engine.pace = lambda group_id: SLOW if group_id == 0 else 1
     first = sample(parts)
-    assert ids(first.snapshot.partial) == [0] and first.snapshot.partial[0].weight_version is None
+    assert ids(first.snapshot.unfinished) == [0] and first.snapshot.unfinished[0].weight_version is None
     train(parts, first)
     parts.engine.pace, parts.engine.asked = (lambda group_id: 1), []
     assert ids(sample(parts, 99).groups)[0] == 0, "without a token it cannot be too old"
@@ -136,7 +136,7 @@ def cut(request, index, length):
     return rollout if length is None else replace(rollout, finish_reason="abort")
 
 
-def test_a_checkpoint_brings_partial_groups_back_exactly():
+def test_a_checkpoint_brings_unfinished_groups_back_exactly():
     rollout = KEEP | {"oversampling": 1.5}
     parts = setup(rollout=rollout)
     first, _, _ = kept_in_part(parts)
@@ -238,7 +238,7 @@ def test_counts_since_the_beginning_go_on_after_a_resume():
 
 def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say_so():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
-    first, partial, _ = kept_in_part(parts)
+    first, group_0, _ = kept_in_part(parts)
     resumed = setup(rollout=KEEP, finish_early=False)
     resumed.sampler.load_state_dict(*saved(first))
 
@@ -249,5 +249,5 @@ def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say
 
     resumed.engine.generate = all_at_once
     batch = sample(resumed, 1)
-    assert ids(batch.dropped) == [0] and batch.counters["rollout/aborted_tokens"] == partial.response_tokens
+    assert ids(batch.dropped) == [0] and batch.counters["rollout/aborted_tokens"] == group_0.response_tokens
     assert any("rollout.finish_batch" in m for m in resumed.progress.messages)
