@@ -1,9 +1,10 @@
 """The policy as the controller sees it: what a step asks of the Megatron ranks, behind the Policy Protocol.
 
 A batch is split into one shard per data-parallel rank (shards.py), and each shard is put into the object store once a
-step. Log-probs that ranks compute stay there too and travel as references. Weights go from ranks to receivers, never
-through the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead
-ranks are replaced, all go back to a snapshot, and what was under way is done again (healing.py).
+step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of them, a
+column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never through
+the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead ranks are
+replaced, all go back to a snapshot, and what was under way is done again (healing.py).
 """
 
 from __future__ import annotations

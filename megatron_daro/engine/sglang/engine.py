@@ -15,7 +15,7 @@ from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.asking import Asker
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import Generation
+from megatron_daro.engine.sglang.generation import ServerGeneration
 from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
 from megatron_daro.engine.sglang.servers import ServerHandle
@@ -72,7 +72,7 @@ class SGLangEngine:
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
-        self._generation = Generation(
+        self._generation = ServerGeneration(
             self.fleet, self._supervision, asker, options, vocabulary=expected.vocabulary, warn=warn
         )
         self._updates = UpdateContext(
