@@ -117,8 +117,8 @@ class OnePolicy:
 class OneEngine(EmbeddedEngine):
     """The embedded engine, behind the whole Engine Protocol."""
 
-    def update(self, version: int, only: str | None = None) -> OneUpdate | None:
-        """An update of this engine."""
+    def begin_update(self, version: int, only: str | None = None) -> OneUpdate | None:
+        """Begin an update of this engine."""
         return None if only else OneUpdate(self, version)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:

@@ -150,7 +150,7 @@ class Engine:
     def when_back(self, call: Any) -> None:
         self.came_back = call
 
-    def update(self, version: int, only: str | None = None) -> Engine:
+    def begin_update(self, version: int, only: str | None = None) -> Engine:
         self.updated = version
         return self
 

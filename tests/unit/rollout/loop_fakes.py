@@ -181,7 +181,7 @@ class FakeEngine:
     def when_back(self, call) -> None:
         """Nothing of it ever goes away."""
 
-    def update(self, version: int, only=None) -> FakeUpdate:
+    def begin_update(self, version: int, only=None) -> FakeUpdate:
         return FakeUpdate(self, version)
 
     async def close(self) -> None:
