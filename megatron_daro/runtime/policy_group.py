@@ -22,6 +22,7 @@ import numpy as np
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
@@ -180,7 +181,7 @@ class PolicyGroup:
 
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-        if self._healing is None or plan.directory:
+        if self._healing is None or TRANSPORTS[plan.transport].files:
             return await self._repeated(lambda: self._export(plan))
         await self._healing.heal()
         try:
@@ -192,13 +193,13 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
-        if plan.directory is None:
+        if not TRANSPORTS[plan.transport].files:
             return await weight_export.send(self.ranks, plan)
         path, changes = self._settings.model_path, dict[str, Any]()
         if plan.critic:
             path = self._algorithm.critic.path or path
             changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-        return await weight_export.write(self.ranks, plan, plan.directory, path, self._actor.torch_dtype, changes)
+        return await weight_export.write(self.ranks, plan, path, self._actor.torch_dtype, changes)
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
