@@ -116,7 +116,7 @@ class Trial:
         """An update as WeightSync makes it, but nobody is given up. Returns what the log-probs say, what the checksums
         say, and (policy's, server's) log-probs of the given text."""
         (server,) = self._engine.fleet.servers
-        update = self._engine.update(version)
+        update = self._engine.begin_update(version)
         assert update is not None
         plan = await update.prepare()
         assert plan is not None, server.reason

@@ -49,7 +49,7 @@ from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_up
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
-from megatron_daro.types import Group, PlainValue, StepResult, TrainBatch
+from megatron_daro.types import Group, PlainValue, PreparedBatch, StepResult, TrainBatch
 
 _MAX_LOST_IN_A_ROW = 5
 _RECORDING_ENDS = (
@@ -337,18 +337,20 @@ class Controller:
             return
         next(update for update in updates if update.first).dropped, self._unrecorded = lost, ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
-        batch_of_step = {
+        prepared_of_step = {
             update.step: await self._with_logprobs(batch, update) for update in updates if update.epoch == 1
         }
-        first_epoch = tuple(batch_of_step.values())
+        first_epoch = tuple(prepared.batch for prepared in prepared_of_step.values())
         for update in updates:
             if not update.trains:
                 self._resolve(update.groups, "dropped")
                 continue
-            train_batch = batch_of_step.pop(update.step, None)
-            await self._train_step(update, train_batch or await self._build_columns(batch, update, first_epoch))
+            prepared = prepared_of_step.pop(update.step, None)
+            if prepared is None:
+                prepared = PreparedBatch(await self._build_columns(batch, update, first_epoch))
+            await self._train_step(update, prepared)
 
-    async def _with_logprobs(self, batch: SampledBatch, update: Update) -> TrainBatch:
+    async def _with_logprobs(self, batch: SampledBatch, update: Update) -> PreparedBatch:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
         train_batch = await self._build_columns(batch, update)
         with self._parts.phases.measure("logprob"):
@@ -376,10 +378,10 @@ class Controller:
         steps, group_metrics = self._section.steps_per_batch, self._parts.group_metrics
         return columns, update_metrics(batch, update, columns, steps, group_metrics)
 
-    async def _train_step(self, update: Update, train_batch: TrainBatch) -> None:
+    async def _train_step(self, update: Update, prepared: PreparedBatch) -> None:
         """One optimizer step and everything that belongs to it."""
         with self._parts.phases.measure("train"):
-            await self._optimizer_step(train_batch, update)
+            await self._optimizer_step(prepared, update)
         if update.epoch == 1:
             self._resolve(update.groups, update.outcome)
         self.step = update.step
@@ -387,12 +389,12 @@ class Controller:
         if update.last:
             await self._sync_weights(update)
         with self._parts.phases.measure("write"):
-            await self._write(update, len(train_batch.tokens_T))
+            await self._write(update, len(prepared.batch.tokens_T))
 
-    async def _optimizer_step(self, batch: TrainBatch, update: Update) -> None:
+    async def _optimizer_step(self, prepared: PreparedBatch, update: Update) -> None:
         """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
         try:
-            work = self._parts.policy.train(batch, update.step)
+            work = self._parts.policy.train(prepared, update.step)
             result = await self._within("train", work, what=f"step {update.step}")
         except NonFiniteError as error:
             result = StepResult(update.step, {}, skipped=True, reason=str(error))

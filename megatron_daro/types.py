@@ -433,6 +433,15 @@ def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndar
     return np.concatenate(chosen) if chosen else column[:0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedBatch:
+    """What an optimizer step trains on. batch: with all columns that the loss needs. number: under which the policy
+    keeps what it has put into place for the step; None: nothing yet."""
+
+    batch: TrainBatch
+    number: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step reports. Metric keys are paths such as `loss/policy` (docs/metrics.md).

@@ -41,7 +41,7 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
-from megatron_daro.types import Rollout, StepResult, TrainBatch
+from megatron_daro.types import PreparedBatch, Rollout, StepResult, TrainBatch
 
 _BUCKET_BYTES = 64 * 2**20
 _LIMIT_S = 300.0
@@ -58,24 +58,24 @@ class OnePolicy:
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
 
-    async def prepare(self, batch: TrainBatch) -> TrainBatch:
+    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
         """See `PolicyGroup.prepare`."""
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
-            return batch
+            return PreparedBatch(batch)
         rows, local = self._scheduled(batch)
         mine, columns = batch.select(rows), dict[str, Any]()
         for name in self._passes:
             column_R = await self._in_thread(self._policy.run_pass, name, mine, local)
             assert column_R is not None  # one rank is every pipeline stage
             columns[f"{name}_R"] = joined_column(batch, [Shard(rows, cast(Any, None), local)], {0: column_R})
-        return dataclasses.replace(batch, **columns)
+        return PreparedBatch(dataclasses.replace(batch, **columns))
 
-    async def train(self, batch: TrainBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
         """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
-        rows, local = self._scheduled(batch)
-        return await self._in_thread(self._policy.train_step, batch.select(rows), local, step=step)
+        rows, local = self._scheduled(prepared.batch)
+        return await self._in_thread(self._policy.train_step, prepared.batch.select(rows), local, step=step)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Always the same one, as in a rank: what torch keeps for a thread it would keep for several, without end."""
@@ -117,8 +117,8 @@ class OnePolicy:
 class OneEngine(EmbeddedEngine):
     """The embedded engine, behind the whole Engine Protocol."""
 
-    def update(self, version: int, only: str | None = None) -> OneUpdate | None:
-        """An update of this engine."""
+    def begin_update(self, version: int, only: str | None = None) -> OneUpdate | None:
+        """Begin an update of this engine."""
         return None if only else OneUpdate(self, version)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:

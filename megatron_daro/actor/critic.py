@@ -6,7 +6,8 @@ and on its ranks; the two compute one after the other. `values` is a pass before
 has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
 Refuses a head with a bias.
 
-Legend: T packed tokens, D hidden, P response tokens and J trained tokens of a micro-batch, R of the shard.
+Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P response tokens, J trained
+tokens, D hidden; N samples of the shard, R its response tokens.
 """
 
 from __future__ import annotations
@@ -124,15 +125,15 @@ class Critic:
         return {"critic/learning_rate": learning_rate}
 
 
-def position_values(model: ValueModel, hidden_T1D: Tensor, positions_M: Tensor) -> Tensor:
-    """fp32 [M], differentiable, the same on every tensor-parallel rank.
+def position_values(model: ValueModel, hidden_T1D: Tensor, positions_I: Tensor) -> Tensor:
+    """fp32 [I], differentiable, the same on every tensor-parallel rank.
 
     Each of them has the whole head, sees all tokens, and so has the whole gradient of both: of the hidden states each
     keeps its own tokens under sequence parallelism, and nothing is summed over the ranks.
     """
     if model.config.sequence_parallel:
         hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
-    return torch.nn.functional.linear(hidden_T1D[positions_M, 0].float(), model.output_layer.weight.float())[:, 0]
+    return torch.nn.functional.linear(hidden_T1D[positions_I, 0].float(), model.output_layer.weight.float())[:, 0]
 
 
 class _ValueLoss:

@@ -3,7 +3,7 @@
 A shard with values, targets and advantages per token -> sums over the data-parallel ranks -> the metrics under
 `critic/` that need no model.
 
-Legend: N samples, J trained tokens of the shard; K rollouts per prompt (bins 0..K).
+Legend: N samples of the shard, R its response tokens, J those that are trained; K rollouts per prompt (bins 0..K).
 """
 
 from __future__ import annotations

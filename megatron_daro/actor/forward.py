@@ -3,8 +3,8 @@
 TrainBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
 entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
 
-Legend: T packed tokens of this CP rank, M selected positions, D hidden, Vp this rank's vocabulary rows, R response
-tokens.
+Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P positions of its response
+tokens, D hidden, R response tokens of the shard.
 """
 
 from __future__ import annotations
@@ -148,18 +148,18 @@ def _forward_step(
 
 
 def position_logprobs(
-    model: HiddenStateGPTModel, hidden_T1D: Tensor, labels_M: Tensor, positions_M: Tensor, settings: OutputSettings
+    model: HiddenStateGPTModel, hidden_T1D: Tensor, labels_I: Tensor, positions_I: Tensor, settings: OutputSettings
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the labels and entropy at chosen positions, the same on every tensor-parallel rank.
 
     Args:
         model: the unwrapped last stage.
         hidden_T1D: its output; under sequence parallelism this rank's T / TP tokens.
-        labels_M: global vocabulary ids, long, of a pack that `packed_micro_batches` checked.
-        positions_M: which of the T tokens, long.
+        labels_I: global vocabulary ids, long, of a pack that `packed_micro_batches` checked.
+        positions_I: which of the T tokens, long.
 
     Returns:
-        logprobs_M, entropy_M in nats, fp32, differentiable.
+        logprobs_I, entropy_I in nats, fp32, differentiable.
     """
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=True)
@@ -169,9 +169,9 @@ def position_logprobs(
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     return vocab_parallel_logprobs(
-        hidden[positions_M, 0],
+        hidden[positions_I, 0],
         weight,
-        labels_M,
+        labels_I,
         group=parallel_state.get_tensor_model_parallel_group() if size > 1 else None,
         vocab_start=rank * weight.shape[0],
         vocab_size=settings.vocab_size,

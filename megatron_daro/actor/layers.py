@@ -4,7 +4,7 @@ Ours are an RMSNorm that works under sequence parallelism, and a core attention 
 that takes packed sequences and context parallelism.
 
 Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence,
-C context-parallel ranks.
+C context-parallel ranks, Q tokens of one sequence on this rank.
 """
 
 from __future__ import annotations

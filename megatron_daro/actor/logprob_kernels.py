@@ -9,7 +9,8 @@ Imported only where it is asked for: Triton comes with CUDA builds of torch. Wit
 where the tests compare it with the path of plain torch; its interpreter multiplies bf16 wrongly (3.9.0, `create_dot`
 of triton/runtime/interpreter.py takes the bits for integers), so there the factors are widened first.
 
-Shapes: T tokens; D hidden; X columns; S parts of the columns; M, N, K rows, columns and depth of one tile.
+Shapes: T tokens; C tokens of one chunk; D hidden; X columns; S parts of the columns; M, N, K rows, columns and depth
+of one tile of a program, as matrix products have them.
 """
 
 from __future__ import annotations

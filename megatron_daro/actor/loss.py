@@ -12,8 +12,9 @@ theirs. Megatron-core rescales in three places, and each is switched off or canc
      DP x CP is a sum.
   3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
 
-Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens, P
-numbers that the algorithm learns by descending the policy loss.
+Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens of
+this CP rank, J those that are trained, D hidden, W numbers that the algorithm learns by descending the policy loss.
+algo/objective.py gets the J trained tokens alone, which are its T.
 """
 
 from __future__ import annotations
@@ -122,19 +123,19 @@ class StepLoss:
         samples, on = _samples(batch), device.prepare()
         self._cells_N = (samples.bins_N * (len(edges) + 1) + length_classes(samples.lengths_N, edges)).to(on)
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
-        self._slopes_PN = algorithm.coefficient_slopes(samples, self.totals).to(on)
+        self._slopes_WN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         self._kl_scales_N = (
             _kl_scales(samples.lengths_N, self.totals).to(on) if settings.kl_mean == "rollouts" else None
         )
         self._num_bins = batch.rollouts_per_prompt + 1
         cells = self._num_bins * (len(edges) + 1)
-        size = len(CELL_SUMS) * cells + 2 + len(self._slopes_PN) + len(TOKEN_SUMS)
+        size = len(CELL_SUMS) * cells + 2 + len(self._slopes_WN) + len(TOKEN_SUMS)
         # One vector, so that one reduction serves all; the others are views of its parts.
         self._sums = torch.zeros(size, dtype=torch.float64, device=on)
         self._cell_sums, rest = self._sums.tensor_split([len(CELL_SUMS) * cells])
         self._cell_sums = self._cell_sums.view(len(CELL_SUMS), cells)
-        self._loss_parts, self._slopes, self._token_sums = rest.tensor_split([2, 2 + len(self._slopes_PN)])
+        self._loss_parts, self._slopes, self._token_sums = rest.tensor_split([2, 2 + len(self._slopes_WN)])
         self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=on)
 
     def micro_batch(
@@ -186,7 +187,7 @@ class StepLoss:
             if name in by_name:
                 self._cell_sums[i].index_add_(0, cells_M, by_name[name])
         self._loss_parts += torch.stack([policy, regularizer])
-        self._slopes += self._slopes_PN[:, packed.sample_indices] @ losses_M
+        self._slopes += self._slopes_WN[:, packed.sample_indices] @ losses_M
         for i, name in enumerate(TOKEN_SUMS):
             if name in objective.sums:
                 self._token_sums[i] += objective.sums[name]

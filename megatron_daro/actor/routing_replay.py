@@ -6,7 +6,7 @@ experts' weights are still this router's own, normalized over the given experts,
 own RouterReplay (0.16.1, moe/router_replay.py) has no tokens without known experts, such as padding, and one list for
 all pipeline stages, so `RouterReplay` here takes its place. Rejects recordings of another model.
 
-Legend: T packed tokens of this CP rank, L layers of the model, K experts of a token, E experts.
+Legend: T packed tokens of this CP rank, N samples of the shard, L layers of the model, K experts of a token, E experts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,19 @@
 """The ways on which weights go from the policy's ranks to an engine: what each needs, and what it does not go with.
 
 Whatever depends on the way asks its row: the rules of the configuration, the placement of processes, the start of a
-server and its vetting, the steps of an update. Another way needs a row and a name here, a sentence for users at
-`engine.sglang.sync` (sections.py, from which docs/configuration.md is made), its sender (sync/transports.py and a file
-beside it), and a loader in sync/in_server/ where SGLang cannot load what arrives by itself.
+server and its vetting, the steps of an update. Another way needs
+
+* here, a row and a name
+* config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
+  both); config/rules/engine.py (`transport`): what it does not go with, where no fact of a row says it
+* sync/plan.py: what a sender must know, such as where to, as fields of `SendPlan`, since it sees no configuration;
+  engine/sglang/update.py fills them (`prepare`), has servers read what they must fetch, and removes what is left of
+  the update before (`install`)
+* its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py); one that sends from rank to rank is called
+  by runtime/weight_export.py
+* sync/in_server/: a loader, where SGLang cannot load what arrives by itself
+* for a package that both ends need: engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py
+  refuses a run without it
 """
 
 from __future__ import annotations

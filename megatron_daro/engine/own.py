@@ -164,8 +164,8 @@ class OwnEngine:
             if group_ids is None or group_id in group_ids:
                 task.cancel()
 
-    def update(self, version: int, only: str | None = None) -> _OwnUpdate | None:
-        """Return an update of the engine; its servers do not come back one by one."""
+    def begin_update(self, version: int, only: str | None = None) -> _OwnUpdate | None:
+        """Begin an update of the engine; its servers do not come back one by one."""
         return None if only else _OwnUpdate(self, version, self.sync_dir / f"version_{version:06d}-{next(self._files)}")
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ from megatron_daro.reward.math import MathVerifier
 from megatron_daro.types import Verdict
 
 if TYPE_CHECKING:
-    pass
+    from megatron_daro.config.sections import RewardSection  # the workers do without pydantic
 
 _MOST_REASON = 40
 
@@ -133,3 +133,8 @@ def build_verifier(
 def verifier_of(spec: VerifierSpec) -> AnyVerifier:
     """Return the verifier a spec describes."""
     return OwnVerifier(spec) if spec.is_own else _CLASSES[spec.name](spec)
+
+
+def answer_reader(section: RewardSection) -> AnyVerifier:
+    """Return the run's verifier, whose `answer_of` reads the final answer of a text that was judged."""
+    return verifier_of(VerifierSpec.of_section(section))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, StepResult, TrainBatch, Verdict
+from megatron_daro.types import Group, GroupRequest, PreparedBatch, Prompt, Rollout, StepResult, TrainBatch, Verdict
 
 
 class Engine(Protocol):
@@ -135,11 +135,11 @@ class PhaseTimer(Protocol):
 class Policy(Protocol):
     """The policy under training."""
 
-    async def prepare(self, batch: TrainBatch) -> TrainBatch:
+    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
         """Return the batch with the old and reference log-probs that it needs, under the weights as they are now."""
         ...
 
-    async def train(self, batch: TrainBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
         """One optimizer step. A batch that is not finite takes none: StepResult(skipped=True) or NonFiniteError."""
         ...
 

@@ -4,7 +4,7 @@
     process: AnswerWorker.ask -> DirectAsker.ask (engine/sglang/asking.py) -> HTTP
 
 Workers send requests, parse, check and decode close to the servers; the driver maps their arrays from Ray's object
-store without a copy, and no token passes through it otherwise. A worker that dies loses no group: its questions fail as
+store, and copies them when it makes a batch (data/batch.py). A worker that dies loses no group: its questions fail as
 LostWorkerError and the engine asks again.
 """
 

@@ -151,8 +151,8 @@ class EngineGroup:
             if not isinstance(error, WorkerDiedError):
                 raise error
 
-    def update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
-        """Return an update of all replicas together, or of the one that came back under this name (None: it does not
+    def begin_update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
+        """Begin an update of all replicas together, or of the one that came back under this name (None: it does not
         wait any more). Raises EngineError: one died too often."""
         self._check()
         if only is None:

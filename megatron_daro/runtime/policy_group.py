@@ -1,15 +1,17 @@
 """The policy as the controller sees it: what a step asks of the Megatron ranks, behind the Policy Protocol.
 
 A batch is split into one shard per data-parallel rank (shards.py), and each shard is put into the object store once a
-step. Log-probs that ranks compute stay there too and travel as references. Weights go from ranks to receivers, never
-through the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead
-ranks are replaced, all go back to a snapshot, and what was under way is done again (healing.py).
+step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of them, a
+column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never through
+the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead ranks are
+replaced, all go back to a snapshot, and what was under way is done again (healing.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +23,7 @@ import numpy as np
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
@@ -33,7 +36,7 @@ from megatron_daro.runtime.shards import Shard, shards_of
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.types import MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
+from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepResult, TrainBatch
 
 T = TypeVar("T")
 
@@ -57,8 +60,9 @@ class PolicyGroup:
         self._settings, self._algorithm, self._placement = settings, algorithm, placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
-        # Batches whose shards are in the object store since `prepare`, oldest first: id -> (batch, shards).
-        self._prepared: dict[int, tuple[TrainBatch, list[Shard]]] = {}
+        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch, oldest first.
+        self._prepared: dict[int, list[Shard]] = {}
+        self._numbers = itertools.count()
         self._most_prepared = run.config.trainer.updates_per_batch
         self._version = 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
@@ -123,42 +127,46 @@ class PolicyGroup:
             "their torch sees none: they compute on the CPU; install torch for CUDA on the nodes",
         ]
 
-    async def prepare(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights."""
+    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
+        """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights; its
+        shards stay with the ranks for `train`."""
         async with self._busy:
             return await self._repeated(lambda: self._prepare(batch))
 
-    async def _prepare(self, batch: TrainBatch) -> TrainBatch:
+    async def _prepare(self, batch: TrainBatch) -> PreparedBatch:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
-            return batch
+            return PreparedBatch(batch)
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
         for name in self._passes:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
-        prepared = dataclasses.replace(batch, **columns)
-        self._prepared[id(prepared)] = prepared, shards
+        number = next(self._numbers)
+        self._prepared[number] = shards
         while len(self._prepared) > self._most_prepared:
             del self._prepared[next(iter(self._prepared))]
-        return prepared
+        return PreparedBatch(dataclasses.replace(batch, **columns), number)
 
-    async def train(self, batch: TrainBatch, step: int) -> StepResult:
-        """One optimizer step on the whole batch; one that `prepare` gave is with the ranks already."""
+    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+        """One optimizer step on the whole batch; the shards of one that `prepare` gave are with the ranks already."""
         async with self._busy:
             if self._healing:
                 await self._healing.settle()
-            result = await self._repeated(lambda: self.repeat(batch, step))
+            result = await self._repeated(lambda: self._train(prepared, step))
             if self._healing:
-                await self._healing.trained(batch, step)
+                await self._healing.trained(prepared.batch, step)
                 result = dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
             self._version = step
         return result
 
     async def repeat(self, batch: TrainBatch, step: int) -> StepResult:
-        """Do the step; once again it travels whole, with the columns that it has."""
-        _, prepared = self._prepared.pop(id(batch), (batch, None))
+        """Do a step once again; the batch travels whole, with the columns that it has."""
+        return await self._train(PreparedBatch(batch), step)
+
+    async def _train(self, prepared: PreparedBatch, step: int) -> StepResult:
+        shards = None if prepared.number is None else self._prepared.pop(prepared.number, None)
         calls = await self.ranks.with_shards(
-            await asyncio.to_thread(self._shards, batch) if prepared is None else prepared,
+            await asyncio.to_thread(self._shards, prepared.batch) if shards is None else shards,
             lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
         )
         results = await gather(calls)
@@ -179,7 +187,7 @@ class PolicyGroup:
 
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-        if self._healing is None or plan.directory:
+        if self._healing is None or TRANSPORTS[plan.transport].files:
             return await self._repeated(lambda: self._export(plan))
         await self._healing.heal()
         try:
@@ -191,13 +199,13 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
-        if plan.directory is None:
+        if not TRANSPORTS[plan.transport].files:
             return await weight_export.send(self.ranks, plan)
         path, changes = self._settings.model_path, dict[str, Any]()
         if plan.critic:
             path = self._algorithm.critic.path or path
             changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-        return await weight_export.write(self.ranks, plan, plan.directory, path, self._actor.torch_dtype, changes)
+        return await weight_export.write(self.ranks, plan, path, self._actor.torch_dtype, changes)
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""

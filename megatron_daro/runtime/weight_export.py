@@ -34,13 +34,11 @@ async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     return report
 
 
-async def write(
-    ranks: Ranks, plan: SendPlan, directory: Path, model: Path, dtype: str, changes: dict[str, Any]
-) -> SendReport:
-    """Have them write one checkpoint into the plan's directory, whole or not at all. Args: directory: of the plan.
-    model: whose other files are copied. dtype: of the weights. changes: to its config.json."""
+async def write(ranks: Ranks, plan: SendPlan, model: Path, dtype: str, changes: dict[str, Any]) -> SendReport:
+    """Have them write one checkpoint into the plan's directory, whole or not at all. Args: model: whose other files are
+    copied. dtype: of the weights. changes: to its config.json."""
     started = time.perf_counter()
-    plan = replace(plan, directory=directory.absolute())
+    plan = replace(plan, directory=files.directory_of(plan).absolute())
     await asyncio.to_thread(files.open_checkpoint, plan)
     report = await send(ranks, plan)
     if report.failures:

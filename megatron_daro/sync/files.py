@@ -34,7 +34,7 @@ class FileSender(TransportSender):
         self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
     ) -> SendReport:
         started = time.perf_counter()
-        partial, written = partial_directory(_directory(plan)), dict[str, tuple[str, int]]()
+        partial, written = partial_directory(directory_of(plan)), dict[str, tuple[str, int]]()
         in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # a file of them may not fit the GPU
         for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
             try:
@@ -66,7 +66,7 @@ def complete_checkpoint(
     Raises:
         SyncError: the disk refused.
     """
-    directory = _directory(plan)
+    directory = directory_of(plan)
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
@@ -86,7 +86,7 @@ def complete_checkpoint(
 
 def open_checkpoint(plan: SendPlan) -> None:
     """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
-    partial = partial_directory(_directory(plan))
+    partial = partial_directory(directory_of(plan))
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -94,7 +94,8 @@ def open_checkpoint(plan: SendPlan) -> None:
         raise SyncError(f"{partial} cannot be made: {error}; {plan.remedy}") from error
 
 
-def _directory(plan: SendPlan) -> Path:
+def directory_of(plan: SendPlan) -> Path:
+    """Return where the checkpoint of a plan of files is to stand."""
     assert plan.directory is not None, "a plan of files names their directory"
     return plan.directory
 

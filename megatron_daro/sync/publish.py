@@ -85,9 +85,9 @@ class ProbedUpdate(Protocol):
 class WeightInstaller(Protocol):
     """An engine, whose receivers get weights."""
 
-    def update(self, version: int, only: str | None = None) -> ReceiverUpdate | None:
-        """Return an update of all receivers, or of the one that came back under this name (None: it does not wait
-        any more).
+    def begin_update(self, version: int, only: str | None = None) -> ReceiverUpdate | None:
+        """Begin an update of all receivers, or of the one that came back under this name (None: it does not wait any
+        more).
 
         Raises:
             SyncError: no receiver can take weights. EngineError: the engine is not running.
@@ -133,7 +133,7 @@ class WeightSync:
             return await self._to_all(version)
 
     async def _to_all(self, version: int) -> Mapping[str, float]:
-        update = self._engine.update(version)
+        update = self._engine.begin_update(version)
         assert update is not None, "an update of all receivers is one"
         return await self._run(update)
 
@@ -142,7 +142,7 @@ class WeightSync:
         if not self._published:
             return
         async with self._one_at_a_time, self._policy.hold() as version:
-            update = self._engine.update(version, only=name)
+            update = self._engine.begin_update(version, only=name)
             if update is not None:
                 self._check.restarted(name)
                 with contextlib.suppress(SyncError):  # it was given up again, and the engine knows why

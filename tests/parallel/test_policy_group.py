@@ -17,6 +17,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime import policy_group, shards
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.sync.plan import SendPlan, Target
+from megatron_daro.types import PreparedBatch
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
 
@@ -37,7 +38,7 @@ async def two_steps(policy, batch, put):
     found["puts of a step"] = len(put)
     found["first"] = first.metrics
     # The same columns by the other way: a batch that `prepare` did not give travels whole.
-    unknown = dataclasses.replace(await policy.prepare(batch))
+    unknown = PreparedBatch((await policy.prepare(batch)).batch)
     before = len(put)
     found["last"] = (await policy.train(unknown, 2)).metrics
     found["puts of a batch nobody prepared"] = len(put) - before

@@ -18,7 +18,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import PreparedBatch, TrainBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -147,7 +147,7 @@ def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel
                     for _ in range(2):
                         if earlier is not None:
                             version += 1
-                            assert not (await policy.train(batch_of(earlier), version)).skipped
+                            assert not (await policy.train(PreparedBatch(batch_of(earlier)), version)).skipped
                         metrics = await sync.publish(version)
                         assert (metrics["sync/servers"], metrics["engine/fenced"]) == (len(servers), 0)
                         rollouts = await sampled(engine)

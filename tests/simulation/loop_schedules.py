@@ -40,6 +40,7 @@ from megatron_daro.runtime import healing
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.shards import Shard
 from megatron_daro.runtime.supervisor import supervised
+from megatron_daro.types import PreparedBatch
 
 STEPS = 4
 
@@ -127,10 +128,10 @@ class LoopGroup(Group):
         numbered = SimpleNamespace(number=batch_digest(batch))
         return [Shard((i,), numbered, ((0,),)) for i in range(self._actor.data_parallel)]
 
-    async def train(self, batch: Any, step: int) -> Any:
+    async def train(self, prepared: PreparedBatch, step: int) -> Any:
         assert step not in self.disk.batches, f"the controller trains step {step} twice"
-        result = await super().train(batch, step)
-        self.disk.batches[step] = batch_digest(batch)
+        result = await super().train(prepared, step)
+        self.disk.batches[step] = batch_digest(prepared.batch)
         assert result.metrics["loss"] == self.expected(step), "metrics of another state"
         return result
 

@@ -150,7 +150,7 @@ class Engine:
     def when_back(self, call: Any) -> None:
         self.came_back = call
 
-    def update(self, version: int, only: str | None = None) -> Engine:
+    def begin_update(self, version: int, only: str | None = None) -> Engine:
         self.updated = version
         return self
 
@@ -200,8 +200,8 @@ async def _drive(group: Group, outcome: Outcome) -> None:
     try:
         await sync.publish(0)
         for step, number in enumerate(BATCHES, 1):
-            batch = await group.prepare(Batch(number, np.zeros(3)))
-            result = await group.train(batch, step)
+            prepared = await group.prepare(Batch(number, np.zeros(3)))
+            result = await group.train(prepared, step)
             assert result.metrics["loss"] == outcome.expected(0, step), "metrics of another state"
             outcome.done = step
             if outcome.cluster.random.random() < 0.3:

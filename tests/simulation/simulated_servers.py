@@ -122,7 +122,7 @@ class Servers:
             versions.append(server.version)
         return _whole(request, index, tokens, versions, "stop" if len(tokens) == length else "abort")
 
-    def update(self, version: int, only: str | None = None) -> Update | None:
+    def begin_update(self, version: int, only: str | None = None) -> Update | None:
         states = ("joining",) if only else ("serving", "joining")
         servers = [one for one in self.servers if one.state in states and only in (None, one.name)]
         return Update(self, servers, version, all_of_them=only is None) if servers or only is None else None

@@ -15,7 +15,7 @@ from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.asking import Asker
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.generation import Generation
+from megatron_daro.engine.sglang.generation import ServerGeneration
 from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
 from megatron_daro.engine.sglang.servers import ServerHandle
@@ -72,7 +72,7 @@ class SGLangEngine:
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
-        self._generation = Generation(
+        self._generation = ServerGeneration(
             self.fleet, self._supervision, asker, options, vocabulary=expected.vocabulary, warn=warn
         )
         self._updates = UpdateContext(
@@ -114,21 +114,25 @@ class SGLangEngine:
         """Stop these groups (None: all); they come back with what they have."""
         await self._generation.abort(group_ids)
 
-    def update(self, version: int, only: str | None = None) -> ServerUpdate | None:
-        """Return an update of every server that answers, or of the one of this name if it still waits for weights.
-        Where none answers it waits for the first that is back.
+    def begin_update(self, version: int, only: str | None = None) -> ServerUpdate | None:
+        """Take every server that answers out of service for an update, or the one of this name if it still waits for
+        weights. Where none answers the update waits for the first that is back.
 
         Raises:
             SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
         """
         self._check_usable()
-        if only is not None:
+        if only is None:
+            servers = self.fleet.of("serving", "joining")
+            if not servers and not self.fleet.awaits():
+                raise SyncError("no SGLang server can take weights: all are being started again")
+        else:
             servers = [server for server in self.fleet.of("joining") if server.name == only]
-            return ServerUpdate(self._updates, servers, version) if servers else None
-        servers = self.fleet.of("serving", "joining")
-        if not servers and not self.fleet.awaits():
-            raise SyncError("no SGLang server can take weights: all are being started again")
-        return ServerUpdate(self._updates, servers, version, awaits_others=True)
+            if not servers:
+                return None
+        update = ServerUpdate(self._updates, servers, version, awaits_others=only is None)
+        update.begin()
+        return update
 
     def serve_as_loaded(self) -> None:
         """Use servers with the weights that they were started with, now and whenever one comes back: no policy gives

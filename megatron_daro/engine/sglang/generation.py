@@ -6,9 +6,10 @@
              -> reply checked, and made rollouts (replies.py)
 
 A group is one HTTP request to the server with the fewest tokens in flight; what one of its answers holds there is given
-back when that answer has ended. It is routed here and asked elsewhere, so no token passes through this process. A
-failed request is retried, elsewhere if possible; one that a weight update cut short continues from the tokens it has.
-Answers of weights that a server was never given are rejected, and every wait has a deadline.
+back when that answer has ended. It is routed here; answer workers post it, parse the replies and decode the tokens, and
+this process gets finished rollouts. A failed request is retried, elsewhere if possible; one that a weight update cut
+short continues from the tokens it has. Answers of weights that a server was never given are rejected, and every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _GivenUpError(EngineError):
     """The server was fenced while it worked on a request."""
 
 
-class Generation:
+class ServerGeneration:
     """What the servers of a fleet generate."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 WeightSync runs one at a time, step by step; the policy's ranks send in between. The phases of each step:
 
+    begin     nobody asks the servers for anything
     prepare   take the memory of the weights (where the trainer shares GPUs), pause, begin
     (send)    where it fails: blame
     install   read the files (of sync disk), end, flush the cache, compare which matrices are fp8 blocks (of a new
@@ -89,7 +90,10 @@ class ServerUpdate:
         self._directory: Path | None = None
         self._verified: set[str] = set()
         self._joining = {server.name for server in servers if server.state == "joining"}
-        for server in servers:
+
+    def begin(self) -> None:
+        """Take the servers out of service: they are asked for nothing until they are accepted."""
+        for server in self._servers:
             server.reason = ""
             self._fleet.set_state(server, "updating")
 

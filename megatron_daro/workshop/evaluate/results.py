@@ -21,13 +21,14 @@ from megatron_daro import durable
 from megatron_daro.config.sections import EvalSet, RewardSection
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DataError
+from megatron_daro.reward.factory import answer_reader
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.workshop.analyze.behaviour import Reflection, ending_of, has_code, reflects
 from megatron_daro.workshop.evaluate import answers
 from megatron_daro.workshop.evaluate.intervals import Estimate, estimate, estimate_of_sets
 from megatron_daro.workshop.evaluate.questions import Question
-from megatron_daro.workshop.evaluate.votes import Sample, Votes, answer_reader, majority_at_k, votes_of
+from megatron_daro.workshop.evaluate.votes import Sample, Votes, majority_at_k, votes_of
 
 SUMMARY_FILE, PROBLEMS_FILE = "summary.json", "problems.parquet"
 _ROWS = ("text", "length", "finish_reason", "correct", "reason")

@@ -14,10 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import DataError
-from megatron_daro.reward.base import VerifierSpec
-from megatron_daro.reward.factory import AnyVerifier, verifier_of
 from megatron_daro.rollout.protocol import Scorer
 
 DRAWS = 400
@@ -42,11 +39,6 @@ class Votes:
     classes: tuple[int, ...]
     right: int | None
     answers: tuple[str, ...]
-
-
-def answer_reader(section: RewardSection) -> AnyVerifier:
-    """Return the verifier, which also says what an answer's final form is."""
-    return verifier_of(VerifierSpec.of_section(section))
 
 
 async def votes_of(problems: Sequence[Sequence[Sample]], scorer: Scorer, *, verifier: str) -> list[Votes]:

@@ -105,7 +105,7 @@ def test_an_update_waits_for_answers_on_their_way_and_holds_new_ones_back(tmp_pa
         before = asyncio.create_task(rollouts_of(engine))
         while api.calls < 2:
             await asyncio.sleep(0)
-        update = engine.update(4)
+        update = engine.begin_update(4)
         prepared = asyncio.create_task(update.prepare())
         await asyncio.sleep(0.01)
         after = asyncio.create_task(rollouts_of(engine))
@@ -244,8 +244,8 @@ def test_a_failed_answer_ends_the_others_of_its_group(tmp_path):
 def test_an_update_is_written_loaded_and_cleared_away(tmp_path):
     async def scenario():
         engine, api = made_of(tmp_path)
-        assert engine.update(4, only="one server") is None
-        update = engine.update(4)
+        assert engine.begin_update(4, only="one server") is None
+        update = engine.begin_update(4)
         plan = await update.prepare()
         assert (plan.transport, [target.name for target in plan.targets]) == ("disk", ["engine"])
         assert plan.directory.parent == engine.sync_dir and "trainer.run_dir" in plan.remedy
@@ -254,7 +254,7 @@ def test_an_update_is_written_loaded_and_cleared_away(tmp_path):
         assert engine.version == 4 and api.told == [("load_weights", plan.directory, 4)]
         assert await update.accept() == {}
         assert not plan.directory.exists()
-        assert (await engine.update(5).prepare()).directory != plan.directory
+        assert (await engine.begin_update(5).prepare()).directory != plan.directory
 
     asyncio.run(scenario())
 
@@ -262,7 +262,7 @@ def test_an_update_is_written_loaded_and_cleared_away(tmp_path):
 def test_an_update_that_fails_lets_every_answer_fail(tmp_path):
     async def scenario():
         engine, api = made_of(tmp_path)
-        update = engine.update(4)
+        update = engine.begin_update(4)
         await update.prepare()
         waiting = asyncio.create_task(rollouts_of(engine))
         with pytest.raises(SyncError, match="no space"):

@@ -35,7 +35,7 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.sync.plan import SendReport
-from megatron_daro.types import Prompt, Rollout, SamplingParams, StepResult, Verdict
+from megatron_daro.types import PreparedBatch, Prompt, Rollout, SamplingParams, StepResult, Verdict
 
 K = 4
 GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
@@ -181,7 +181,7 @@ class FakeEngine:
     def when_back(self, call) -> None:
         """Nothing of it ever goes away."""
 
-    def update(self, version: int, only=None) -> FakeUpdate:
+    def begin_update(self, version: int, only=None) -> FakeUpdate:
         return FakeUpdate(self, version)
 
     async def close(self) -> None:
@@ -229,14 +229,15 @@ class FakePolicy:
         self.events.append(("prepare", self.steps))
         await asyncio.sleep(0)
         self.prepared |= dict.fromkeys(batch.group_ids_N.tolist(), self.steps)
-        return replace(batch, old_logprobs_R=self._old_logprobs(batch))
+        return PreparedBatch(replace(batch, old_logprobs_R=self._old_logprobs(batch)))
 
     def _old_logprobs(self, batch):
         """Another number for each token, and the steps that were done when its group was prepared."""
         steps = np.array([self.prepared[i] for i in batch.group_ids_N.tolist()], np.float32)
         return batch.rollout_logprobs_R + np.repeat(steps, batch.response_lengths_N)
 
-    async def train(self, batch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+        batch = prepared.batch
         self.events.append(("train", step))
         if self.hang:
             await asyncio.sleep(NEVER)

@@ -116,7 +116,7 @@ class Group:
         return engines
 
     async def updated(self, version, only=None):
-        update = self.engines.update(version, only=only)
+        update = self.engines.begin_update(version, only=only)
         await update.prepare()
         await update.install(SendReport())
         return await update.accept()
@@ -220,7 +220,7 @@ def test_a_replica_that_came_back_generates_only_once_it_has_weights(group):
         assert not waiting.done() and ("generate", [0]) not in group.newest(0).calls
         await group.updated(3, only="engine 0")
         assert await waiting == [(0, 0), (1, 1)]
-        assert engines.update(3, only="engine 0") is None  # it has them
+        assert engines.begin_update(3, only="engine 0") is None  # it has them
 
     run(generate())
 
@@ -251,7 +251,7 @@ def test_a_replica_that_dies_too_often_ends_the_run_and_whoever_waits_for_it(mon
         assert ("engine.embedded.max_restarts" in str(raised.value)) == bool(allowed)
         assert await engines.ended() is raised.value
         with pytest.raises(WorkerError, match="engine 0"):
-            engines.update(1)
+            engines.begin_update(1)
 
     run(generate())
     assert len(group.warnings) == allowed and len([a for a in group.actors if a.number == 0]) == allowed + 1
@@ -272,7 +272,7 @@ def test_what_cannot_be_loaded_again_ends_the_run(group):
 def test_while_an_update_is_made_nothing_generates_and_after_a_failure_nothing_ever_does(group):
     async def update():
         engines = await group.served()
-        one = engines.update(4)
+        one = engines.begin_update(4)
         plan = await one.prepare()
         assert plan.transport == "ray"
         assert [(target.name, target.actor) for target in plan.targets] == [
@@ -296,7 +296,7 @@ def test_while_an_update_is_made_nothing_generates_and_after_a_failure_nothing_e
 def test_a_replica_that_refuses_weights_is_named_with_what_it_said(group):
     async def blamed():
         engines = await group.served()
-        update = engines.update(2)
+        update = engines.begin_update(2)
         await update.prepare()
         failures = {name: SendFailure("refused", text) for name, text in (("engine 0", "full"), ("engine 1", "gone"))}
         with pytest.raises(SyncError, match=r"engine 0: full.*engine 1: gone"):
@@ -317,7 +317,7 @@ def test_a_replica_that_dies_in_an_update_takes_no_part_and_catches_up(group, ph
         engines.when_back(catch_up)
         if phase != "send":
             group.actors[1].says[phase] = RayActorError()
-        one = engines.update(8)
+        one = engines.begin_update(8)
         plan = await one.prepare()
         if phase == "send":
             await one.blame(SendReport(failures={"engine 1": SendFailure("unanswered", "engine 1 died")}))
@@ -350,7 +350,7 @@ def test_an_update_that_reached_nobody_may_be_made_again(monkeypatch):
 
     async def update():
         engines = await group.served()
-        one = engines.update(2)
+        one = engines.begin_update(2)
         await one.prepare()
         group.actors[0].die()
         await one.install(SendReport())

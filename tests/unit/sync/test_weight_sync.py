@@ -53,7 +53,7 @@ class Engine:
     def when_back(self, call):
         self.came_back = call
 
-    def update(self, version, only=None):
+    def begin_update(self, version, only=None):
         self.steps.append(f"update to {version}")
         return self
 
