@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError, ModelError
 from megatron_daro.types import Prompt, is_thinking
 
@@ -39,6 +40,8 @@ _DATED = """\
 {%%- endmacro %%}
 """
 """strftime of one day. A macro before the template, since transformers hands no function to a template."""
+_JSON = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""What transformers reads besides, and of which it does not say where it is torn."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -71,6 +74,9 @@ def load_tokenizer(
             f"model.path: {directory} has no tokenizer files; one of {', '.join(_FILES)} is needed: copy them from the "
             "model the weights came from"
         )
+    for name in _JSON:
+        if (directory / name).is_file():
+            read_json(directory / name)
     from transformers import AutoTokenizer
 
     try:
