@@ -338,7 +338,8 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     if isinstance(source, Mapping):
         config, where = dict(source), "the model configuration"
     else:
-        config, where = _read_json(Path(source))
+        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        config, where = read_json(file), str(file)
     family = _family(config, where, endings)
     config = _completed(config, family)
     _refuse_unsupported(config, family, where)
@@ -375,21 +376,21 @@ def require_regular_files(directory: Path) -> None:
             raise ModelError(f"{path} is a pipe, a socket or a device, not a file. Put the model's own file there.")
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], str]:
-    file = path / "config.json" if path.is_dir() else path
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's directory. Raises ModelError: it names the file."""
     require_regular_files(file.parent)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{file} does not exist. model.path must be a directory with a config.json.") from None
+        raise ModelError(f"{file} does not exist. model.path must be a directory with a {file.name}.") from None
     except (OSError, ValueError, RecursionError) as error:
         if file.is_file() and file.read_bytes().startswith(GIT_LFS):
             raise ModelError(f"{file} is a git-lfs pointer, not the file. Run `git lfs pull` in its folder.") from None
         advice = "Save it as UTF-8 without a byte order mark" if "BOM" in str(error) else "Copy the checkpoint again"
         raise ModelError(f"{file} cannot be read as JSON: {error}. {advice}.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{file} holds a JSON {type(config).__name__}, not an object. Copy the checkpoint again.")
-    return config, str(file)
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds a JSON {type(content).__name__}, not an object. Copy the checkpoint again.")
+    return content
 
 
 def _family(config: dict[str, Any], where: str, endings: Sequence[str]) -> Family:

@@ -6,12 +6,11 @@ quantized ones, and norms and biases that are not finite; larger tensors are not
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_daro.config.model_files import QUANTIZED
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, read_json
 from megatron_daro.config.safetensors_header import Entry, read_header
 from megatron_daro.convert.mapping import VALUE_HEAD, hf_tensor_shapes, output_rule, unknown_tensors
 from megatron_daro.errors import ModelError
@@ -60,7 +59,7 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, Entry]]:
     index = directory / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = set(read_json(index)["weight_map"].values())
     paths = [directory / file for file in sorted(files)]
     return {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
 

@@ -281,6 +281,7 @@ def _number(value: object) -> float | None:
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
 CATEGORY_FIELDS = ("category", "difficulty", "level")
 ANSWER_FIELDS = ("answer", "final_answer", "reward_model.ground_truth", "ground_truth", "solution")
+_BESIDE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs")
 _SEPARATED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -446,12 +447,19 @@ def _problem(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
     if isinstance(value, str):
         value = _chat_in_text(value) or value
     if isinstance(value, list):
-        if not _is_blank(row.get("tools")):
-            raise _UnusableRowError("tools, which only an environment can offer (environment.kind)")
+        offered = [name for name in _BESIDE_MESSAGES if _offers(row.get(name))]
+        if offered:
+            raise _UnusableRowError(f"{', '.join(offered)}, which only an environment can offer (environment.kind)")
         return {"messages": _messages(value)}
     if not isinstance(value, str):
         raise _UnusableRowError("problem is not text")
     return {"text": value}
+
+
+def _offers(value: object) -> bool:
+    # Parquet gives each struct every key of the column.
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return not all(map(_is_blank, values))
 
 
 def _chat_in_text(text: str) -> list[Any] | None:

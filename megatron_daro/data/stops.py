@@ -9,7 +9,6 @@ stop text was spelled in tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import ModelError
 from megatron_daro.types import Rollout
 
@@ -176,10 +176,7 @@ def _end_tokens(file: Path) -> set[int]:
     """Return the end tokens that a file of the model names; none where it is not there."""
     if not file.is_file():
         return set()
-    try:
-        eos_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON ({error}); repair or remove it") from error
+    eos_ids = read_json(file).get("eos_token_id")
     ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ModelError(f"{file}: eos_token_id is {eos_ids!r}; an integer or a list of integers is allowed")

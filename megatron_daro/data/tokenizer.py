@@ -5,19 +5,20 @@ torn files, tokenizers without a stop token, and, where the chat template is ask
 files only; code that lies beside a model runs only where it was asked for.
 
 Prompts that are too long, empty or unfit for the template are dropped and reported; a prompt is never cut. A chat
-template is tried with a marker in the problem's place, for each order of roles: one that leaves the problem out is
-unfit. Rejects a template without exactly one {prompt}, and a set of which nothing is left.
+template is tried with a marker in the problem's place, for each order of roles: one that leaves the problem out, or
+cuts it, is unfit. Rejects a template without exactly one {prompt}, and a set of which nothing is left.
 """
 
 from __future__ import annotations
 
 import datetime
-import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError, ModelError
 from megatron_daro.types import Prompt, is_thinking
 
@@ -25,7 +26,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_DATE_OF_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_TODAY = "strftime_now"
+_DATED = """\
+{%%- macro strftime_now(format) -%%}
+{%%- set known, this = %s, namespace(is_text=true) -%%}
+{%%- for part in format.split("%%") -%%}
+{%%- if this.is_text -%%}{{ part }}{%%- set this.is_text = false -%%}
+{%%- elif part == "" and not loop.last -%%}{{ "%%" }}{%%- set this.is_text = true -%%}
+{%%- elif part[:2] in known -%%}{{ known[part[:2]] ~ part[2:] }}
+{%%- elif part[:1] in known -%%}{{ known[part[:1]] ~ part[1:] }}
+{%%- else -%%}{{ "%%" ~ part }}
+{%%- endif -%%}{%%- endfor -%%}
+{%%- endmacro %%}
+"""
+"""strftime of one day. A macro before the template, since transformers hands no function to a template."""
+_JSON = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""What transformers reads besides, and of which it does not say where it is torn."""
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -58,6 +74,9 @@ def load_tokenizer(
             f"model.path: {directory} has no tokenizer files; one of {', '.join(_FILES)} is needed: copy them from the "
             "model the weights came from"
         )
+    for name in _JSON:
+        if (directory / name).is_file():
+            read_json(directory / name)
     from transformers import AutoTokenizer
 
     try:
@@ -78,11 +97,22 @@ def load_tokenizer(
             f"data.prompt_template is chat, but the tokenizer in {directory} has no chat template; set "
             "data.prompt_template=plain, or add chat_template.jinja"
         )
-    if date is not None and isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = _DATE_OF_TODAY.sub(
-            lambda call: repr(date.strftime(call.group(2))), tokenizer.chat_template
+    if date is not None and tokenizer.chat_template:
+        templates: str | dict[str, str] = tokenizer.chat_template
+        tokenizer.chat_template = (
+            _dated(templates, date)
+            if isinstance(templates, str)
+            else {name: _dated(template, date) for name, template in templates.items()}
         )
     return tokenizer
+
+
+def _dated(template: str, date: datetime.date) -> str:
+    """Return a chat template whose `strftime_now` is that of a day."""
+    if _TODAY not in template:
+        return template
+    codes = [flag + letter for flag in ("", *"-_0^#EO") for letter in string.ascii_letters]
+    return _DATED % {code: date.strftime(f"%{code}") for code in codes} + template
 
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
@@ -91,7 +121,12 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[i
 
 
 _PLACE = "{prompt}"
-_MARKER = "TheProblemStandsHere"
+_PART = """\
+The problem begins. This is "part" %d of it, after a first thought;
+
+\tit is <think>a second one</think> & {x_%d}: 1/2 or 3? It ends"""
+_MARKER = "\n".join(_PART % (number, number) for number in range(100))
+"""In a problem's place: of all that a template may cut a text at, and longer than what is cut off at a length."""
 _CHUNK = 1024
 
 
@@ -201,7 +236,8 @@ class _Writer:
         if roles not in self._unfit:
             marked = [*messages[:-1], {**messages[-1], "content": _MARKER}]
             _, found, behind = self._rendered(marked).rpartition(_MARKER)
-            self._unfit[roles] = "" if found else f"the chat template leaves out a problem of the role {roles[-1]!r}"
+            whose = f"the chat template of {self._tokenizer.name_or_path}"
+            self._unfit[roles] = "" if found else f"{whose} leaves out or cuts a problem of the role {roles[-1]!r}"
             self.opens_thinking = is_thinking(behind)
         if self._unfit[roles]:
             raise _UnfitPromptError(self._unfit[roles])

@@ -7,13 +7,13 @@ model's small files and the data files whole, and samples of the weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_daro.config import Config, detect
+from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError
 
 ABSENT = "(absent)"
@@ -28,13 +28,13 @@ def provenance(config: Config) -> dict[str, Any]:
     """Return what a run is made of, as plain values fit for JSON.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read. ModelError: config.json cannot.
     """
     path = config.model.path
     packages, hardware = {name: _version(name) for name in _PACKAGES}, detect()
     return {
         "config": config.model_dump(mode="json"),
-        "model": _read_object(path / "config.json"),
+        "model": read_json(path / "config.json"),
         "bound_files": tokenizer_files(path) | weight_files(path),
         "free_files": {name: digest(path / name) for name in FREE_FILES if (path / name).is_file()},
         "train_files": [digest(file) for file in config.data.train],
@@ -59,13 +59,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ABSENT
-
-
-def _read_object(file: Path) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}; copy or download the complete model again") from error
 
 
 def digest(file: Path) -> str:

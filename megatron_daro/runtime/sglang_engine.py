@@ -6,13 +6,12 @@ wrong.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_daro.config.base import filled
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import read_json, read_model_shape
 from megatron_daro.config.sections import Config
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.engine import SGLangEngine
@@ -48,7 +47,7 @@ def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placeme
     config, options = run.config, run.config.engine.sglang
     check_environments(options)
     rollout, model_path = config.rollout, config.model.path.absolute()
-    model = json.loads((model_path / "config.json").read_text())
+    model = read_json(model_path / "config.json")
     expected = Expected(
         model_path,
         model["model_type"],

@@ -117,7 +117,7 @@ def _content(path: Path) -> object:
     data = path.read_bytes()
     try:
         return json.loads(data) if path.suffix == ".json" else data
-    except ValueError:
+    except (ValueError, RecursionError):
         return data
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_daro import durable, recovery
+from megatron_daro.config.model_shape import read_json
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import ConfigError, EngineError, ModelError
 from megatron_daro.rollout.protocol import Notices
@@ -39,7 +40,7 @@ class MeasuredModel:
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
         """In which the weights are kept: what is not float32 is computed in bfloat16."""
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(self.path / "config.json")
         return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"
 
 

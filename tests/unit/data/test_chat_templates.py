@@ -42,20 +42,65 @@ def test_a_template_reads_every_field_of_a_message(tmp_path):
     assert str([call]) in text_of(kept[0], tokenizer) and "I add" in text_of(kept[0], tokenizer)
 
 
-def test_rows_that_offer_tools_are_dropped_by_name():
-    row = {"prompt": [{"role": "user", "content": "1+1?"}], "tools": [{"type": "function"}], "answer": "2"}
-    problem = parse_row(row)
-    assert isinstance(problem, RowProblem) and "tools" in problem.reason
-    assert not isinstance(parse_row({**row, "tools": []}), RowProblem)
+@pytest.mark.parametrize(
+    ("field", "offered"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("functions", [{"name": "add"}]),
+        ("documents", [{"title": "a", "text": "b"}]),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+def test_rows_that_offer_a_template_more_than_messages_are_dropped_by_name(field, offered):
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}
+    problem = parse_row({**row, field: offered})
+    assert isinstance(problem, RowProblem) and field in problem.reason
+    for nothing in (None, "", type(offered)(), {"enable_thinking": None}):
+        assert not isinstance(parse_row({**row, field: nothing}), RowProblem)
 
 
-@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )'])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ strftime_now('%d %b %Y') }}",
+        '{{ strftime_now( "%d %b %Y" ) }}',
+        '{{ strftime_now ("%d %b %Y",) }}',
+        '{{ strftime_now(format="%d %b %Y") }}',
+        '{{ strftime_now("%d " ~ "%b %Y") }}',
+        '{% set f = "%d %b %Y" %}{{ strftime_now(f) }}',
+        '{% set now = strftime_now %}{{ now("%d %b %Y") }}',
+        '{% macro today() %}{{ strftime_now("%d %b %Y") }}{% endmacro %}{{ today() }}',
+    ],
+)
 def test_today_is_the_day_that_a_run_names(tmp_path, call):
-    dated = f"{{% if strftime_now is defined %}}{{{{ {call} }}}}{{% endif %}}" + CHAT
+    dated = f"{{% if strftime_now is defined %}}{call}{{% endif %}}" + CHAT
     folder = save_tokenizer(tmp_path, chat=dated)
     tokenizer = load_tokenizer(folder, chat_template=True, date=datetime.date(2024, 7, 26))
     kept, _ = tokenize_prompts([text_prompt("1+1?")], tokenizer)
     assert text_of(kept[0], tokenizer).startswith("26 Jul 2024")
+
+
+def test_a_day_is_written_in_every_format_and_the_template_stays_as_it_is(tmp_path):
+    day = datetime.date(2024, 7, 6)
+    form = "%%d%%%d|%-d %e %H:%M %A %j %Q %"
+    template = "\n  {% if true %}\n x\n  {% endif %}{{ strftime_now('" + form + "') }}" + CHAT
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, chat=template), chat_template=True, date=day)
+    kept, _ = tokenize_prompts([text_prompt("1+1?")], tokenizer)
+    assert text_of(kept[0], tokenizer).startswith("\n x\n" + day.strftime(form) + "<|im_start|>user\n1+1?")
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_each_of_several_templates_takes_that_day_for_today(tmp_path, in_files):
+    texts = {"default": "{{ strftime_now('%Y') }}" + CHAT, "tool_use": "{{ strftime_now('%m') }}" + CHAT}
+    folder = save_tokenizer(tmp_path, chat=None if in_files else [{"name": n, "template": t} for n, t in texts.items()])
+    if in_files:
+        (folder / "chat_template.jinja").write_text(texts["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+    tokenizer = load_tokenizer(folder, chat_template=True, date=datetime.date(2020, 1, 2))
+    chat = [{"role": "user", "content": "1+1?"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False).startswith("2020<")
+    assert tokenizer.apply_chat_template(chat, tools=[{"type": "function"}], tokenize=False).startswith("01<")
 
 
 @pytest.mark.parametrize(
@@ -73,13 +118,25 @@ def test_a_prompt_at_which_the_template_fails_is_dropped_and_counted(tmp_path, f
     [
         "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}Answer:",
         "{% for m in messages if m['role'] == 'human' %}{{ m['content'] }}{% endfor %}Answer:",
+        *(
+            CHAT.replace("m['content']", f"m['content']{cut}")
+            for cut in (
+                *(f".split({at!r})[{part}]" for at in (" ", "\n", "\n\n", ". ", "</think>") for part in (0, -1)),
+                *("[:24]", "[24:]", "[-24:]", "[:2000]", "|truncate(40)", "|e", "|lower", "|replace('\n', ' ')"),
+            )
+        ),
     ],
-    ids=["content in parts", "role human"],
 )
-def test_a_template_that_leaves_the_problem_out_is_refused(tmp_path, template):
+def test_a_template_that_leaves_the_problem_or_some_of_it_out_is_refused(tmp_path, template):
     with pytest.raises(DataError, match="prompt_template") as refused:
         tokenize_prompts([text_prompt("1+1?")], tokenizer_with(tmp_path, template))
-    assert "max_prompt_tokens" not in str(refused.value)
+    assert "max_prompt_tokens" not in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize("trimmed", ["m['content']|trim", "m['content'].strip()", "m['content'].rstrip() ~ '\n'"])
+def test_a_template_may_trim_white_space_around_a_problem(tmp_path, trimmed):
+    tokenizer = tokenizer_with(tmp_path, CHAT.replace("m['content']", trimmed))
+    assert tokenize_prompts([text_prompt("1+1?")], tokenizer)[1].kept == 1
 
 
 def test_a_prompt_of_megabytes_is_not_tokenized(tmp_path, monkeypatch):

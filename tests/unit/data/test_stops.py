@@ -128,10 +128,12 @@ def test_stops_that_are_refused(tmp_path):
         read_stops(tokenizer, stop=["a<s>"])
     with pytest.raises(ModelError, match=r"rollout\.stop_token_ids: got \[-1, 9999\]"):
         read_stops(tokenizer, extra_ids=[9999, -1])
-    for text in ('{"eos_token_id": "x"}', "{torn", "[]"):
-        (tmp_path / "generation_config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"generation_config\.json"):
-            read_stops(tokenizer, model_path=tmp_path)
+    for text in ('{"eos_token_id": "x"}', "{torn", "[]", "[" * 100_000, "[" * 100_000 + "]" * 100_000):
+        for name in ("generation_config.json", "config.json"):
+            (tmp_path / name).write_text(text)
+            with pytest.raises(ModelError, match=f"/{name}"):
+                read_stops(tokenizer, model_path=tmp_path)
+            (tmp_path / name).unlink()
 
 
 def test_a_set_ends_at_the_texts_of_its_own_template_or_of_the_training_data():

@@ -132,6 +132,15 @@ def test_torn_file(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "{torn", "[]"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_torn_file_beside_the_tokenizer_is_named(tmp_path, name, content):
+    save_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=f"{tmp_path}/{name}"):
+        load_tokenizer(tmp_path)
+
+
 def test_tokenizer_without_the_stop_token(tmp_path):
     with pytest.raises(ModelError, match="stop"):
         load_tokenizer(save_tokenizer(tmp_path, eos=None))

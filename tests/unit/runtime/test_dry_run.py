@@ -176,6 +176,19 @@ def test_a_model_that_transformers_reads_as_another_is_found_before_anything_sta
     assert "'mistral'" in told and "'ministral'" in told
 
 
+def test_a_prompt_with_a_token_beyond_the_embedding_is_found_before_anything_starts(configured, tmp_path):
+    tiny_task.save_tokenizer(tmp_path / "short", tiny_task.SYMBOLS)
+    largest = max(tiny_task.SYMBOLS.index(symbol) for symbol in "0123456789=")
+    for vocab in (largest + 1, largest):
+        (tmp_path / "short" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": vocab}))
+        save_weights(tmp_path / "short")
+        config = configured(f"model.path={tmp_path / 'short'}")
+        if vocab > largest:
+            dry_run(config, resume=False, replay=None)
+    told = ends_with_the_same_error(config)
+    assert f"token {largest} " in told and f"allowed: ids below {vocab}" in told
+
+
 NORM, QUERY = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 
 
