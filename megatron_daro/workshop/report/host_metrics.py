@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.workshop.report.run_data import RunData, run_of_rows
 
@@ -152,6 +153,8 @@ def _json_lines(directory: Path) -> list[Path]:
     """Return the files that verl's file logger wrote: their first line has a step and its data."""
     paths = []
     for path in sorted(directory.rglob("*.jsonl")):
+        if why_no_file(path):
+            continue
         with path.open(encoding="utf-8", errors="replace") as file:
             try:
                 first = json.loads(file.readline())
