@@ -24,7 +24,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
-from megatron_daro.errors import WorkerError
+from megatron_daro.errors import WorkerError, how_to_go_on
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.logs import driver_log
@@ -97,12 +97,6 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         )
 
 
-_AFTER_A_DEATH = (
-    "If it was not killed on purpose, look for `oom-kill` in the kernel log; --resume goes on from the newest "
-    "checkpoint"
-)
-
-
 def _in_cluster(
     run: RunContext, interrupts: Interrupts, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool
 ) -> T:
@@ -113,7 +107,8 @@ def _in_cluster(
         except WorkerError as error:
             run.progress.notice(f"what each process wrote is in {run.log_dir}")
             if isinstance(error, WorkerDiedError):
-                raise WorkerDiedError(f"{error}. {_AFTER_A_DEATH}") from error
+                look = "If it was not killed on purpose, look for `oom-kill` in the kernel log"
+                raise WorkerDiedError(f"{error}. {look}; to go on: {how_to_go_on(run.run_dir)}") from error
             raise
         finally:
             interrupts.ending()
