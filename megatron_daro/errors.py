@@ -83,11 +83,22 @@ class AlgorithmError(DaroError, ValueError):
     """A loss, an advantage or a weighting was handed something it cannot use."""
 
 
-def disk_fault(error: OSError, directory: Path) -> tuple[str, str]:
+def how_to_go_on(run_dir: Path) -> str:
+    """Return what the user does to go on with a run that ended: a run that recorded nothing has no directory left."""
+    if any((run_dir / "checkpoints").glob("step_*[0-9]")):
+        return "--resume"
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size:
+        return "--resume, which begins at step 0: there is no checkpoint yet"
+    return "start again: there is no checkpoint yet"
+
+
+def disk_fault(error: OSError, directory: Path, then: str | None = None) -> tuple[str, str]:
     """Why a file could not be written, and what to do about it.
 
     Args:
-        error: what the system said. directory: where the file belongs.
+        error: what the system said. directory: where the file belongs; the run directory, where it is of a run.
+        then: what to do when the disk takes files again; unset: `how_to_go_on` with the run.
 
     Returns:
         (cause, advice), each a part of a sentence.
@@ -95,8 +106,9 @@ def disk_fault(error: OSError, directory: Path) -> tuple[str, str]:
     if error.errno == errno.ENOENT or not directory.is_dir():
         return (
             f"the directory {directory} is gone: it was removed, or its disk is not mounted any more",
-            "bring it back and --resume, or start in a new run_dir",
+            f"bring it back and {then or '--resume, or start in a new run_dir'}",
         )
+    then = then or how_to_go_on(directory)
     if error.errno in _NO_SPACE:
-        return f"the disk is full: {error}", "free disk space and --resume"
-    return f"the disk refused: {error}", "make the directory writable and --resume"
+        return f"the disk is full: {error}", f"free disk space and {then}"
+    return f"the disk refused: {error}", f"make the directory writable and {then}"

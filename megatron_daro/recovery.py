@@ -24,6 +24,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from megatron_daro import durable
+from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import CheckpointError, ConfigError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
@@ -438,6 +439,8 @@ def _digests(directory: Path, names: list[str]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if why := why_no_file(path):
+        raise CheckpointError(f"{path}: {why}; use another checkpoint")
     try:
         # Not json.loads: that one ends in a RecursionError where arrays are nested thousands deep.
         content = pydantic_core.from_json(path.read_bytes())

@@ -23,7 +23,7 @@ from megatron_daro.actor.shard_file import ShardFile
 from megatron_daro.actor.sharded_state import load_sharded, save_sharded
 from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.algo.weighting import Algorithm
-from megatron_daro.errors import CheckpointError, DaroError
+from megatron_daro.errors import CheckpointError, DaroError, how_to_go_on
 
 ALGORITHM_FILE = "algorithm.json"
 # Optimizer state is stored in the shapes of the parameters: any TP, PP and DP can load it.
@@ -95,7 +95,8 @@ def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {directory} could not be written: {error}; free disk space, then --resume from the last one"
+        f"checkpoint {directory} could not be written: {error}; free disk space and "
+        f"{how_to_go_on(directory.parent.parent)}"
     )
 
 

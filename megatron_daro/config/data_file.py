@@ -1,4 +1,4 @@
-"""Whether a file of problems can be opened at all; the checks of a run and every reader of data ask here."""
+"""Whether a file that a user names can be opened at all: data, dumps, and what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def why_no_file(path: Path) -> str:
-    """Return why a path cannot be read as a file of problems, without opening it; empty where it can.
+    """Return why a path cannot be read as a file, without opening it; empty where it can.
 
     A pipe or a device may never answer. Files of the kernel, which may not either, have no size.
     """

@@ -7,12 +7,19 @@ Checks read ModelFiles here. Reads config.json (model_shape.py) and the headers 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape, require_regular_files
+from megatron_daro.config.model_shape import (
+    CRITIC_HEADS,
+    ModelShape,
+    dangling_link,
+    read_model_shape,
+    require_regular_files,
+)
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.safetensors_header import GIT_LFS, HeaderError, read_header
 from megatron_daro.config.sections import Config
@@ -20,6 +27,7 @@ from megatron_daro.errors import ModelError
 
 _FIELD = "model.path"
 _MEGATRON_FILES = ("metadata.json", "latest_checkpointed_iteration.txt")
+_SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER = (
@@ -51,7 +59,7 @@ def read_model(directory: Path) -> ModelFiles:
     except ModelError as error:
         got, _, fix = str(error).removesuffix(".").rpartition(". ")
         return ModelFiles(problems=(Problem(_FIELD, got, "regular files", fix),))
-    problems = [*_weight_problems(directory), *_tokenizer_problems(directory)]
+    problems = [*_weight_problems(directory), *_tokenizer_problems(directory), *_small_file_problems(directory)]
     try:
         shape = read_model_shape(directory)
     except ModelError as error:
@@ -85,6 +93,8 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if path.is_symlink():
+            return None, dangling_link(path)
         return None, f"no {path.name} in {str(path.parent)!r}"
     except (OSError, ValueError, RecursionError) as error:
         if path.is_file() and path.read_bytes().startswith(GIT_LFS):
@@ -94,9 +104,20 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _has_end_token(directory: Path) -> bool:
-    names = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+    """Whether a file names a token that ends an answer; a file that cannot be read may be the one that does."""
+    names = ("config.json", *_SMALL_FILES)
+    if any(_small_file_problems(directory)):
+        return True
     sources = [_read_json(directory / name)[0] or {} for name in names]
     return any(source.get(key) is not None for source in sources for key in ("eos_token_id", "eos_token"))
+
+
+def _small_file_problems(directory: Path) -> Iterator[Problem]:
+    """Yield which of the files that a model may lack are there and cannot be read."""
+    for name in _SMALL_FILES:
+        if os.path.lexists(directory / name) and _read_json(directory / name)[0] is None:
+            why = _read_json(directory / name)[1]
+            yield Problem(_FIELD, why, f"a complete {name}, or none", "copy or download the complete model again")
 
 
 def _weight_problems(directory: Path) -> Iterator[Problem]:
@@ -104,7 +125,7 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
     again = "copy or download the complete model again"
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     names: dict[str, object] | None = {}
-    if index.exists():
+    if os.path.lexists(index):
         raw, why = _read_json(index)
         names = raw.get("weight_map") if raw else None
         if not isinstance(names, dict) or not names:
@@ -117,7 +138,7 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
         for path in sorted(set(directory.glob("model-*-of-*.safetensors")) - {*files}):
             got = f"{path.name}, which {index.name} does not name"
             yield Problem(_FIELD, got, allowed, "remove it if an older checkpoint left it, else copy the index again")
-    elif single.exists():
+    elif os.path.lexists(single):
         files = [single]
     else:
         yield _no_weights(directory, allowed, again)
@@ -126,7 +147,8 @@ def _weight_problems(directory: Path) -> Iterator[Problem]:
         try:
             tensors = read_header(file)
         except FileNotFoundError:
-            yield Problem(_FIELD, f"{file.name}: missing", "complete safetensors files", again)
+            got = dangling_link(file) if file.is_symlink() else f"{file.name}: missing"
+            yield Problem(_FIELD, got, "complete safetensors files", again)
             continue
         except OSError as error:
             yield Problem(_FIELD, f"{file.name}: {error.strerror}", "complete safetensors files", again)
@@ -156,7 +178,7 @@ def _no_weights(directory: Path, allowed: str, again: str) -> Problem:
 
 
 def _tokenizer_problems(directory: Path) -> Iterator[Problem]:
-    present = [name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    present = [name for name in _TOKENIZER_FILES if os.path.lexists(directory / name)]
     allowed = f"one of {', '.join(_TOKENIZER_FILES)}"
     if not present:
         got = f"no tokenizer in {str(directory)!r}"

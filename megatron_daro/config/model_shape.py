@@ -376,12 +376,19 @@ def require_regular_files(directory: Path) -> None:
             raise ModelError(f"{path} is a pipe, a socket or a device, not a file. Put the model's own file there.")
 
 
+def dangling_link(path: Path) -> str:
+    """Describe a link whose file is missing, as in a model copied out of the hub's cache without its blobs."""
+    return f"{path.name} is a link to {str(path.readlink())!r}, which is not there"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a model's directory. Raises ModelError: it names the file."""
     require_regular_files(file.parent)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if file.is_symlink():
+            raise ModelError(f"{dangling_link(file)}. Copy what it points to as well.") from None
         raise ModelError(f"{file} does not exist. model.path must be a directory with a {file.name}.") from None
     except (OSError, ValueError, RecursionError) as error:
         if file.is_file() and file.read_bytes().startswith(GIT_LFS):

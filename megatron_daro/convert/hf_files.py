@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
+from megatron_daro.config.model_shape import dangling_link
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.safetensors_file import DTYPES
@@ -129,6 +130,9 @@ class HFCheckpoint(Mapping[str, Tensor]):
         raise ModelError(self._why_nothing())
 
     def _why_nothing(self) -> str:
+        for link in (self.directory / name for name in (INDEX_FILE, SINGLE_FILE)):
+            if link.is_symlink():
+                return f"{self.directory}: {dangling_link(link)}. {_AGAIN}"
         shards = sorted(p.name for p in self.directory.glob("*.safetensors"))
         if (self.directory / ADAPTER_FILE).is_file():
             return f"{self.directory} holds {ADAPTER}"

@@ -208,7 +208,7 @@ def write_groups(
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        cause, advice = disk_fault(error, path.parent)
+        cause, advice = disk_fault(error, run_dir or path.parent)
         raise DataError(f"{path}: rollouts could not be written: {cause}; {advice}") from error
     return path
 

@@ -181,7 +181,7 @@ def after(state: State, event: Event) -> tuple[State, Action | None]:
                 return state, None  # work is still stopped: all over again, with what is lost by now
             return replace(state, phase="over", failure=error), None
         case Hopeless(why):
-            error = WorkerError(f"{why}. --resume goes on from the newest checkpoint")
+            error = WorkerError(f"{why}. --resume goes on from the newest checkpoint, if there is one")
             return replace(state, phase="over", failure=error), None
 
 

@@ -24,7 +24,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
-from megatron_daro.errors import WorkerError
+from megatron_daro.errors import WorkerError, how_to_go_on
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.logs import driver_log
@@ -41,6 +41,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
+from megatron_daro.runtime.provenance import identity
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
 from megatron_daro.types import PlainValue
@@ -96,12 +97,6 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         )
 
 
-_AFTER_A_DEATH = (
-    "If it was not killed on purpose, look for `oom-kill` in the kernel log; --resume goes on from the newest "
-    "checkpoint"
-)
-
-
 def _in_cluster(
     run: RunContext, interrupts: Interrupts, work: Callable[[], Coroutine[Any, Any, T]], *, engines: bool
 ) -> T:
@@ -112,7 +107,8 @@ def _in_cluster(
         except WorkerError as error:
             run.progress.notice(f"what each process wrote is in {run.log_dir}")
             if isinstance(error, WorkerDiedError):
-                raise WorkerDiedError(f"{error}. {_AFTER_A_DEATH}") from error
+                look = "If it was not killed on purpose, look for `oom-kill` in the kernel log"
+                raise WorkerDiedError(f"{error}. {look}; to go on: {how_to_go_on(run.run_dir)}") from error
             raise
         finally:
             interrupts.ending()
@@ -158,7 +154,7 @@ async def _train(
             closers={"verifiers": generation.scorer.close, "environment": generation.rollouter.close}
             if generation
             else {},
-            identity=_identity(config),
+            identity=identity(config),
             deadlines=run.deadlines,
             colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
@@ -207,7 +203,6 @@ def _finished_before(run: RunContext, start: Start, interrupts: Interrupts) -> R
 async def _export(run: RunContext, start: Start) -> None:
     """Write the model of a finished run's last checkpoint."""
     assert start.checkpoint, "a run has its steps from a checkpoint"
-    recovery.check_fits(start.checkpoint, start.state, _identity(run.config))
     placement = parts.placement(run, engines=False)
     policy = parts.policy_group(run, placement, trains=False)
     within, stage = run.deadlines.within, run.progress.stage
@@ -229,19 +224,6 @@ def _checkpoints(run: RunContext, start: Start) -> recovery.Checkpoints:
     return recovery.Checkpoints(
         run.run_dir, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps, provenance=start.provenance
     )
-
-
-def _identity(config: Config) -> dict[str, PlainValue]:
-    """Return what must be equal in a run and in a checkpoint that it continues."""
-    trainer = config.trainer
-    return {
-        "seed": trainer.seed,
-        "rollouts_per_prompt": config.rollout.rollouts_per_prompt,
-        "prompts_per_step": config.rollout.prompts_per_step,
-        "updates_per_batch": trainer.updates_per_batch,
-        "epochs_per_batch": trainer.epochs_per_batch,
-        "algorithm": config.algorithm.name,
-    }
 
 
 def _metrics_log(run: RunContext) -> MetricsLog:

@@ -40,7 +40,7 @@ from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.provenance import provenance
+from megatron_daro.runtime.provenance import identity, provenance
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
 CONFIG_FILE = "config.yaml"
@@ -99,6 +99,7 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
             for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
+        recovery.check_fits(*newest, identity(run.config))
         recovery.set_newer_aside(newest[0])
         start = Start(made_of, *newest)
     elif resume:
@@ -180,6 +181,8 @@ def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
     if audit:
         audit.raise_refused()
         lines += audit.text().splitlines()
+    if newest:
+        recovery.check_fits(*newest, identity(config))
 
 
 def needs_torch(config: Config) -> bool:

@@ -29,6 +29,7 @@ import psutil
 from megatron_daro import recovery
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, ConfigError, SyncError
+from megatron_daro.observe import logs
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 
 LOCK_FILE = "run.lock"
+_FILES = ("config.yaml", "metrics.jsonl", "restarts.txt")
+_FOLDERS = ("checkpoints", "experts", "failed", logs.FOLDER, "rollouts", "tensorboard")
+"""What a run writes into its directory."""
 _JOB = "SLURM_JOB_ID"
 _SQUEUE_TIMEOUT_S = 30
 _PSEUDO_FILE_SYSTEMS = {
@@ -59,7 +63,7 @@ def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _require_own_lock(run_dir)
+        _require_own_files(run_dir)
         lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise _not_writable(run_dir, error.strerror) from error
@@ -84,24 +88,33 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
     """
     if resume and not run_dir.is_dir():
         raise ConfigError(f"--resume: {run_dir} does not exist; start without --resume, or check trainer.run_dir")
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.access(path, os.F_OK))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise _not_writable(run_dir, f"{there} is a file" if not there.is_dir() else f"{there} is closed to this user")
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise _not_writable(run_dir, f"{there} is a {'file' if there.exists() else 'link to what is not there'}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _not_writable(run_dir, f"{there} is closed to this user")
     if kind := _pseudo_file_system(there):
         raise _not_writable(run_dir, f"{there} is of the file system {kind}, which holds no files")
-    _require_own_lock(run_dir)
+    _require_own_files(run_dir)
     with suppress(OSError), (run_dir / LOCK_FILE).open("r+", encoding="utf-8") as lock:
         _take(lock, run_dir)  # given back at the end of the block
     if not resume:
         recovery.require_fresh(run_dir)
 
 
-def _require_own_lock(run_dir: Path) -> None:
-    """Refuse a lock that is no file of this directory: its content is thrown away."""
+def _require_own_files(run_dir: Path) -> None:
+    """Refuse a file where the run has a folder, a folder or a pipe where it has a file, and a lock that is a link: its
+    content is thrown away."""
     lock = run_dir / LOCK_FILE
     if lock.is_symlink() or (lock.exists() and not lock.is_file()):
         what = "a link" if lock.is_symlink() else "no file"
         raise _not_writable(run_dir, f"{LOCK_FILE} in it is {what}")
+    for name in _FOLDERS:
+        if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
+            raise _not_writable(run_dir, f"{name} in it is no directory")
+    for name in _FILES:
+        if (run_dir / name).exists() and not (run_dir / name).is_file():
+            raise _not_writable(run_dir, f"{name} in it is no file")
 
 
 def _pseudo_file_system(path: Path) -> str:

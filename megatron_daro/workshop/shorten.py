@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_daro import durable
+from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import ConfigError, DataError
 
 Kind = Literal["sft", "dpo"]
@@ -209,6 +210,8 @@ def _completion(text: str, rules: Rules) -> object:
 def _read(files: Sequence[Path], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield every answer of every file once."""
     for path in files:
+        if why := why_no_file(path):
+            raise DataError(f"{path}: {why}; restore the file or leave it out")
         try:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 missing = [name for name in columns if name not in file.schema_arrow.names]

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import hashlib
 import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -152,6 +153,17 @@ def test_a_state_that_is_no_object_is_refused(tmp_path, text):
     (path / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_state(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "made_with.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    path = save(tmp_path, 1)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(CheckpointError, match=name):
+        verify(path)
+        read_state(path)
+        read_provenance(path)
 
 
 LEDGER = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 
 import pytest
 
-from megatron_daro.errors import CheckpointError, ConfigError
+from megatron_daro.errors import CheckpointError, ConfigError, disk_fault
 from megatron_daro.runtime.run_directory import LOCK_FILE, owned
 
 _OWNER = """
@@ -119,3 +120,20 @@ def test_a_run_is_not_started_over_another_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="--resume"), owned(tmp_path, resume=False):
         pass
+
+
+def test_what_to_do_on_a_full_disk_is_what_the_run_directory_allows(tmp_path):
+    """A run that recorded nothing has no directory left that could be resumed."""
+    full, run_dir = OSError(errno.ENOSPC, "No space left on device"), tmp_path / "run"
+
+    def advice() -> str:
+        return disk_fault(full, run_dir)[1]
+
+    (run_dir / "checkpoints" / "step_000001.tmp").mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("")
+    assert advice() == "free disk space and start again: there is no checkpoint yet"
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert advice() == "free disk space and --resume, which begins at step 0: there is no checkpoint yet"
+    (run_dir / "checkpoints" / "step_000001").mkdir()
+    assert advice() == "free disk space and --resume"
+    assert disk_fault(full, run_dir, "run it again")[1] == "free disk space and run it again"

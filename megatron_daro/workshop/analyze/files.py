@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
+from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import DataError
 from megatron_daro.workshop.analyze.host_lines import rollouts_of
 from megatron_daro.workshop.analyze.torch_files import load_torch_file
@@ -40,8 +41,10 @@ def open_records(path: Path) -> tuple[set[str], Callable[[Sequence[str]], Record
     That is told which columns are wanted: of Parquet no other is read.
 
     Raises:
-        DataError: the file is torn; also while records are read.
+        DataError: it is no file, or torn; also while records are read.
     """
+    if why := why_no_file(path):
+        raise DataError(f"dump: {path} {why}; allowed are files with records: remove it, or name another dump")
     if path.suffix == ".parquet":
         return _parquet_names(path), lambda names: _parquet(path, names)
     records = _torch(path) if path.suffix == ".pt" else _json_lines(path)

@@ -87,7 +87,7 @@ def average(
                 made_of = [{"path": str(s.absolute()), "weight": w} for s, w in zip(sources, weights, strict=True)]
                 durable.write(folder / NOTE_FILE, json.dumps({"average_of": made_of}, indent=1) + "\n")
         except OSError as error:
-            cause, advice = disk_fault(error, target.parent)
+            cause, advice = disk_fault(error, target.parent, "run the same command again")
             raise ModelError(f"{target} was not written: {cause}; {advice}") from error
     return num_bytes
 

@@ -84,8 +84,8 @@ def convert(
                 last_check(partial.folder)
             partial.publish()
     except OSError as error:
-        cause, advice = disk_fault(error, target.parent)
-        advice = advice.replace("and --resume", "and run the same command again: what is complete is kept beside it")
+        advice = "run the same command again: what is complete is kept beside it"
+        cause, advice = disk_fault(error, target.parent, advice)
         raise ModelError(f"{target} was not written: {cause}; {advice}") from error
     return card
 

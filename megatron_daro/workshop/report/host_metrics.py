@@ -152,6 +152,8 @@ def _json_lines(directory: Path) -> list[Path]:
     """Return the files that verl's file logger wrote: their first line has a step and its data."""
     paths = []
     for path in sorted(directory.rglob("*.jsonl")):
+        if not path.is_file():  # a pipe may never answer
+            continue
         with path.open(encoding="utf-8", errors="replace") as file:
             try:
                 first = json.loads(file.readline())

@@ -358,6 +358,7 @@ def torn_zip(path, **content):
         ("step_000001.parquet", lambda path: path.write_bytes(b"PAR1 and no more")),
         ("1.jsonl:49", lambda path: path.write_bytes(path.read_bytes() + b'{"input": "\xff"}\n')),
         ("1.jsonl:49", lambda path: path.write_bytes(path.read_bytes() + b'{"input": ')),
+        *((name, lambda path: (path.unlink(), os.mkfifo(path))) for name in ("0.jsonl", "0.pt", "0.parquet")),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys, name, write):

@@ -60,10 +60,34 @@ def test_a_header_of_100_megabytes_is_none(run_files):
     assert "(header of 100000001 bytes in 200000000)" in lines(run_files.model)[0]
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+SMALL = ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", *SMALL])
 def test_a_pointer_of_git_lfs_is_called_so(run_files, name):
     (run_files.model / name).write_bytes(GIT_LFS + b"v1\noid sha256:00\nsize 9\n")
     assert "git-lfs pointer, not the file" in lines(run_files.model)[0] and "git lfs pull" in lines(run_files.model)[0]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_torn_file_of_the_tokenizer_is_called_so_and_not_a_missing_end_token(run_files, name):
+    config = json.loads((run_files.model / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    (run_files.model / "config.json").write_text(json.dumps(config))
+    for other in SMALL:
+        (run_files.model / other).unlink(missing_ok=True)
+    (run_files.model / name).write_text('{"eos_token": "<e')
+    found = read_model(run_files.model)
+    (line,) = map(str, found.problems)
+    assert f"an unreadable {name}" in line and found.has_end_token
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", *SMALL])
+def test_a_link_to_what_is_not_there_is_called_so(run_files, name):
+    (run_files.model / name).unlink(missing_ok=True)
+    (run_files.model / name).symlink_to("../../blobs/abc")
+    (line,) = lines(run_files.model)
+    assert name in line and "is a link to '../../blobs/abc', which is not there" in line
 
 
 def test_an_adapter_without_its_model_is_called_so(run_files):

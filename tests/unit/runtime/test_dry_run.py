@@ -33,7 +33,7 @@ from megatron_daro.runtime import preflight
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
-from megatron_daro.runtime.provenance import provenance
+from megatron_daro.runtime.provenance import identity, provenance
 from megatron_daro.runtime.run_directory import owned
 
 SHAPE = {
@@ -240,15 +240,70 @@ def test_run_directories_that_hold_the_wrong_thing(configured, tmp_path):
     assert "trainer.export_hf: got true" in ends_with_the_same_error(configured("trainer.export_hf=true"))
 
 
-def test_a_restart_that_the_audit_refuses_is_refused_by_a_dry_run_too(configured):
-    config, other = (with_template_date(one, resume=False) for one in (configured(), configured("trainer.seed=1")))
-    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config))
+@pytest.mark.parametrize("name", ["logs", "tensorboard", "rollouts", "checkpoints", "failed", "experts"])
+def test_a_file_where_the_run_has_a_folder_is_found_before_anything_starts(configured, name):
+    config = configured()
+    config.trainer.run_dir.mkdir(parents=True)
+    (config.trainer.run_dir / name).write_text("x")
+    assert f"{name} in it is no directory" in ends_with_the_same_error(config)
+    (config.trainer.run_dir / name).unlink()
+    (config.trainer.run_dir / name).symlink_to("gone")
+    assert f"{name} in it is no directory" in ends_with_the_same_error(config)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "restarts.txt"])
+def test_a_pipe_where_the_run_has_a_file_is_found_before_anything_starts(configured, name):
+    config = configured()
+    config.trainer.run_dir.mkdir(parents=True)
+    os.mkfifo(config.trainer.run_dir / name)
+    assert f"{name} in it is no file" in ends_with_the_same_error(config)
+
+
+@pytest.mark.parametrize("target", ["one", "gone"])
+def test_a_run_directory_that_is_a_link_to_nowhere_is_found_before_anything_starts(configured, target):
+    config = configured()
+    config.trainer.run_dir.parent.mkdir()
+    config.trainer.run_dir.symlink_to(target)
+    assert "is a link to what is not there" in ends_with_the_same_error(config)
+
+
+def save_checkpoint(config: Config, *, known: bool = True, **state: object) -> Path:
+    """One of step 3, with this state beside what each has; `known`: it says what its run was made of."""
+    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config) if known else None)
 
     async def write(directory: Path) -> None:
         (directory / "weights").write_text("x")
 
+    ledger = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
+    whole = {
+        "format": recovery.STATE_FORMAT,
+        "step": 3,
+        "batches_done": 3,
+        "skipped_steps": 0,
+        "sampler": {"source": {"drawn": 0}, "ledger": ledger, "counters": {}},
+        "identity": identity(config),
+    }
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
-    asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
+    return asyncio.run(checkpoints.save(3, write, whole | state, notices))
+
+
+@pytest.mark.parametrize(
+    ("state", "says"), [({"identity": {}}, "seed was None, is 0"), ({"format": None}, "format None; allowed: 2")]
+)
+def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_starts(configured, state, says):
+    config = with_template_date(configured(), resume=False)
+    save_checkpoint(config, **state)
+    with pytest.raises(CheckpointError, match=says):
+        dry_run(config, resume=True, replay=None)
+    notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    with pytest.raises(CheckpointError, match=says):
+        begin(RunContext.of(config, notices, Phases()), resume=True, width=80)
+    assert not (config.trainer.run_dir / "config.yaml").exists()
+
+
+def test_a_restart_that_the_audit_refuses_is_refused_by_a_dry_run_too(configured):
+    config, other = (with_template_date(one, resume=False) for one in (configured(), configured("trainer.seed=1")))
+    save_checkpoint(config)
     before = sorted(config.trainer.run_dir.rglob("*"))
     assert dry_run(config, resume=True, replay=None)
     with pytest.raises(CheckpointError, match=r"trainer\.seed"):
@@ -271,12 +326,7 @@ def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configu
     start = begin(run, resume=True, width=notices.width)
     assert start.begins_again and start.checkpoint is None
     assert "step 0" in said.pop()
-    checkpoints = recovery.Checkpoints(run_dir, keep=1, provenance=provenance(config) if known else None)
-
-    async def write(directory: Path) -> None:
-        (directory / "weights").write_text("x")
-
-    asyncio.run(checkpoints.save(3, write, {"step": 3}, notices))
+    save_checkpoint(config, known=known)
     start = begin(RunContext.of(changed, notices, Phases()), resume=True, width=notices.width)
     assert start.step == 3 and start.checkpoint.name == "step_000003" and not start.begins_again
     assert (run_dir / "config.yaml").read_text() == to_yaml(changed)
