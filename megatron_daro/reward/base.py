@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.options import Option, unknown_option, wrong_option
-from megatron_daro.types import END_OF_THINKING, Verdict, is_thinking
+from megatron_daro.types import Verdict, behind_thinking
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import RewardSection  # the workers do without pydantic
@@ -27,8 +27,8 @@ _COMMON = {
     "after_thinking": Option(
         bool,
         True,
-        "only what follows the last </think> counts as the answer, and nothing where thinking did not end; off: the "
-        "whole response is read.",
+        "only what follows the last </think>, or other models' tag for it, counts as the answer, and nothing where "
+        "thinking did not end; off: the whole response is read.",
     ),
 }
 _RESTATED = Option(bool, False, "reject expressions from the problem's statement.")
@@ -143,12 +143,10 @@ class VerifierSpec:
     def answer_part(self, text: str) -> str:
         """Return the part of a response in which its answer may stand.
 
-        With `after_thinking` that is what follows the last `</think>`, nothing where thinking was begun and did not
-        end, and all of a response without these tags.
+        With `after_thinking` that is what follows the last `</think>` (or other tag of THINKING_TAGS), nothing where
+        thinking was begun and did not end, and all of a response without these tags.
         """
-        if not self.after_thinking:
-            return text
-        return "" if is_thinking(text) else text.rpartition(END_OF_THINKING)[2]
+        return behind_thinking(text) if self.after_thinking else text
 
     def verdict(self, correct: bool, reason: str) -> Verdict:
         """Return the verdict of that outcome with this spec's rewards."""

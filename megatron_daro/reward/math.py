@@ -289,6 +289,8 @@ def quick_equal(gold: str, answer: str) -> str | None:
         return "match" if gold_words == answer_words else "no_match"
     if gold_words is not None and len(gold_words) == 1:
         return "match" if answer.strip() == gold_words else "no_match"
+    if answer_words is not None and len(answer_words) == 1 and len(gold.strip()) == 1:
+        return "match" if gold.strip() == answer_words else "no_match"
     return _quick_numbers(number(gold), number(answer))
 
 

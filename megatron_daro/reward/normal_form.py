@@ -18,6 +18,12 @@ _STYLES = re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits)(?![a-zA-Z])"
 _THIN = re.compile(r"\\[!]\s*")
 _SPACES = re.compile(r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s)+")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+# The constants in upright letters: in bold they are vectors, and a text of more letters is a word.
+_UPRIGHT = re.compile(
+    r"\\(?:mathrm|text|textrm|textnormal|mbox|mathnormal|operatorname)\s*\{\s*([ei])\s*\}"
+    r"|\{\s*\\rm\s*([ei])\s*\}|\\(?:mathrm|rm)\s+([ei])(?![a-zA-Z])"
+)
+_ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])|\u2228")
 _E_NOTATION = re.compile(r"(?<![\w.\\}])([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d+)(?![\w.])")
 _POINT_NO_DIGITS = re.compile(r"(?<=\d)\.(?=\s*[/*+)\-^]|\s*$)")
 _CODE_PREFIX = re.compile(r"\b(?:np|numpy|math|sp|sympy)\.")
@@ -47,6 +53,7 @@ _DEGREES = re.compile(r"(\d+\.?\d*|\\?[a-zA-Z]+)\s*\^\s*(?:\{\s*\\circ\s*\}|\\ci
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207f]+")
 _LOWERED = re.compile("[\u2080-\u208b]+")
 _PERCENT = re.compile(r"(?:\\?%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|(?<=[\d\s])percent)$")
+_RELATION = re.compile(r"[=<>]|\\(?:leq?|geq?|lt|gt|neq?|in)(?![a-zA-Z])")
 _MAX_EXPONENT = 9_999
 _MAX_PERIOD = 60
 _SYNONYMS = (
@@ -76,6 +83,8 @@ _SYNONYMS = (
     ("\u2013", "-"),
     ("\u2044", "/"),
     ("\u221a", "\\sqrt "),
+    ("\u2147", " e "),
+    ("\u2148", " i "),
     ("{,}", ""),
     ("\\$", ""),
 )
@@ -92,6 +101,7 @@ def canonical(text: str) -> str:
     """
     for old, new in _SYNONYMS:
         text = text.replace(old, new)
+    text = _alternatives(_UPRIGHT.sub(lambda m: f" {m.group(1) or m.group(2) or m.group(3)} ", text))
     # In a matrix `\\\\[2pt]` is a line end, not a delimiter.
     text = (_DOLLARS if "\\\\" in text else _DELIMITERS).sub("", text)
     text = _STYLES.sub("", _SIZES.sub("", _THIN.sub("", text if text.isascii() else _ascii_digits(text))))
@@ -106,6 +116,12 @@ def canonical(text: str) -> str:
     text = _SPACED_THOUSANDS.sub(lambda m: m.group().replace(" ", ""), text)
     text = _POINT_NO_DIGITS.sub("", text.rstrip(" ,;")).rstrip(". ")
     return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+
+
+def _alternatives(text: str) -> str:
+    """Write the `\\lor` between equations or inequalities in words; between statements it is one of logic."""
+    parts = _ALTERNATIVE.split(text)
+    return " \\text{ or } ".join(parts) if len(parts) > 1 and all(map(_RELATION.search, parts)) else text
 
 
 def _ascii_digits(text: str) -> str:
@@ -264,7 +280,7 @@ def _literal(text: str) -> Decimal | Fraction | None:
 _NAME = re.compile(r"\\?[A-Za-z]+(?:\s*_\s*(?:\{[^{}]*\}|\w))?'?")
 _VALUE = r"([^<>=,]+?)"
 _LESS, _MORE = r"(<|\\(?:lt|leq?)(?![a-zA-Z]))", r"(>|\\(?:gt|geq?)(?![a-zA-Z]))"
-_OR = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor|\\vee)\s*")
+_OR = re.compile(r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z]))\s*")
 _BELOW = re.compile(rf"\s*{_NAME.pattern}\s*{_LESS}\s*{_VALUE}\s*")
 _ABOVE = re.compile(rf"\s*{_NAME.pattern}\s*{_MORE}\s*{_VALUE}\s*")
 _BETWEEN = re.compile(rf"\s*{_VALUE}\s*{_LESS}\s*{_NAME.pattern}\s*{_LESS}\s*{_VALUE}\s*")

@@ -8,6 +8,7 @@ Refuses what the algebra system would wrongly accept: floats that agree only bec
 from __future__ import annotations
 
 import logging
+import math
 import re
 from functools import lru_cache
 from typing import Literal
@@ -16,6 +17,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 from sympy import (
+    Abs,
     Basic,
     Derivative,
     Expr,
@@ -24,22 +26,32 @@ from sympy import (
     I,
     Integral,
     Limit,
+    MatrixBase,
     Pow,
+    Product,
     Rational,
+    Sum,
     Symbol,
+    arg,
+    ceiling,
     exp,
+    floor,
     log,
     nan,
+    sign,
     zoo,
 )
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
+from sympy.functions.combinatorial.factorials import CombinatorialFunction
+from sympy.functions.elementary.hyperbolic import HyperbolicFunction
+from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
 from sympy.logic.boolalg import BooleanAtom
 
 from megatron_daro.reward.normal_form import chain, key
 
-Outcome = Literal["match", "no_match", "gold_unparsed", "answer_unparsed", "compare_failed"]
+Outcome = Literal["match", "no_match", "gold_unparsed", "answer_unparsed", "compare_failed", "too_complex"]
 
 RELATIVE_TOLERANCE = 1e-5
 _CACHE_ENTRIES = 4096
@@ -48,7 +60,13 @@ _SURE_DIFFERENCE = 1e-3
 # math-verify compares decimals at these digits, and takes what is smaller than the other for 0 within sets.
 _DIGITS_OF_DECIMALS = 15
 _ROUNDED_AWAY = 1e-6
-_FEWEST_DIGITS = 50
+_FEWEST_DIGITS = 100
+# More take longer than a verdict may.
+_MOST_DIGITS = 100_000
+_FEWEST_BITS = 10
+# sin(tan x) and tan(sin x) differ by x^7 only: both sides, two functions deep.
+_TERMS = 3
+_PERIODIC = (TrigonometricFunction, InverseTrigonometricFunction, log, Abs, arg, sign, floor, ceiling)
 _LETTERS = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
 _TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf)\s*\{[^{}]*\}")
 _MARKED = re.compile(
@@ -61,6 +79,10 @@ _EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0, normalization_confi
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+
+class _TooManyDigitsError(Exception):
+    """Two values are too large or too close to be told apart."""
 
 
 @lru_cache(maxsize=_CACHE_ENTRIES)
@@ -112,6 +134,8 @@ def equal(gold: str, answer: str) -> Outcome:
             same = False
     except MemoryError:
         raise
+    except _TooManyDigitsError:
+        return "too_complex"
     except Exception:
         return "compare_failed"
     return "match" if same else "no_match"
@@ -161,7 +185,7 @@ def _verified(gold: Basic, answer: Basic) -> bool:
     if small and not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         exact = {decimal: Rational(str(decimal)) for decimal in decimals}
         gold, answer, decimals = gold.xreplace(exact), answer.xreplace(exact), set()
-    digits = _DIGITS_OF_DECIMALS if decimals else _digits_of(gold, answer)
+    digits = _DIGITS_OF_DECIMALS if decimals else _digits_of(*map(_summed, (gold, answer)))
     return verify(
         gold,
         answer,
@@ -170,6 +194,11 @@ def _verified(gold: Basic, answer: Basic) -> bool:
         timeout_seconds=None,
         raise_on_error=True,
     )
+
+
+def _summed(value: Basic) -> Basic:
+    """Return a value with its sums, products and factorials worked out, since what they add may be tiny."""
+    return value.doit() if value.has(Sum, Product, CombinatorialFunction) and not value.has(*_NO_VALUE) else value
 
 
 def _with_imaginary_unit(value: Basic) -> Basic:
@@ -186,28 +215,72 @@ def _with_imaginary_unit(value: Basic) -> Basic:
 
 
 def _same_number(gold: Expr, answer: Expr) -> bool | None:
-    """Whether two exact numbers are equal, to so many digits that what their texts can add or take away is among them.
+    """Whether two exact numbers are equal: rational ones exactly, others to so many digits that nothing in them is
+    rounded away.
 
-    None where one is no exact number or has no value.
+    None where one is no exact number or has no value. Raises _TooManyDigitsError.
     """
     for value in (gold, answer):
         if not isinstance(value, Expr) or value.free_symbols or value.has(Float, *_NO_VALUE):
             return None
-    difference = (gold.doit() - answer.doit()).evalf(_digits_of(gold, answer), chop=True)
-    return difference == 0 if difference.is_number and not difference.has(nan, zoo, Function) else None
+    difference = gold.doit() - answer.doit()
+    if difference.is_Rational:
+        return bool(difference == 0)
+    digits = _digits_of(difference)
+    for some in (min(digits, _FEWEST_DIGITS), digits):
+        value = difference.evalf(some)
+        if not value.is_number or value.has(nan, zoo, Function):
+            return None
+        # evalf leaves one bit of precision to what is only a rounding error.
+        if any(part != 0 and part._prec > _FEWEST_BITS for part in value.atoms(Float)):
+            return False
+    return True
 
 
 def _digits_of(*values: Basic) -> int:
-    """How many digits tell two values apart that differ by the smallest number which stands in them."""
-    powers = [power for value in values for power in value.atoms(Pow, exp) if power.is_number]
-    digits = sum(len(str(part)) for value in values for n in value.atoms(Rational) for part in (n.p, n.q))
-    return _FEWEST_DIGITS + 2 * digits + int(sum(abs(_log10(power)) for power in powers))
+    """How many digits tell two values apart, whatever in them is tiny, huge or close to a limit.
+
+    Raises _TooManyDigitsError.
+    """
+    digits = _FEWEST_DIGITS + 2 * sum(map(_size, values))
+    if digits > _MOST_DIGITS:
+        raise _TooManyDigitsError
+    return int(digits)
 
 
-def _log10(value: Expr) -> float:
-    """log10 of a number's size by few digits; 0 for what has none."""
-    size = abs(value.evalf(15))
-    return float((log(size) / log(10)).evalf(15)) if size.is_Float and size > 0 else 0.0
+def _size(value: Basic | MatrixBase) -> float:
+    """Return a generous bound on |log10| of every number that can be built of a value's parts: of itself, of what it
+    lacks to a limit (`\\tanh 100` to 1), and of the first terms of a series around it (`\\sin x` to x)."""
+    if isinstance(value, MatrixBase):
+        return sum(map(_size, value.flat()))
+    if isinstance(value, Rational):
+        return math.log10(2) * (value.p.bit_length() + value.q.bit_length())
+    if not value.args:
+        return 0.0 if isinstance(value, Symbol) else 1.0
+    if isinstance(value, Pow):
+        return _size(value.exp) + max(1.0, _magnitude(value.exp)) * (1.0 + _size(value.base))
+    parts = sum(map(_size, value.args))
+    if isinstance(value, _PERIODIC):
+        return _TERMS * parts
+    if isinstance(value, (Function, ExprWithLimits)):
+        bounds = value.args if isinstance(value, Function) else [b for limit in value.limits for b in limit[1:]]
+        grown = [_magnitude(bound) for bound in bounds]
+        powers = 1 if isinstance(value, (HyperbolicFunction, exp)) else 2
+        return _TERMS * parts + sum(size**powers for size in grown)
+    return parts
+
+
+def _magnitude(value: Basic) -> float:
+    """Return the size of a number, 0 for what has none."""
+    if value.free_symbols or not isinstance(value, Expr) or value.is_infinite:
+        return 0.0
+    size = _size(value)
+    if size > _MOST_DIGITS:
+        raise _TooManyDigitsError
+    found = abs(value.evalf(15, maxn=int(size) + _FEWEST_DIGITS))
+    if found > _MOST_DIGITS:
+        raise _TooManyDigitsError
+    return float(found) if found.is_Float or found.is_Rational else 0.0
 
 
 def _surely_differ(gold: Basic, answer: Basic) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Turns:
             rendered = whole.removeprefix(begin)
         else:
             rendered = "".join(message["content"] for message in history)
-            trained = str(self._tokenizer.decode(list(response), skip_special_tokens=True))
+            trained = response_decoder(self._tokenizer)(response)
         same = next((i for i, (a, b) in enumerate(zip(trained, rendered, strict=False)) if a != b), None)
         if same is None and (trained.startswith(rendered) or rendered.startswith(trained)):
             return

@@ -12,7 +12,7 @@ from megatron_daro.config.sections import EvalSet
 from megatron_daro.data.formats import RowProblem, last_boxed, parse_row
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
+from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, tokenize_prompts
 from megatron_daro.errors import DataError
 
 OPENS = CHAT.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -173,3 +173,11 @@ def test_a_response_of_a_prompt_that_opens_thinking_is_read_with_it(tmp_path, te
     held_out = HeldOut(EvalSet(name="a", path=tmp_path), tuple(kept), opens_thinking=report.opens_thinking)
     assert report.opens_thinking is opens
     assert held_out.verified_text(r"so \boxed{2}") == ("<think>" if opens else "") + r"so \boxed{2}"
+
+
+def test_special_tokens_that_are_tags_of_thinking_stay_in_the_text(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, CHAT)
+    end = tokenizer.all_special_ids[0]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    ids = [*tokenizer.encode("[THINK]so[/THINK]5", add_special_tokens=False), end]
+    assert "".join(response_decoder(tokenizer)(ids).split()) == "[THINK]so[/THINK]5"
