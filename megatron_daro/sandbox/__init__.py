@@ -33,7 +33,7 @@ _OVERHEAD_MIB = 16
 """Of child.py's own processes."""
 _STARTS = 3
 """Times that a sandbox which is killed from outside is started in all."""
-_OWN_MEMORY = re.compile(r"^(?:RssAnon|VmSwap|HugetlbPages):\s+(\d+) kB$", re.MULTILINE)
+_OWN_MEMORY = re.compile(r"^(?:RssAnon|VmSwap|VmPTE|HugetlbPages):\s+(\d+) kB$", re.MULTILINE)
 _CHILD = Path(__file__).with_name("child.py")
 _DEVICES = ("/dev/null", "/dev/urandom")
 """Not /dev/zero: mapped, it is memory that nobody counts."""
@@ -45,7 +45,8 @@ class Limits:
     """What one run of code may use.
 
     wall_s: time, seconds, from where the code begins. cpu_s: CPU time of each process, whole seconds. memory_mib:
-    address space of each process, and memory of all together. output_bytes: of standard output and error
+    address space of each process, and memory of all together; the kernel's own for open files and mappings comes
+    besides, up to 10 MiB and a sixteenth of memory_mib for each process. output_bytes: of standard output and error
     together. file_mib: of all files, which take memory besides. processes: at once, threads included.
     """
 
@@ -81,11 +82,12 @@ class Sandbox:
     """Runs Python code, each time in new namespaces. Immutable, so usable from several threads.
 
     isolation: `namespaces`: no network, none of the machine's files but Python's own (read-only), a directory in memory
-    to write to, no other process in sight, no rights. `limits`: for code that you trust: no sockets but Unix's, no
-    further processes, threads uncounted, and it reads and writes every file that you can, so that `file_mib` is of
-    each, and those of a file system in memory (/dev/shm) are beyond every limit. Either refuses memory that belongs to
-    no process: memfd, anonymous shared mappings, System V. read_only: more paths that the code may read, for instance
-    of packages; import_path: those of them that Python imports from.
+    to write to, no other process in sight, no rights. `limits`: for code that you trust: no further processes, threads
+    uncounted, and it reads and writes every file that you can, so that `file_mib` is of each, and those of a file
+    system in memory (/dev/shm) are beyond every limit. Either refuses memory that belongs to no process: memfd,
+    anonymous shared mappings, System V, inotify, larger buffers of pipes and sockets, and sockets other than
+    `socket.socketpair()`, which asyncio needs. read_only: more paths that the code may read, for instance of packages;
+    import_path: those of them that Python imports from.
 
     The calling thread must live as long as a run: Linux ends the code with it.
     """
@@ -278,7 +280,8 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def memory_mib(pid: int) -> float:
-    """Return the memory of all that a process started, swapped out or not; what is of files is not counted."""
+    """Return the memory of all that a process started, swapped out or not, with its page tables; what is of files is
+    not counted."""
     kib = 0
     for one in descendants(pid):
         with suppress(OSError):

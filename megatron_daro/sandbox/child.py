@@ -53,21 +53,27 @@ _DENIED = {
     ],
 }
 _HOARDS = {
-    # shmget, semget, msgget, mq_open, memfd_create, memfd_secret, vmsplice, landlock_create_ruleset
-    "x86_64": [29, 64, 68, 240, 319, 447, 278, 444],
-    "aarch64": [194, 190, 186, 180, 279, 447, 75, 444],
+    # shmget, semget, msgget, mq_open, memfd_create, memfd_secret, vmsplice, landlock_create_ruleset, socket,
+    # setsockopt, inotify_init1, fanotify_init, inotify_init
+    "x86_64": [29, 64, 68, 240, 319, 447, 278, 444, 41, 54, 294, 300, 253],
+    "aarch64": [194, 190, 186, 180, 279, 447, 75, 444, 198, 208, 26, 262],
 }
-"""Denied since they keep memory that no process has mapped, so that nobody can count it."""
-_SOCKET = {"x86_64": 41, "aarch64": 198}
+"""Denied since they keep memory that no process has mapped, so that nobody can count it. One socket holds what
+thousands of others sent before they were closed, if it can be connected to."""
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_FCNTL = {"x86_64": 72, "aarch64": 25}
 _MMAP = {"x86_64": 9, "aarch64": 222}
 _FORKS = {"x86_64": [57, 58], "aarch64": []}
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 """System call numbers. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h."""
-_SHARED_ANONYMOUS, _THREAD = 0x21, 0x10000
+_SHARED_ANONYMOUS, _THREAD, _F_SETPIPE_SZ, _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 0x21, 0x10000, 1031, 1, 1, 0xF
 _LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _BACK = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _EPERM, _ENOSYS, _ALLOWED, _KILLED = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
-_FIRST, _FOURTH = 16, 40
+_FIRST, _SECOND, _FOURTH = 16, 24, 40
 """Places of arguments in struct seccomp_data, the lower half. Source: seccomp(2); linux/bpf_common.h."""
+_DESCRIPTORS = 32
+"""Open files of a process. Each keeps at most 0.3 MiB in the kernel: a socket of a pair half as much again as
+net.core.wmem_default (208 KiB), a pipe 64 KiB; so does each of as many that a user sends through sockets."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _Line = tuple[int, int, int, int]
 """Of a seccomp program: what to do, lines to leave out where it is true, where it is not, and a number."""
@@ -166,12 +172,8 @@ def _mounted_below(root: str) -> list[str]:
     return points
 
 
-def give_up_rights(*, sockets: bool) -> None:
-    """Drop every capability for good, and deny system calls that ordinary code never needs.
-
-    Args:
-        sockets: whether sockets other than of Unix are left (where a network namespace holds them).
-    """
+def give_up_rights() -> None:
+    """Drop every capability for good, and deny system calls that ordinary code never needs."""
     prctl(_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if _libc.prctl(
@@ -181,7 +183,7 @@ def give_up_rights(*, sockets: bool) -> None:
     machine = platform.machine()
     header, none = struct.pack("II", 0x20080522, 0), struct.pack("6I", *[0] * 6)
     checked(_libc.syscall(_CAPSET[machine], header, none), "capset")
-    _obey(_filter(machine, sockets=sockets))
+    _obey(_filter(machine))
 
 
 def deny_processes() -> None:
@@ -201,7 +203,7 @@ def _obey(lines: list[_Line]) -> None:
     )
 
 
-def _filter(machine: str, *, sockets: bool) -> list[_Line]:
+def _filter(machine: str) -> list[_Line]:
     """Return a seccomp program: EPERM for the denied calls, an end for another architecture's."""
     lines = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), (_BACK, 0, 0, _KILLED), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
@@ -210,8 +212,12 @@ def _filter(machine: str, *, sockets: bool) -> list[_Line]:
     # mmap(MAP_SHARED | MAP_ANONYMOUS): what is unmapped in part is kept whole
     lines += [(_EQUAL, 0, 5, _MMAP[machine]), (_LOAD, 0, 0, _FOURTH), (_AND, 0, 0, _SHARED_ANONYMOUS)]
     lines += [(_EQUAL, 1, 0, _SHARED_ANONYMOUS), (_BACK, 0, 0, _ALLOWED), (_BACK, 0, 0, _EPERM)]
-    if not sockets:  # socket(family != AF_UNIX)
-        lines += [(_EQUAL, 0, 3, _SOCKET[machine]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 1), (_BACK, 0, 0, _EPERM)]
+    # socketpair of streams of Unix is left: asyncio and multiprocessing make one
+    lines += [(_EQUAL, 0, 7, _SOCKETPAIR[machine]), (_LOAD, 0, 0, _FIRST), (_EQUAL, 0, 4, _AF_UNIX)]
+    lines += [(_LOAD, 0, 0, _SECOND), (_AND, 0, 0, _SOCK_TYPE), (_EQUAL, 0, 1, _SOCK_STREAM)]
+    lines += [(_BACK, 0, 0, _ALLOWED), (_BACK, 0, 0, _EPERM)]
+    lines += [(_EQUAL, 0, 4, _FCNTL[machine]), (_LOAD, 0, 0, _SECOND), (_EQUAL, 0, 1, _F_SETPIPE_SZ)]
+    lines += [(_BACK, 0, 0, _EPERM), (_BACK, 0, 0, _ALLOWED)]
     return [*lines, (_BACK, 0, 0, _ALLOWED)]
 
 
@@ -234,7 +240,7 @@ def set_limits(limits: dict[str, Any], *, counted_apart: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_mib"] * mib,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["file_mib"] * mib,) * 2)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (64, 64))
     if counted_apart:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"] + 2,) * 2)  # this program's two are counted
@@ -314,7 +320,7 @@ def main(status: int) -> int:
             if own_namespaces:
                 make_root(settings["paths"], settings["limits"]["file_mib"])
                 become_nobody()
-            give_up_rights(sockets=own_namespaces)
+            give_up_rights()
             prctl(_SET_PDEATHSIG, signal.SIGKILL)  # not before: the kernel forgets it where the user changes
             if select.select([parent_lives], [], [], 0)[0]:
                 os._exit(1)  # it has ended already

@@ -46,7 +46,7 @@ def test_a_tool_that_hangs_or_prints_for_ever_is_cut(sandboxed):
     assert "[ended: time]" in tool.step(state, "```python\nwhile True: pass\n```").observation
     long = tool.step(state, "```python\nwhile True: print('x' * 1000)\n```")
     assert "[ended: output]" in long.observation and len(long.observation) < 2100
-    assert "Network is unreachable" in (
+    assert "Operation not permitted" in (
         tool.step(state, "```python\nimport socket\nsocket.create_connection(('1.1.1.1', 53), 1)\n```").observation
     )
 
