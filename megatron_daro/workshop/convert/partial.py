@@ -35,8 +35,8 @@ def replaceable(out: Path) -> Path:
     if target.is_mount() or target == Path.cwd():
         what = "a mount point" if target.is_mount() else "the current directory"
         raise ConfigError(
-            f"--out: {out} is {what}, which cannot be replaced when the conversion is complete; give a directory in it, "
-            f"such as --out {out / 'converted'}; nothing was written."
+            f"--out: {out} is {what}, which cannot be replaced when the conversion is complete; give a directory in "
+            f"it, such as --out {out / 'converted'}; nothing was written."
         )
     above = next(path for path in target.parents if path.exists())
     if not above.is_dir():
