@@ -85,8 +85,8 @@ def convert(
                 last_check(partial.folder)
             partial.publish()
     except OSError as error:
-        again = "run the same command again: what is complete is kept beside it"
-        cause, advice = disk_fault(error, target.parent, again)
+        then = "run the same command again: what is complete is kept beside it"
+        cause, advice = disk_fault(error, target.parent, then)
         raise ModelError(f"{target} was not written: {cause}; {advice}") from error
     return card
 
