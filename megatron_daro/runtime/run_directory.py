@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 LOCK_FILE = "run.lock"
+_OPTION = "trainer.run_dir"
 _FILES = ("config.yaml", "metrics.jsonl", "restarts.txt")
 _FOLDERS = ("checkpoints", "experts", "failed", logs.FOLDER, "rollouts", "tensorboard")
 """What a run writes into its directory."""
@@ -50,12 +51,13 @@ _PSEUDO_FILE_SYSTEMS = {
 
 
 @contextmanager
-def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
+def owned(run_dir: Path, *, resume: bool, option: str = _OPTION) -> Iterator[Path]:
     """Return the directory, made if it is new, and locked against other runs until the end of the block.
 
     Args:
         run_dir: trainer.run_dir.
         resume: whether it may hold a run already.
+        option: by which the user named it.
 
     Raises:
         CheckpointError: another process uses it.
@@ -63,12 +65,12 @@ def owned(run_dir: Path, *, resume: bool) -> Iterator[Path]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _require_own_files(run_dir)
+        _require_own_files(run_dir, option)
         lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise _not_writable(run_dir, error.strerror) from error
+        raise _not_writable(run_dir, error.strerror, option) from error
     with lock:
-        _take(lock, run_dir)
+        _take(lock, run_dir, option)
         if not resume:
             recovery.require_fresh(run_dir)
         _write_owner(lock)
@@ -102,19 +104,19 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
         recovery.require_fresh(run_dir)
 
 
-def _require_own_files(run_dir: Path) -> None:
+def _require_own_files(run_dir: Path, option: str = _OPTION) -> None:
     """Refuse a file where the run has a folder, a folder or a pipe where it has a file, and a lock that is a link: its
     content is thrown away."""
     lock = run_dir / LOCK_FILE
     if lock.is_symlink() or (lock.exists() and not lock.is_file()):
         what = "a link" if lock.is_symlink() else "no file"
-        raise _not_writable(run_dir, f"{LOCK_FILE} in it is {what}")
+        raise _not_writable(run_dir, f"{LOCK_FILE} in it is {what}", option)
     for name in _FOLDERS:
         if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir():
-            raise _not_writable(run_dir, f"{name} in it is no directory")
+            raise _not_writable(run_dir, f"{name} in it is no directory", option)
     for name in _FILES:
         if (run_dir / name).exists() and not (run_dir / name).is_file():
-            raise _not_writable(run_dir, f"{name} in it is no file")
+            raise _not_writable(run_dir, f"{name} in it is no file", option)
 
 
 def _pseudo_file_system(path: Path) -> str:
@@ -125,14 +127,14 @@ def _pseudo_file_system(path: Path) -> str:
     return kind if kind in _PSEUDO_FILE_SYSTEMS else ""
 
 
-def _not_writable(run_dir: Path, why: str | None) -> ConfigError:
+def _not_writable(run_dir: Path, why: str | None, option: str = _OPTION) -> ConfigError:
     return ConfigError(
-        f"trainer.run_dir: got {str(run_dir)!r}, which cannot be written ({why}); allowed: a directory "
-        "that this user may write; fix: choose another trainer.run_dir, or change its permissions"
+        f"{option}: got {str(run_dir)!r}, which cannot be written ({why}); allowed: a directory "
+        f"that this user may write; fix: choose another {option}, or change its permissions"
     )
 
 
-def _take(lock: IO[str], run_dir: Path) -> None:
+def _take(lock: IO[str], run_dir: Path, option: str = _OPTION) -> None:
     """Locks the file. The kernel gives the lock back when its owner ends, however it ends.
 
     A file system without locks leaves only what the owner wrote: it counts while that process lives on this host, and
@@ -141,20 +143,20 @@ def _take(lock: IO[str], run_dir: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use(run_dir, _owner(lock)) from None
+        raise _in_use(run_dir, _owner(lock), option) from None
     except OSError:
         owner = _owner(lock)
         if owner and not _is_dead(owner):
-            raise _in_use(run_dir, owner, f"; if it is gone, remove {run_dir / LOCK_FILE}") from None
+            raise _in_use(run_dir, owner, option, f"; if it is gone, remove {run_dir / LOCK_FILE}") from None
 
 
-def _in_use(run_dir: Path, owner: dict[str, Any], hint: str = "") -> CheckpointError:
+def _in_use(run_dir: Path, owner: dict[str, Any], option: str, hint: str = "") -> CheckpointError:
     who = "another process"
     if owner:
         who = f"process {owner.get('pid')} on host {owner.get('host')} since {owner.get('started')}"
     return CheckpointError(
-        f"trainer.run_dir: {run_dir} is in use by {who}; allowed: one run in a directory. Wait for it or end it, or "
-        f"use another run_dir{hint}"
+        f"{option}: {run_dir} is in use by {who}; allowed: one run in a directory. Wait for it or end it, or "
+        f"use another {option.rpartition('.')[2]}{hint}"
     )
 
 

@@ -76,6 +76,7 @@ _MORE = [
     ("longest_of_the_micro_batch", ON, "mean of means"),
     ("detached", ON, "no gradient"),
     ("largest_advantage_of_a_micro_batch", ON, "statistic.*of the micro-batch"),
+    ("deviation_of_a_micro_batch", ON, "^not certain.*deviation"),
     ("veto_of_a_part", ON, "^not certain.*part of a sample"),
     ("clamped_loss_of_a_micro_batch", OFF, "limit"),
     ("running_sum_over_samples", ON, "across the border of samples"),

@@ -274,6 +274,13 @@ def largest_advantage_of_a_micro_batch(batch, step):
     return _token_mean(_losses(batch, batch.advantages_T / largest), batch, step)
 
 
+def deviation_of_a_micro_batch(batch, step):
+    """Advantages are divided by their standard deviation in the micro-batch."""
+    trained = batch.advantages_T[batch.mask_T]
+    std = trained.std() + 1e-3 if len(trained) > 1 else 1.0
+    return _masked(_losses(batch, batch.advantages_T / std), batch).sum(), batch.mask_T.sum(), {}
+
+
 def veto_of_a_part(batch, step):
     """A sample with a token far off policy is left out, as far as this context-parallel rank's part of it shows."""
     gap = torch.where(batch.mask_T, (batch.logprobs_T - batch.old_logprobs_T).detach(), 0.0)

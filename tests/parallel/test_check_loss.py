@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 QUICK = {"nemo_rl_3791", "nemo_rl_3792", "megatron_lm_906", "gspo_local_sequence", "openrlhf_973", "open_instruct_535"}
 QUICK |= {"torchforge_571", "random_tokens", "prime_rl_568", "dropped_micro_batch", "detached"}
 QUICK |= {"largest_advantage_of_a_micro_batch", "veto_of_a_part", "clamped_loss_of_a_micro_batch"}
-QUICK |= {"running_sum_over_samples"}
+QUICK |= {"deviation_of_a_micro_batch", "running_sum_over_samples"}
 """One of each cause, and those that are found before any layout is tried."""
 OTHER_CAUSE = {"prime_rl_674"}
 """Found, and explained otherwise than by the words beside it."""

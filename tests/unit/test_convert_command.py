@@ -136,8 +136,8 @@ def test_a_byte_order_mark_is_named(hf, tmp_path, capsys):
 def test_dry_run_refuses_a_target_that_cannot_be(hf, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert convert("--hf", hf, "--out", ".", "--dry-run") == 1
-    assert "ModelError: ." in capsys.readouterr().err
+    assert convert("--hf", hf, "--out", ".", "--dry-run") == 2
+    assert "--out: . is the current directory" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_not_run(hf, tmp_path, capsys, monkeypatch):
@@ -271,3 +271,13 @@ def test_what_is_no_checkpoint_to_convert_gets_the_advice_that_helps(hf, tmp_pat
     assert convert("--hf", hf, "--out", tmp_path / "m", "--dry-run") == 1
     told = capsys.readouterr().err
     assert words in told and "--dtype" not in told
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize("kind", ["not empty", "a file", "below a file"])
+def test_a_target_that_cannot_be_one_is_wrong_usage_and_nothing_is_started(hf, tmp_path, capsys, kind, options):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    name = {"not empty": "out", "a file": "out/mine", "below a file": "out/mine/new"}[kind]
+    assert convert("--hf", hf, "--out", tmp_path / name, "--processes", 1, *options) == 2
+    assert "--out: " in capsys.readouterr().err and (tmp_path / "out" / "mine").read_text() == "x"

@@ -7,6 +7,7 @@ those under the mask, those of one micro-batch), and whether by a constant facto
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ import torch
 from megatron_daro.workshop.check_loss.cases import Case
 from megatron_daro.workshop.check_loss.outcomes import Outcome, Trace, constant_ratio
 
-_SAME = 1e-4
+_SAME, _EXACTLY = 1e-4, 1e-5
+_COUNTED = ("tokens", "positions", "samples", "trained samples")
 Position = tuple[int, int]
 """Sample and place in its response."""
 Unit = tuple[int, int, int]
@@ -145,13 +147,42 @@ class _Comparison:
         return sorted(unit[0] for unit in factors.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """ratio: by which the gradient of a case is off. traces: of that case."""
+
+    ratio: float
+    traces: Sequence[Trace]
+
+    @property
+    def is_of_counts(self) -> bool:
+        """Whether the factor is a ratio of counts (tokens, samples, positions) of micro-batches, ranks or the step."""
+        units: dict[Unit, Counter[str]] = {}
+        for trace in (trace for trace in self.traces if trace.tensor == 0):
+            count = units.setdefault((trace.data, trace.micro_batch, 0), Counter())
+            count["tokens"] += int(trace.mask_T.sum())
+            count["positions"] += len(trace.mask_T)
+            count["samples"] = len(set(trace.samples_T.tolist()) - {-1})
+            count["trained samples"] = len(set(trace.samples_T[trace.mask_T].tolist()) - {-1})
+        return any(self._is_among({unit[name] for unit in units.values()}, units, name) for name in _COUNTED)
+
+    def _is_among(self, of_units: set[int], units: Mapping[Unit, Counter[str]], name: str) -> bool:
+        ranks = Counter[int]()
+        for (data, _, _), count in units.items():
+            ranks[data] += count[name]
+        counts = {*of_units, *ranks.values(), ranks.total()} - {0}
+        scales = (1, len(units), 1 / len(units))
+        wanted = (scale * a / b for a in counts for b in counts for scale in scales)
+        return any(abs(self.ratio - one) < _EXACTLY * one for one in wanted)
+
+
 def likely_cause(
     case: Case,
     outcome: Outcome,
     wanted: Outcome,
     *,
     plain: Sequence[Trace] = (),
-    part: float | None = None,
+    part: Part | None = None,
     order_matters: bool = False,
 ) -> str:
     """Say what most likely makes this case differ.
@@ -180,7 +211,7 @@ def likely_cause(
     ratio = constant_ratio(outcome.gradients, wanted.gradients)
     if ratio is None and order_matters:
         return _ACROSS_SAMPLES
-    return _by_layout(case, ratio, plain, part, compared.scales())
+    return _by_layout(case, ratio, outcome.traces, plain, part, compared.scales())
 
 
 def _by_position(compared: _Comparison) -> str:
@@ -247,7 +278,12 @@ def _has_others_advantages(compared: _Comparison, differing: set[Position]) -> b
 
 
 def _by_layout(
-    case: Case, ratio: float | None, plain: Sequence[Trace], part: float | None, scales: Sequence[float]
+    case: Case,
+    ratio: float | None,
+    traces: Sequence[Trace],
+    plain: Sequence[Trace],
+    part: Part | None,
+    scales: Sequence[float],
 ) -> str:
     """Name a cause from the axes that the case still has, and the factor of its gradient, or those of its parts."""
     if not case.axes:
@@ -265,7 +301,7 @@ def _by_layout(
             return f"not certain: it fails with {together} together, by no constant factor; perhaps {confused}"
         return f"only {together} together fail, by the constant factor {ratio:.4g}: {confused}"
     if ratio is None and name == "micro-batches" and part is not None:
-        return _PART.format(ratio=part)
+        return _of_a_micro_batch(part)
     if ratio is None and scales and name in _SCALED:
         return _SCALED[name].format(least=scales[0], most=scales[-1])
     if ratio is None:
@@ -276,9 +312,17 @@ def _by_layout(
         return _TIMES[name].format(size=size)
     if abs(ratio * size - 1) < _SAME:
         return _DIVIDED[name].format(size=size)
+    whole = Part(ratio, traces)
     if name == "micro-batches":
-        return _PART.format(ratio=ratio)
-    return f"the gradient is off by the constant factor {ratio:.4g} under {name} {size}: a count that is not the step's"
+        return _of_a_micro_batch(whole)
+    off = f"the gradient is off by the constant factor {ratio:.4g} under {name} {size}"
+    if whole.is_of_counts:
+        return f"{off}: a count that is not the step's"
+    return f"not certain: {off}, which is no ratio of counts; most often it is {_UNEVEN[name]}"
+
+
+def _of_a_micro_batch(part: Part) -> str:
+    return (_PART if part.is_of_counts else _NO_COUNT).format(ratio=part.ratio)
 
 
 def _constant_number(plain: Sequence[Trace]) -> float | None:
@@ -292,6 +336,11 @@ def _constant_number(plain: Sequence[Trace]) -> float | None:
 _PART = (
     "a denominator per micro-batch in a part of the loss (factor {ratio:.4g} in the smallest case): divide by the "
     "count of the whole step"
+)
+_NO_COUNT = (
+    "not certain: a factor per micro-batch ({ratio:.4g} in the smallest case) that is no ratio of token or sample "
+    "counts; look for a statistic of the micro-batch that scales its loss (a deviation, a maximum, a norm), or a "
+    "denominator per micro-batch of some of its tokens or samples; take it from the whole step"
 )
 _MASK = "what the mask leaves out reaches the loss"
 _SHIFTED = (

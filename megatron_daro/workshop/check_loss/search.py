@@ -22,6 +22,7 @@ from megatron_daro.workshop.check_loss.causes import (
     NOT_REPEATABLE,
     PRECISION,
     ROUNDED,
+    Part,
     likely_cause,
     lost_tokens_cause,
     single_process_cause,
@@ -240,7 +241,9 @@ def _layout_cause(oracle: _Oracle, again: Case, smallest: Case) -> str:
     if outcome.error or difference(outcome, wanted) <= TOLERANCE:
         case, outcome, wanted = smallest, oracle.run(smallest), oracle.reference(smallest)
     plain = oracle.run(base(per_token=case.per_token))
-    part = constant_ratio(oracle.run(smallest).gradients, oracle.reference(smallest).gradients)
+    small = oracle.run(smallest)
+    ratio = constant_ratio(small.gradients, oracle.reference(smallest).gradients)
+    part = None if ratio is None else Part(ratio, small.traces)
     order_matters = oracle.difference(replace(ANOTHER_ORDER, per_token=case.per_token)) > TOLERANCE
     return likely_cause(case, outcome, wanted, plain=plain.traces, part=part, order_matters=order_matters)
 

@@ -59,8 +59,9 @@ def convert(
         The card, which is also in the target (`conversion.json`).
 
     Raises:
-        ModelError, CheckpointError: the source is torn, the target cannot be made or is not what the source is; its
-            name does not exist then.
+        ConfigError: the target is not empty, or cannot be made there; nothing was written.
+        ModelError, CheckpointError: the source is torn, or the target is not what the source is; its name does not
+            exist then.
         KeyboardInterrupt: what is complete stays for the next run.
     """
     target = replaceable(out)
@@ -84,8 +85,8 @@ def convert(
                 last_check(partial.folder)
             partial.publish()
     except OSError as error:
-        advice = "run the same command again: what is complete is kept beside it"
-        cause, advice = disk_fault(error, target.parent, advice)
+        then = "run the same command again: what is complete is kept beside it"
+        cause, advice = disk_fault(error, target.parent, then)
         raise ModelError(f"{target} was not written: {cause}; {advice}") from error
     return card
 

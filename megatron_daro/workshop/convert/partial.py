@@ -16,7 +16,7 @@ from megatron_daro import durable
 from megatron_daro.convert.daro_format import StoredShard
 from megatron_daro.convert.plan import Plan
 from megatron_daro.convert.torch_dist import WrittenBlob
-from megatron_daro.errors import ModelError
+from megatron_daro.errors import ConfigError, ModelError
 from megatron_daro.workshop.convert.records import FileRecord, TensorRecord
 
 _PLAN, _DONE, _LOCK = "plan.json", "done", "lock"
@@ -26,23 +26,23 @@ def replaceable(out: Path) -> Path:
     """Return the absolute path of a target, links followed, after a look at whether a rename can put it there.
 
     Raises:
-        ModelError: it holds something, is a mount point or the current directory, or its parent cannot be written.
+        ConfigError: it holds something, is a mount point or the current directory, or its parent cannot be written.
     """
     target = out.resolve()
     advice = "choose another --out; nothing was written"
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{out} exists and is not empty. Remove it or {advice}.")
+        raise ConfigError(f"--out: {out} exists and is not empty. Remove it or {advice}.")
     if target.is_mount() or target == Path.cwd():
         what = "a mount point" if target.is_mount() else "the current directory"
-        raise ModelError(
-            f"{out} is {what}, which cannot be replaced when the conversion is complete; give a directory in it, such "
-            f"as --out {out / 'converted'}; nothing was written."
+        raise ConfigError(
+            f"--out: {out} is {what}, which cannot be replaced when the conversion is complete; give a directory in "
+            f"it, such as --out {out / 'converted'}; nothing was written."
         )
     above = next(path for path in target.parents if path.exists())
     if not above.is_dir():
-        raise ModelError(f"{out} cannot be made: {above} is a file; {advice}.")
+        raise ConfigError(f"--out: {out} cannot be made: {above} is a file; {advice}.")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ModelError(f"{out} cannot be made: {above} is not writable; make it so, or {advice}.")
+        raise ConfigError(f"--out: {out} cannot be made: {above} is not writable; make it so, or {advice}.")
     return target
 
 
@@ -60,7 +60,7 @@ class Partial:
             target: from `replaceable`.
 
         Raises:
-            ModelError: another process converts into it, or it cannot be replaced.
+            ModelError: another process converts into it. ConfigError: it cannot be replaced.
         """
         self._target = target
         self.root = target.with_name(f".{target.name}.partial")
@@ -111,9 +111,9 @@ class Partial:
             try:
                 trial.rename(self._target)
             except OSError as error:
-                raise ModelError(
-                    f"{self._target} cannot be replaced by a directory beside it ({error.strerror}); give a directory "
-                    "in it, or remove it; nothing was written."
+                raise ConfigError(
+                    f"--out: {self._target} cannot be replaced by a directory beside it ({error.strerror}); give a "
+                    "directory in it, or remove it; nothing was written."
                 ) from None
 
     def _take_up(self) -> None:

@@ -106,7 +106,7 @@ def measure(rows: Sequence[Row], model: MeasuredModel, sampling: Sampling, folde
     _write_problems(problems, rows)
     config = _configuration(model, problems, folder, sampling)
     plan = measuring.Plan(config, model.weights, ())
-    with owned(plan.out, resume=True):
+    with owned(plan.out, resume=True, option="--out"):
         _, questions = measuring.ask_all(plan, notices)
         wanted = {question.group_id: question.samples for question in questions}
         right: Counter[int] = Counter()

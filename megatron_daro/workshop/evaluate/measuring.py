@@ -128,7 +128,7 @@ def measure(plan: Plan, notices: Notices) -> Mapping[str, Any]:
     config, out = plan.config, plan.out
     check_names(config.data.eval)
     results.check_k(config.data.eval, plan.ks)
-    with owned(out, resume=True):
+    with owned(out, resume=True, option="--out"):
         sets, questions = ask_all(plan, notices)
         with RewardPool.from_section(config.reward) as pool:
             scored = asyncio.run(results.score_problems(out, questions, config.reward, pool))

@@ -197,9 +197,10 @@ trap 'asked=USR1; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' USR1
 trap 'asked=TERM; [ -z "$attempt_dir" ] || touch "$attempt_dir/save"' TERM
 
 # Not for this job: what the shell that submitted it wants of its own srun (`srun -c1` leaves SLURM_CPU_BIND behind).
-unset ${!SLURM_CPU_BIND@@} ${!SLURM_MEM_BIND@@} SLURM_DISTRIBUTION SLURM_EXACT SLURM_GPUS SLURM_GPUS_PER_TASK
-unset SLURM_GPU_BIND SLURM_HINT SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_NPROCS SLURM_NTASKS SLURM_OVERCOMMIT
-unset SLURM_THREADS_PER_CORE
+# Its cores as well, which newer Slurm has in two variables: srun refuses two numbers, and gives a node's all without.
+unset ${!SLURM_CPU_BIND@@} ${!SLURM_MEM_BIND@@} SLURM_CPUS_PER_TASK SLURM_DISTRIBUTION SLURM_EXACT SLURM_GPUS
+unset SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_HINT SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_NPROCS SLURM_NTASKS
+unset SLURM_OVERCOMMIT SLURM_THREADS_PER_CORE SLURM_TRES_PER_TASK
 
 folder=@{folder}
 mkdir -p "$folder"

@@ -139,3 +139,10 @@ def test_what_does_not_go_together_is_refused(plans, model, problems, capsys, ar
     assert cli.main(["eval", *filled]) in (1, 2)
     said = capsys.readouterr().err
     assert all(name in said for name in names) and not plans, said
+
+
+def test_a_file_as_the_directory_of_the_evaluation_is_named_by_the_option(model, problems, capsys):
+    options = ["--set", f"mine={problems}", "--template", "none", "--out", str(problems)]
+    assert cli.main(["eval", "--hf", str(model), *options]) == 2
+    told = capsys.readouterr().err
+    assert f"--out: got {str(problems)!r}, which cannot be written" in told and "run_dir" not in told

@@ -101,7 +101,7 @@ def rendered(place: Path, fields: dict[str, Any], run_dir: str = "run", recipe: 
     return job, site, script_of(job, site)
 
 
-def run(script: str, place: Path) -> tuple[list[str], dict[str, str]]:
+def run(script: str, place: Path, **left_behind: str) -> tuple[list[str], dict[str, str]]:
     """Run the script with commands of Slurm that write down what they are given; arguments of srun, its environment."""
     programs = place / "programs"
     programs.mkdir(exist_ok=True)
@@ -118,6 +118,7 @@ def run(script: str, place: Path) -> tuple[list[str], dict[str, str]]:
         "HOME": str(place),
         "SLURM_JOB_ID": "7",
         "SEEN": f"{place}/seen",
+        **left_behind,
     }
     ended = subprocess.run(
         ["bash"], input=script.encode(), capture_output=True, cwd=place, env=environment, timeout=60, check=False
@@ -232,6 +233,15 @@ def test_setup_may_be_several_lines_but_must_be_whole(tmp_path):
 def test_options_are_one_word_and_none_that_the_job_sets(tmp_path, option, said):
     with pytest.raises(ConfigError, match=said):
         site_of({"sbatch": [option]}, tmp_path)
+
+
+def test_srun_is_told_the_cores_of_a_task_by_nobody(tmp_path, monkeypatch):
+    """Newer Slurm ends with "cpus_per_task set by two different environment variables"."""
+    monkeypatch.chdir(tmp_path)
+    script = rendered(tmp_path, {"cpus_per_node": 64})[2]
+    seen, environment = run(script, tmp_path, SLURM_CPUS_PER_TASK="64", SLURM_TRES_PER_TASK="cpu=1", SLURM_NNODES="1")
+    assert not {"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"} & environment.keys() and "SLURM_NNODES" in environment
+    assert not any(word.startswith("--cpus-per-task") for word in seen)
 
 
 def test_a_variable_may_not_be_one_of_the_scripts_own(tmp_path):
