@@ -107,11 +107,9 @@ def _token_losses(sample: _Sample, algorithm: Mapping[str, Any]) -> tuple[Tensor
     rho, advantage = log_ratio.exp(), sample.advantage
     losses = -torch.min(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage)
     high_clipped, low_clipped = (rho > 1 + high) & (advantage > 0), (rho < 1 - low) & (advantage < 0)
-    if (
-        algorithm["name"] == "kimi"
-    ):  # the gradient as printed: (r - mean - tau log ratio of the answer) times that of log pi
+    if algorithm["name"] == "kimi":  # as printed: (r - mean - tau log ratio of the answer) times that of log pi
         moved = (sample.logp - sample.old).detach().double().sum()
-        losses = -(advantage - algorithm["kimi"]["tau"] * moved).float() * (1 + sample.logp - sample.logp.detach())
+        losses = -(advantage - algorithm["options"]["tau"] * moved).float() * (1 + sample.logp - sample.logp.detach())
         high_clipped = low_clipped = torch.zeros(len(rho), dtype=torch.bool)
     if region == "reinforce":  # as printed: the log-prob itself; its value is not that of the others
         losses = -advantage * (1 + sample.logp - sample.logp.detach())

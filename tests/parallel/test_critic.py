@@ -54,7 +54,7 @@ def models(family, tmp_path_factory, its_family=None):
 def section(critic=None, name="ppo", beta=0.0, **critic_options):
     path = {"path": str(critic)} if critic else {}
     kl = {"coefficient": beta, "estimator": "k1", "place": "token_reward"}
-    return {"name": name, "ppo": OPTIONS, "kl": kl, "critic": {**path, **critic_options}}
+    return {"name": name, "options": OPTIONS, "kl": kl, "critic": {**path, **critic_options}}
 
 
 def noisy_batch():
