@@ -212,14 +212,14 @@ class PolicyGroup:
         return await self._repeated(lambda: self._score(rollouts, temperature))
 
     async def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
-        batch = _scored_batch(rollouts, at_least=self._actor.data_parallel)
+        batch = _scored_batch(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
             shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature)
         )
         column = await self.ranks.column(batch, shards, calls)
-        ends = np.cumsum(batch.response_lengths_N)[: len(rollouts)]
-        return np.split(column[: ends[-1]], ends[:-1])
+        ends = np.cumsum(batch.response_lengths_N)
+        return np.split(column, ends[:-1])
 
     async def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of every rank's memory to the host."""
@@ -305,17 +305,15 @@ def _empty(directory: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _scored_batch(rollouts: Sequence[Rollout], *, at_least: int) -> TrainBatch:
-    """Return the rollouts as a batch of which only log-probs are wanted; repeated until every rank has one."""
-    rows = [rollouts[i % len(rollouts)] for i in range(max(len(rollouts), at_least))]
-    zeros = np.zeros(len(rows), dtype=np.float32)
-    counts = np.zeros(len(rows), dtype=np.int64)
+def _scored_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
+    """Return the rollouts as a batch of which only log-probs are wanted."""
+    zeros, counts = np.zeros(len(rollouts), dtype=np.float32), np.zeros(len(rollouts), dtype=np.int64)
     return TrainBatch(
-        tokens_T=np.concatenate([r.tokens for r in rows]),
-        lengths_N=np.array([len(r.tokens) for r in rows], dtype=np.int64),
-        prompt_lengths_N=np.array([r.prompt_length for r in rows], dtype=np.int64),
-        loss_mask_R=np.concatenate([r.loss_mask for r in rows]),
-        rollout_logprobs_R=np.concatenate([r.logprobs for r in rows]),
+        tokens_T=np.concatenate([r.tokens for r in rollouts]),
+        lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
+        prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),
+        loss_mask_R=np.concatenate([r.loss_mask for r in rollouts]),
+        rollout_logprobs_R=np.concatenate([r.logprobs for r in rollouts]),
         rewards_N=zeros,
         correct_N=counts.astype(np.uint8),
         bins_N=counts,

@@ -17,7 +17,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.runtime import policy_group, shards
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.sync.plan import SendPlan, Target
-from megatron_daro.types import PreparedBatch
+from megatron_daro.types import PreparedBatch, Rollout
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
 
@@ -98,3 +98,42 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
     for report in reports:
         assert report.failures.keys() == {"s0", "s1"}
         assert all("needs weights on a GPU" in failure.text for failure in report.failures.values())
+
+
+def test_fewer_samples_than_ranks_are_scored_and_trained(tmp_path):
+    save_model("qwen2", tmp_path)
+    actor = ActorSection(data_parallel=2, precision="fp32", micro_batch_tokens=64)
+    settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
+    placement = Placement.of_actor(actor)
+    batch = random_batch(with_old=False).select([0])
+    prompt = int(batch.prompt_lengths_N[0])
+    rollout = Rollout(
+        prompt_id="p",
+        group_id=0,
+        attempt=0,
+        index=0,
+        tokens=batch.tokens_T,
+        prompt_length=prompt,
+        logprobs=batch.rollout_logprobs_R,
+        loss_mask=batch.loss_mask_R,
+        text="",
+        finish_reason="length",
+        weight_version=0,
+    )
+
+    async def scored_and_trained(policy):
+        await placement.start()
+        await policy.start()
+        (score,) = await policy.score([rollout], temperature=1.0)
+        prepared = await policy.prepare(batch)
+        result = await policy.train(prepared, 1)
+        await policy.close()
+        return score, prepared.batch.old_logprobs_R, result
+
+    with cluster(2):
+        policy = policy_group.PolicyGroup(
+            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
+        )
+        score, old, result = asyncio.run(scored_and_trained(policy))
+    assert score == pytest.approx(old, abs=1e-6) and len(score) == len(batch.tokens_T) - prompt
+    assert result.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
