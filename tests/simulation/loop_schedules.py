@@ -167,11 +167,10 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         healing=HealingLimits(None, per_hour=100, hung_s=60.0),
     )
     group.ranks.cluster, group.disk = cluster, disk
-    group.ranks.outcome = outcome = SimpleNamespace(last_death_s=-9.0, unhealable=False)
+    group.ranks.outcome = outcome = SimpleNamespace(unhealable=False)
 
     def note(process: Any) -> None:
         outcome.unhealable |= group.ranks.joining or healing_of(group).under_way
-        outcome.last_death_s = loop.time()
 
     cluster.on_death = note
 

@@ -121,8 +121,8 @@ class SimulatedRanks(Ranks):
 
     async def join(self, *, to_be_restored: bool = True) -> None:
         self.joining = True
-        if self.cluster.loop.time() - self.outcome.last_death_s < 1.0:
-            self.outcome.unhealable = True  # it may have been too late to be seen
+        if not all(handle.process.alive for handle in self.workers.values()):
+            self.outcome.unhealable = True  # Ray had not told of it yet
         try:
             await super().join(to_be_restored=to_be_restored)
         finally:
@@ -186,7 +186,6 @@ class Outcome:
     ready: bool = False
     together: set[int] = field(default_factory=set)
     unhealable: bool = False
-    last_death_s: float = -1000.0
 
     def expected(self, rank: int, steps: int) -> int:
         """A rank's weights after so many steps."""
@@ -324,7 +323,6 @@ def _note_death(outcome: Outcome, process: Any) -> None:
             assert heal.committed in copies, f"snapshot {heal.committed} of rank {number} counts; its peer: {copies}"
             assert heal.keeps != "both" or heal.committed in process.states.kept.own
     # What docs/recovery.md excepts: where peers alone keep snapshots, a death while one is taken; a death in a meeting.
-    outcome.last_death_s = outcome.cluster.loop.time()
     outcome.unhealable |= outcome.group.ranks.joining
 
 
