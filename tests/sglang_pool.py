@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.config.transports import TRANSPORTS
@@ -91,13 +91,17 @@ def save_policy(
     hidden: int = 32,
     intermediate: int = 48,
     experts: int = 0,
+    glm: bool = False,
 ) -> Any:
     """A Qwen2 of 14,000 random weights, wide enough that two seeds differ clearly; saved, and returned.
 
-    With experts, a Qwen3 with so many of them in each layer.
+    With experts, a Qwen3 with so many of them in each layer, or a GLM-4.5 whose first layer has none.
     """
-    own = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    config_class, own = (Qwen3MoeConfig, {**own, "head_dim": 8}) if experts else (Qwen2Config, {})
+    own = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
+    config_class, own = (Qwen3MoeConfig, {**own, "num_experts": experts}) if experts else (Qwen2Config, {})
+    if glm:
+        own |= {"n_routed_experts": own.pop("num_experts"), "attention_bias": True, "routed_scaling_factor": 1.5}
+        config_class, own = Glm4MoeConfig, {**own, "num_nextn_predict_layers": 0}
     config = config_class(
         vocab_size=VOCAB,
         hidden_size=hidden,
@@ -115,6 +119,9 @@ def save_policy(
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0.0, 0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3, generator=generator)
     model.save_pretrained(directory)
     return model
 

@@ -23,6 +23,7 @@ from megatron_daro.actor.megatron import (
     P2PCommunicator,
     ProcessGroupCollection,
     RotaryEmbedding,
+    TopKRouter,
     TransformerConfig,
     YarnRotaryEmbedding,
     finalize_model_grads,
@@ -113,6 +114,34 @@ def gradient_fusion_of_layers(config: TransformerConfig) -> Iterator[Callable[[t
         yield fuse
     finally:
         config.gradient_accumulation_fusion = wanted
+
+
+@contextmanager
+def frozen_expert_biases(config: TransformerConfig, *, wanted: bool) -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Build a model whose routers choose experts by scores plus a bias, which stays what the checkpoint says.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: `moe_router_enable_expert_bias` has the bias moved after each step by a fixed
+    rate towards experts that saw few tokens (distributed/finalize_model_grads.py), and counts tokens for that in each
+    forward pass. The bias is a buffer, so what goes over parameters (loading, export, host memory, the reference) would
+    leave it out. Here it is an fp32 parameter without a gradient. Can go: when upstream can keep it as it is.
+
+    Yields:
+        What to call with the built model, in its final dtype.
+    """
+    config.moe_router_enable_expert_bias = wanted
+
+    def freeze(model: torch.nn.Module) -> None:
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            if router.enable_expert_bias:
+                bias = router.expert_bias.float()
+                del router.expert_bias
+                router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+                router.enable_expert_bias = False
+
+    try:
+        yield freeze
+    finally:
+        config.moe_router_enable_expert_bias = False
 
 
 def bound_rotary_tables(rotary: RotaryEmbedding) -> None:

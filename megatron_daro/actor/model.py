@@ -21,6 +21,7 @@ from megatron_daro.actor.compat import (
     ValueModel,
     bound_rotary_tables,
     finalize_summed_grads,
+    frozen_expert_biases,
     gradient_fusion_of_layers,
     quiet,
     upstream_config,
@@ -163,19 +164,25 @@ _FIXED_TRANSFORMER_OPTIONS = {
 
 
 def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
-    """Routing as the checkpoint was trained: softmax in fp32, over the chosen experts where their weights sum to 1.
+    """Routing as the checkpoint was trained: softmax in fp32, over the chosen experts where their weights sum to 1; or
+    sigmoid, whose bias `frozen_expert_biases` brings.
 
     No balancing loss and no capacity: a token meets the experts that the rollout engine chose for it.
     """
     if shape.experts is None:
         return {}
+    limited = shape.experts.groups > 1
     return {
         "num_moe_experts": shape.experts.number,
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
         "moe_ffn_hidden_size": shape.experts.ffn,
         "moe_router_topk": shape.experts.chosen,
         "moe_router_pre_softmax": not shape.experts.normalize,
-        "moe_router_score_function": "softmax",
+        "moe_router_score_function": shape.experts.scores,
+        "moe_router_num_groups": shape.experts.groups if limited else None,
+        "moe_router_group_topk": shape.experts.chosen_groups if limited else None,
+        "moe_router_topk_scaling_factor": None if shape.experts.scale == 1 else shape.experts.scale,
+        "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
         # Transformer Engine would multiply fp32 weights in TF32; those of its own layers are bf16, which TF32 holds.
         "moe_router_dtype": "fp64" if not grouped and device.has_transformer_engine() else "fp32",
         "moe_router_load_balancing_type": "none",
@@ -259,7 +266,8 @@ def bare_model(
 def _bare_chunk(
     shape: ModelShape, config: TransformerConfig, virtual_stage: int | None, kind: Kind, *, transformer_engine: bool
 ) -> HiddenStateGPTModel:
-    with quiet(), gradient_fusion_of_layers(config) as fuse:
+    biased = shape.experts is not None and shape.experts.scores == "sigmoid"
+    with quiet(), gradient_fusion_of_layers(config) as fuse, frozen_expert_biases(config, wanted=biased) as freeze:
         model = kind(
             config,
             layer_spec(config, transformer_engine=transformer_engine, virtual_stage=virtual_stage),
@@ -269,6 +277,7 @@ def _bare_chunk(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
             vp_stage=virtual_stage,
             position_embedding_type="yarn" if isinstance(shape.rope_scaling, YarnScaling) else "rope",
+            rotary_percent=shape.rotary_share,
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tie,
             parallel_output=True,
@@ -279,6 +288,7 @@ def _bare_chunk(
     bound_rotary_tables(model.rotary_pos_emb)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
+    freeze(model)
     return model
 
 

@@ -245,6 +245,8 @@ class _ProgressBar:
 
 def _announcement(plan: Plan, out: Path) -> str:
     ignored = [f"left out: {name}" for name in plan.ignored if "_extra_state" not in name][:10]
+    if further := plan.further():
+        ignored.append(f"{len(further)} tensors that predict tokens after the next go along as they are: {further[0]}")
     return "\n".join(
         [
             f"would write {out}: {plan.num_tensors} tensors, {plan.num_bytes / 1e9:.2f} GB in {len(plan.jobs)} files, "

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_daro.config.problems import show
 from megatron_daro.config.safetensors_header import GIT_LFS
@@ -28,11 +28,11 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def integer(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None) -> int:
-    """Return an integer of at least 1; `default` where the key is missing or null. Raises ModelError."""
+def integer(config: Mapping[str, Any], key: str, where: str, *, default: int | None = None, least: int = 1) -> int:
+    """Return an integer of at least `least`; `default` where the key is missing or null. Raises ModelError."""
     value = _value(config, key, where, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where}: {key} must be an integer of at least 1, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ModelError(f"{where}: {key} must be an integer of at least {least}, got {value!r}.")
     return value
 
 
@@ -95,25 +95,34 @@ _KEYS = names(
 )
 
 
-def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Return base frequency and scaling. Raises ModelError, naming the file as `where`."""
+def read_rope(
+    config: Mapping[str, Any], where: str, *, partial: bool = False
+) -> tuple[float, float, RopeScaling | None]:
+    """Return base frequency, the share of a head's entries that is rotated, and scaling.
+
+    Args:
+        config: of the model. where: names the file in messages. partial: whether the share may be below 1.
+
+    Raises:
+        ModelError: it asks for what is not implemented.
+    """
     rope, base = _section(config, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", kind) != kind:
         raise ModelError(f"{where}: rope_type {kind!r} and type {rope['type']!r} contradict each other; remove one.")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"{where}: rope_parameters per layer type are not supported; got {sorted(rope)}.")
-    if rope.get("partial_rotary_factor", 1.0) != 1:
-        raise ModelError(
-            f"{where}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported (allowed: 1)."
-        )
+    share = number({**config, **rope}, "partial_rotary_factor", where, default=1.0)
+    if share != 1 and (not partial or share > 1 or kind == "yarn"):
+        allowed = "1 with yarn, whose factor scales all of a head" if partial and share < 1 else "1"
+        raise ModelError(f"{where}: partial_rotary_factor {share:g} is not supported (allowed: {allowed}).")
     if kind not in ("default", "llama3", "yarn"):
         raise ModelError(f"{where}: rope type {kind!r} is not supported; allowed: 'default', 'llama3', 'yarn'.")
     if unknown := sorted(map(str, rope.keys() - _KEYS)):
         raise ModelError(f"{where}: rope type {kind!r} with {', '.join(unknown)}, which is not known; remove it.")
     if kind == "default":
-        return base, None
-    return base, (_llama3 if kind == "llama3" else _yarn)(rope, config, where)
+        return base, share, None
+    return base, share, (_llama3 if kind == "llama3" else _yarn)(rope, config, where)
 
 
 def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
@@ -208,6 +217,7 @@ _READ = names(
 )
 _READ_OF_EXPERTS = names("num_experts_per_tok output_router_logits router_aux_loss_coef")
 _READ_OF_DENSE_LAYERS = names("decoder_sparse_step mlp_only_layers")
+_READ_OF_SIGMOID = names("n_group topk_group routed_scaling_factor")
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "activation": ("swiglu", "silu"),
@@ -251,7 +261,10 @@ class ExpertShape:
     """A mixture of experts. `ffn` is the width of each expert's gate and up; `chosen` experts see each token.
 
     normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
-    balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not.
+    balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not. shared_ffn:
+    the width of the MLP that sees every token beside the experts; 0: there is none. scores: of the router's logits;
+    with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
+    in so many, and a token chooses from the best chosen_groups of them. scale: of the weights.
     """
 
     number: int
@@ -260,6 +273,11 @@ class ExpertShape:
     normalize: bool
     dense_layers: tuple[int, ...]
     balancing: float = 0.0
+    shared_ffn: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +286,8 @@ class ModelShape:
 
     `ffn` is the width of gate and of up in dense layers; `head_dim` is per head and need not be hidden / heads; `dtype`
     is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
-    model.
+    model. rotary_share: of the entries of a head, the first of which are rotated. further_layers: those that predict
+    tokens after the next; they are in the checkpoint after the others, and nothing here computes them.
     """
 
     family: str
@@ -288,6 +307,12 @@ class ModelShape:
     max_positions: int
     dtype: str | None
     experts: ExpertShape | None = None
+    rotary_share: float = 1.0
+    further_layers: int = 0
+
+    def has_role(self, role: str) -> bool:
+        """Whether a model of this shape has what the table of its family names for a role."""
+        return {"qkv_bias": self.qkv_bias, "query_norm": self.qk_norm, "key_norm": self.qk_norm}.get(role, True)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of one MLP."""
@@ -314,8 +339,9 @@ class ModelShape:
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         mlps = (self.layers - self.expert_layers) * 3 * self.hidden * self.ffn
         if self.experts:
-            router, expert = self.hidden * self.experts.number, 3 * self.hidden * self.experts.ffn
-            mlps += self.expert_layers * (router + experts_counted * expert)
+            router = (self.hidden + (self.experts.scores == "sigmoid")) * self.experts.number
+            width = experts_counted * self.experts.ffn + self.experts.shared_ffn
+            mlps += self.expert_layers * (router + 3 * self.hidden * width)
         outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
         return self.layers * (attention + norms) + mlps + outside
 
@@ -347,7 +373,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    theta, scaling = read_rope(config, where)
+    theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary)
     return ModelShape(
         family=family.model_type,
         layers=integer(config, "num_hidden_layers", where),
@@ -361,12 +387,25 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         rope_scaling=scaling,
         rms_eps=number(config, "rms_norm_eps", where, default=1e-6),
         tie=flag(config, "tie_word_embeddings", where),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=_has(config, family, "qkv_bias", where),
+        qk_norm=_has(config, family, "query_norm", where),
         max_positions=integer(config, "max_position_embeddings", where),
         dtype=_dtype(config, where),
         experts=_experts(config, family, family.experts, where) if family.experts else None,
+        rotary_share=rotary_share,
+        further_layers=integer(config, family.further_tokens, where, least=0) if family.further_tokens else 0,
     )
+
+
+def without_further_layers(source: Path | Mapping[str, Any]) -> dict[str, int]:
+    """Return what config.json must say of a checkpoint without the layers that predict tokens after the next.
+
+    Args:
+        source: the folder with the model's config.json, or its content.
+    """
+    config = read_json(source / "config.json") if isinstance(source, Path) else source
+    family = families().get(str(config.get("model_type")))
+    return {family.further_tokens: 0} if family and family.further_tokens else {}
 
 
 def require_regular_files(directory: Path) -> None:
@@ -431,12 +470,17 @@ def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
 
 
+def _has(config: Mapping[str, Any], family: Family, role: str, where: str) -> bool:
+    switch = family.switches.get(role)
+    return role in family.tensors if switch is None else flag(config, switch, where)
+
+
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Raise, naming all of them, if keys ask for a forward pass that is not implemented, or if nothing reads them."""
     wrong = [
         f"{key} {show(config[key])} (allowed: {' or '.join(map(show, allowed))})"
         for key, allowed in _ONLY.items()
-        if key in config and not any(_same(config[key], value) for value in allowed)
+        if key in config and key not in _own_keys(family) and not any(_same(config[key], value) for value in allowed)
     ]
     if config.get("quantization_config"):
         wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
@@ -456,13 +500,19 @@ def _same(value: object, allowed: object) -> bool:
 
 def _known(family: Family) -> frozenset[str]:
     """Keys of config.json that are read, that have one allowed value, or that change nothing."""
-    known_keys = _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"}
-    if family.experts is None:
-        return known_keys
-    keys = family.experts
-    known_keys |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen}
-    known_keys |= {keys.normalize} if isinstance(keys.normalize, str) else set()
-    return known_keys | _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors else known_keys
+    return _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"} | _own_keys(family)
+
+
+def _own_keys(family: Family) -> frozenset[str]:
+    """Keys that are read of this family and not of all."""
+    own = {family.further_tokens, *family.switches.values()}
+    own |= {"partial_rotary_factor"} if family.partial_rotary else set()
+    if keys := family.experts:
+        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared}
+        own |= {keys.normalize} if isinstance(keys.normalize, str) else set()
+        own |= _READ_OF_SIGMOID if keys.scores == "sigmoid" else set()
+        own |= _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors and not keys.dense else set()
+    return frozenset(own - {""})
 
 
 def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]:
@@ -502,14 +552,53 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
             f"{where}: {keys.chosen} 1 with weights scaled to a sum of 1 is not supported: every weight would be "
             "1, and the router would never learn. Allowed: at least 2."
         )
+    width = integer(config, keys.width, where)
+    sigmoid = keys.scores == "sigmoid"
+    if sigmoid and not normalize and chosen > 1:
+        raise ModelError(
+            f"{where}: {keys.normalize} false is not supported: Megatron-core scales the weights of a sigmoid router "
+            "to a sum of 1 (moe/moe_utils.py, 0.16.1 to 0.19.2). Allowed: true."
+        )
+    groups, chosen_groups = _groups(config, count, chosen, where) if sigmoid else (1, 1)
     return ExpertShape(
         number=count,
         chosen=chosen,
-        ffn=integer(config, keys.width, where),
+        ffn=width,
         normalize=normalize,
-        dense_layers=_dense_layers(config, where) if "gate_up" in family.tensors else (),
-        balancing=_balancing(config, where),
+        dense_layers=_dense_layers(config, keys, where) if "gate_up" in family.tensors else (),
+        balancing=0.0 if sigmoid else _balancing(config, where),
+        shared_ffn=width * integer(config, keys.shared, where) if keys.shared else 0,
+        scores=keys.scores,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=number(config, "routed_scaling_factor", where) if sigmoid else 1.0,
     )
+
+
+_BEST_OF_A_GROUP = 2
+"""Experts whose scores, added up, are those of a group (transformers, `Glm4MoeTopkRouter`)."""
+
+
+def _groups(config: Mapping[str, Any], count: int, chosen: int, where: str) -> tuple[int, int]:
+    """Return into how many groups the experts are divided, and from how many a token chooses; 1 and 1 where it may
+    choose from all.
+
+    Raises:
+        ModelError: they do not divide, or Megatron-core would choose other groups: it adds up the best chosen //
+            topk_group scores of each (moe/moe_utils.py, `group_limited_topk`, 0.16.1 to 0.19.2).
+    """
+    groups, allowed = integer(config, "n_group", where), integer(config, "topk_group", where)
+    got = f"{where}: n_group {groups} and topk_group {allowed} with {count} experts, {chosen} for each token"
+    if count % groups or allowed > groups or chosen > count // groups * allowed:
+        raise ModelError(f"{got}: the groups must divide the experts, and those that are chosen must hold enough.")
+    if allowed == groups:
+        return 1, 1
+    if chosen // allowed != _BEST_OF_A_GROUP or count // groups < _BEST_OF_A_GROUP:
+        raise ModelError(
+            f"{got} is not supported: Megatron-core adds up the best {chosen // allowed} scores of a group, the model "
+            f"{_BEST_OF_A_GROUP}. Allowed: num_experts_per_tok // topk_group {_BEST_OF_A_GROUP}, or all groups."
+        )
+    return groups, allowed
 
 
 def _balancing(config: Mapping[str, Any], where: str) -> float:
@@ -519,15 +608,20 @@ def _balancing(config: Mapping[str, Any], where: str) -> float:
     return number(config, "router_aux_loss_coef", where, default=_TRANSFORMERS_BALANCING)
 
 
-def _dense_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Return the layers without experts: those listed, and all but each decoder_sparse_step-th."""
-    layers, step = integer(config, "num_hidden_layers", where), integer(config, "decoder_sparse_step", where, default=1)
-    listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
-        raise ModelError(f"{where}: mlp_only_layers must list layers from 0 to {layers - 1}, got {listed!r}.")
-    dense = tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+def _dense_layers(config: Mapping[str, Any], keys: ExpertKeys, where: str) -> tuple[int, ...]:
+    """Return the layers without experts: the first ones, or those listed and all but each decoder_sparse_step-th."""
+    layers = integer(config, "num_hidden_layers", where)
+    if keys.dense:
+        first, said = integer(config, keys.dense, where, least=0), keys.dense
+        dense = tuple(range(min(first, layers)))
+    else:
+        step = integer(config, "decoder_sparse_step", where, default=1)
+        listed, said = config.get("mlp_only_layers") or [], "mlp_only_layers and decoder_sparse_step"
+        if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
+            raise ModelError(f"{where}: mlp_only_layers must list layers from 0 to {layers - 1}, got {listed!r}.")
+        dense = tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
     if len(dense) == layers:
-        raise ModelError(f"{where}: mlp_only_layers and decoder_sparse_step {step} leave no layer with experts.")
+        raise ModelError(f"{where}: {said} leave no layer with experts.")
     return dense
 
 

@@ -184,6 +184,7 @@ def _sides(actor: ActorSection, shape: ModelShape) -> dict[str, int]:
         sides["MLP columns"] = shape.ffn // tensor
     if shape.experts:
         sides["columns of an expert"] = shape.experts.ffn // actor.expert_tensor_size
+        sides["columns of shared experts"] = shape.experts.shared_ffn // tensor
     return sides
 
 

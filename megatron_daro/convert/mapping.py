@@ -62,7 +62,7 @@ class TensorRule:
 
     kind: see `Kind`. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
     layer, expert: of the whole model, from 0; None outside the layers, and for what is not an expert's. The
-    tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism.
+    tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism. fp32: see `Parameter`.
     """
 
     megatron_name: str
@@ -72,6 +72,7 @@ class TensorRule:
     groups: int = 1
     layer: int | None = None
     expert: int | None = None
+    fp32: bool = False
 
     @property
     def dim(self) -> int:
@@ -216,9 +217,19 @@ _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
 def unknown_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return which of a checkpoint's tensors the model has no parameter for; a tied output layer is known."""
+    """Return which of a checkpoint's tensors the model has no parameter for; a tied output layer is known, and so are
+    those of layers that predict tokens after the next."""
     known = {*hf_tensor_shapes(shape), *(output_rule(replace(shape, tie=False)).hf_names if shape.tie else ())}
-    return [name for name in names if name not in known and not name.endswith(_COMPUTED)]
+    rest = [name for name in names if name not in known and not name.endswith(_COMPUTED)]
+    further = set(further_tensors(shape, rest))
+    return [name for name in rest if name not in further]
+
+
+def further_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Return which tensors are of the layers that predict tokens after the next."""
+    layers = range(shape.layers, shape.layers + shape.further_layers)
+    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    return [name for name in names if name.startswith(starts)]
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int = 0) -> str:
@@ -355,7 +366,8 @@ class _Rules:
 
     def all_of(self, table: Iterable[Parameter], fused: bool) -> Iterator[TensorRule]:
         """Yield the rules of those parameters that the family has."""
-        return (self.of(parameter, fused=fused) for parameter in table if parameter.role in self._names)
+        has = self.shape.has_role
+        return (self.of(one, fused=fused) for one in table if one.role in self._names and has(one.role))
 
     def of(
         self, parameter: Parameter, *, fused: bool = False, expert: int | None = None, role: str | None = None
@@ -371,4 +383,5 @@ class _Rules:
             groups=self.shape.kv_heads if parameter.kind == "qkv" else 1,
             layer=self.layer,
             expert=expert,
+            fp32=parameter.fp32,
         )

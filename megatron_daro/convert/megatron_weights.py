@@ -123,6 +123,10 @@ class MegatronWeights(Mapping[str, Tensor]):
         """Where a rule's parameter is."""
         return self._boxes[rule.megatron_name]
 
+    def rule(self, name: str) -> TensorRule:
+        """Return the rule of the parameter that an HF tensor is in."""
+        return self._source[name][0]
+
     def parameter_shape(self, rule: TensorRule) -> tuple[int, ...]:
         """Shape of a rule's whole parameter, with the padding of this checkpoint."""
         box = self.box(rule)
@@ -130,7 +134,7 @@ class MegatronWeights(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of an HF tensor."""
-        return self.pieces.dtype(self.box(self._source[name][0]).key)
+        return self.pieces.dtype(self.box(self.rule(name)).key)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an HF tensor."""

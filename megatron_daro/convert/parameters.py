@@ -21,7 +21,8 @@ key-value group), gate_up (rows of each of the two), rows, columns."""
 class Parameter:
     """One parameter. `sizes`: of each Hugging Face tensor, by the names of `dimensions`.
 
-    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number.
+    fused_name: with Transformer Engine, where it differs; {expert} in a name is the expert's number. fp32: on ranks,
+    whatever the dtype of the model; a conversion does not cast it.
     """
 
     role: str
@@ -29,6 +30,7 @@ class Parameter:
     kind: Kind
     sizes: tuple[tuple[str, ...], ...]
     fused_name: str = ""
+    fp32: bool = False
 
 
 _QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
@@ -64,6 +66,9 @@ DENSE_MLP = (
 ROUTER = (
     Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
     Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
+    Parameter("router_bias", "mlp.router.expert_bias", "copy", (("experts",),), fp32=True),
+    Parameter("shared_gate_up", "mlp.shared_experts.linear_fc1.weight", "gate_up", (("shared_ffn", "hidden"),) * 2),
+    Parameter("shared_down", "mlp.shared_experts.linear_fc2.weight", "columns", (("hidden", "shared_ffn"),)),
 )
 EXPERT = (
     Parameter(
@@ -95,4 +100,5 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "vocab": shape.vocab,
         "experts": experts.number if experts else 0,
         "expert_ffn": experts.ffn if experts else 0,
+        "shared_ffn": experts.shared_ffn if experts else 0,
     }

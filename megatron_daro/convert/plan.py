@@ -18,10 +18,12 @@ import torch
 
 from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.checkpoint_keys import GlobalBox, global_boxes
 from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
 from megatron_daro.convert.mapping import (
     TensorRule,
+    further_tensors,
     hf_to_megatron,
     padded_vocab_size,
     unknown_tensors,
@@ -41,6 +43,8 @@ ModelConfig = Path | Mapping[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this, as Megatron-LM does; loading cuts or pads them again."""
+FURTHER_FILE = "mtp.safetensors"
+"""In a target, beside config.json: the layers that predict tokens after the next, which nothing here computes."""
 PART_BYTES = 512 * 1024**2
 """Of a file of an HF checkpoint: what one process writes at a time."""
 _NUM_BYTES = attrgetter("num_bytes")
@@ -124,7 +128,7 @@ class Job:
 class Plan:
     """A conversion. source: folder of tensors, Hugging Face's or Megatron's. config: what describes the model.
 
-    cast: the dtype that all tensors get, by torch's name; None: each keeps its own. ignored: what the source holds and
+    cast: the dtype that tensors get, by torch's name; None: each keeps its own. ignored: what the source holds and
     the target will not. piece_bytes: what a process holds of a tensor at a time, and the largest chunk of a Megatron
     checkpoint.
     """
@@ -151,6 +155,15 @@ class Plan:
     def weights_folder(self, target: Path) -> Path:
         """Return where in a target the files with tensors are."""
         return target / RELEASE if self.format == TORCH_DIST else target
+
+    def further(self) -> list[str]:
+        """Return the source's tensors of layers that predict tokens after the next, which go along as they are: out of
+        a checkpoint of Hugging Face into the target's `FURTHER_FILE`, and out of such a file."""
+        if self.source_format == "hf":
+            with HFCheckpoint(self.source) as tensors:
+                return further_tensors(read_compared_shape(self.config), tensors)
+        file = self.config / FURTHER_FILE if isinstance(self.config, Path) else None
+        return [*read_header(file)] if file is not None and file.is_file() else []
 
     def open_source(self) -> HFCheckpoint | MegatronWeights:
         """Open the source as HF tensors. Raises ModelError, CheckpointError."""
@@ -184,6 +197,7 @@ def plan_to_megatron(
     with HFCheckpoint(source) if megatron_config is None else MegatronWeights(source, shape) as tensors:
         folder = tensors.directory
         ignored = tensors.ignored if isinstance(tensors, MegatronWeights) else _extra_tensors(shape, rules, tensors)
+        kept = set(further_tensors(shape, ignored))
         boxes = [box.without_layers() if per_layer_keys else box for box in global_boxes(rules)]
         parameters = [_parameter(r, b, tensors, dtype) for r, b in zip(rules, boxes, strict=True)]
     _check_dtypes(parameters)
@@ -191,7 +205,7 @@ def plan_to_megatron(
     size = min(max(sum(p.num_bytes for p in parameters) // _FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
     jobs = [Job(name.format(i), tuple(group)) for i, group in enumerate(grouped(parameters, size, _NUM_BYTES))]
     kind: Literal["hf", "megatron"] = "hf" if megatron_config is None else "megatron"
-    return Plan(folder, kind, config, format_, _cast(dtype), tuple(jobs), tuple(ignored))
+    return Plan(folder, kind, config, format_, _cast(dtype), tuple(jobs), tuple(n for n in ignored if n not in kept))
 
 
 def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_bytes: int) -> Plan:
@@ -210,7 +224,8 @@ def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_b
         for name in weights:
             _check_dtype(name, weights.dtype(name), dtype)
             own = torch_name(weights.dtype(name))
-            tensors.append(HFTensor(name, weights.shape(name), own, _cast(dtype) or own))
+            target = own if weights.rule(name).fp32 else _cast(dtype) or own
+            tensors.append(HFTensor(name, weights.shape(name), own, target))
         groups = list(grouped(tensors, max_shard_bytes, _NUM_BYTES))
         jobs = [Job(shard_name(i, len(groups)), tuple(group)) for i, group in enumerate(groups)]
         return Plan(weights.directory, "megatron", config, "hf", _cast(dtype), tuple(jobs), tuple(weights.ignored))
@@ -252,7 +267,8 @@ def _parameter(
     if rule.kind == "vocab":
         rows = padded_vocab_size(rule.hf_shapes[0][0], 1, multiple=VOCABULARY_MULTIPLE)
         shape = (rows, *shape[1:])
-    return MegatronParameter(rule, box, shape, tuple(map(torch_name, own)), _cast(dtype) or torch_name(own[0]))
+    target = None if rule.fp32 else _cast(dtype)
+    return MegatronParameter(rule, box, shape, tuple(map(torch_name, own)), target or torch_name(own[0]))
 
 
 def _check_dtypes(parameters: Iterable[MegatronParameter]) -> None:

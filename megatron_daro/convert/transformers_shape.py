@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_daro.config.model_shape import ModelShape, read_model_shape, read_rope
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
+from megatron_daro.families.table import ExpertKeys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,16 +77,21 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "tie_word_embeddings", shape.tie, theirs("tie_word_embeddings", False)
     yield "max_position_embeddings", shape.max_positions, theirs("max_position_embeddings")
     yield "hidden_act", "silu", theirs("hidden_act")
-    yield "attention_bias", False, theirs("attention_bias", False)
+    family = families()[shape.family]
+    biases = family.switches.get("qkv_bias") == "attention_bias" and shape.qkv_bias
+    yield "attention_bias", biases, theirs("attention_bias", False)
+    if key := family.switches.get("query_norm"):
+        yield key, shape.qk_norm, theirs(key)
     yield "mlp_bias", False, theirs("mlp_bias", False)
     yield "is_causal", True, theirs("is_causal", True)
     yield "layers with a window", [], _windowed_layers(resolved)
     for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
         rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
         yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
-        yield "rotary embedding", (shape.rope_theta, shape.rope_scaling), read_rope(rope, where)
+        ours = (shape.rope_theta, shape.rotary_share, shape.rope_scaling)
+        yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary)
         resolved.standardize_rope_params()
-    keys = families()[shape.family].experts
+    keys = family.experts
     if shape.experts and keys:
         experts = shape.experts
         yield "number of experts", experts.number, theirs(keys.number[0])
@@ -93,8 +99,15 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         yield keys.width, experts.ffn, theirs(keys.width)
         if isinstance(keys.normalize, str):
             yield keys.normalize, experts.normalize, theirs(keys.normalize)
-        if "gate_up" in families()[shape.family].tensors:
-            yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved)
+        if "gate_up" in family.tensors:
+            yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved, keys)
+        if keys.shared:
+            yield keys.shared, experts.shared_ffn // experts.ffn, theirs(keys.shared)
+        if keys.scores == "sigmoid":
+            yield "routed_scaling_factor", experts.scale, theirs("routed_scaling_factor")
+            groups, chosen = theirs("n_group"), theirs("topk_group")
+            limits = (1, 1) if groups == chosen else (groups, chosen)
+            yield "n_group and topk_group", (experts.groups, experts.chosen_groups), limits
 
 
 def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
@@ -109,7 +122,9 @@ def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
     return [layer for layer, kind in zip(layers, kinds, strict=False) if kind != "full_attention"]
 
 
-def _dense_layers(resolved: PreTrainedConfig) -> list[int]:
-    """Source: `Qwen3MoeDecoderLayer` of transformers' models/qwen3_moe/modeling_qwen3_moe.py."""
+def _dense_layers(resolved: PreTrainedConfig, keys: ExpertKeys) -> list[int]:
+    """Source: `Qwen3MoeDecoderLayer` of transformers' models/qwen3_moe/modeling_qwen3_moe.py; `Glm4MoeDecoderLayer`."""
+    if keys.dense:
+        return list(range(min(getattr(resolved, keys.dense), resolved.num_hidden_layers)))
     step, listed = getattr(resolved, "decoder_sparse_step", 1), getattr(resolved, "mlp_only_layers", None) or ()
     return [layer for layer in range(resolved.num_hidden_layers) if layer in listed or (layer + 1) % step]

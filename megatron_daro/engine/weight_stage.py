@@ -26,9 +26,16 @@ class ParameterPart:
     part: tuple[int | slice, ...] = ()
 
 
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint of the model holds, by the model's names: parameters, of tied ones the first, and
+    buffers such as the bias of a router."""
+    saved = model.state_dict()
+    return {**dict(model.named_parameters()), **{n: buffer for n, buffer in model.named_buffers() if n in saved}}
+
+
 def checkpoint_parts(model: nn.Module) -> dict[str, ParameterPart]:
-    """Return the part for every tensor of the model's checkpoint; of tied parameters the first name counts."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """Return the part for every tensor of the model's checkpoint."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
     parts = {name: ParameterPart(name) for name in shapes}
     family = families().get(getattr(getattr(model, "config", None), "model_type", ""))
     if family is None or family.experts is None:
@@ -69,7 +76,7 @@ class WeightStage:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+        self._parameters: Mapping[str, Tensor] = checkpoint_tensors(model)
         self._parts = checkpoint_parts(model)
         # named_parameters leaves out the second name of a tied tensor (lm_head.weight); a stream may bring it or not.
         self._aliases = set(dict(model.named_parameters(remove_duplicate=False))) - set(self._parameters)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_daro.families.table import DECODER, QK_NORM, ExpertKeys, Family
-
-_MLP = "model.layers.{layer}.mlp."
+from megatron_daro.families.table import DECODER, EXPERTS, QK_NORM, ExpertKeys, Family
 
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tensors={
-        **DECODER,
-        **QK_NORM,
-        "router": (_MLP + "gate.weight",),
-        "expert_gate_up": (_MLP + "experts.{expert}.gate_proj.weight", _MLP + "experts.{expert}.up_proj.weight"),
-        "expert_down": (_MLP + "experts.{expert}.down_proj.weight",),
-    },
+    tensors={**DECODER, **QK_NORM, **EXPERTS},
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,

@@ -8,6 +8,10 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     query_norm, key_norm, attention_output, mlp_norm    where the family has none
     gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
+    router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
+    shared_down                                         bias of the choice, and no expert that sees every token
+
+`Family.switches` is for roles that only some models of a family have.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ Names = Mapping[str, tuple[str, ...]]
 Value = str | int | float | bool
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
-_PARTS = {"qkv": _QKV, "qkv_bias": _QKV, "gate_up": _GATE_UP, "expert_gate_up": _GATE_UP}
+_PARTS = {
+    **dict.fromkeys(("qkv", "qkv_bias"), _QKV),
+    **dict.fromkeys(("gate_up", "expert_gate_up", "shared_gate_up"), _GATE_UP),
+}
 """What the tensors of a role are, in order; of every other role there is one."""
 
 
@@ -34,7 +41,10 @@ class Family:
     transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
     attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
     layers (switched) or in those from `max_window_layers` on (switched_from_layer). experts: keys of a mixture of
-    experts; None for a dense family.
+    experts; None for a dense family. switches: role -> the key that says whether a model has it; of other roles every
+    model of the family has those that stand in `tensors`. partial_rotary: `partial_rotary_factor` may be below 1: only
+    the first entries of a head are rotated. further_tokens: the key of the number of layers that predict tokens after
+    the next (MTP); they stand in the checkpoint after the others, and are not trained.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
@@ -45,6 +55,9 @@ class Family:
     defaults: Mapping[str, Value] = field(default_factory=dict)
     window: Literal["by_width", "switched", "switched_from_layer"] = "by_width"
     experts: ExpertKeys | None = None
+    switches: Mapping[str, str] = field(default_factory=dict)
+    partial_rotary: bool = False
+    further_tokens: str = ""
 
     def __post_init__(self) -> None:
         for role, names in self.tensors.items():
@@ -59,29 +72,26 @@ class Family:
         """Return transformers' name of the architecture with another head than ForCausalLM."""
         return self.architecture.removesuffix("ForCausalLM") + head
 
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether query, key and value have biases."""
-        return "qkv_bias" in self.tensors
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
-        return "query_norm" in self.tensors
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
     """Under which keys config.json describes the experts; of several names the first that is there counts.
 
     normalize: the key that says whether the weights of the chosen experts are scaled to a sum of 1, or the answer where
-    the family has no such key.
+    the family has no such key. scores: what makes weights of the router's logits; with sigmoid, as DeepSeek-V3 has it,
+    experts may be chosen from some groups only (`n_group`, `topk_group`), and the weights are multiplied with
+    `routed_scaling_factor`. dense: the number of first layers without experts; empty: `decoder_sparse_step` and
+    `mlp_only_layers` say it, where the family has dense layers. shared: the number of experts, each as wide as the
+    others, that see every token.
     """
 
     number: tuple[str, ...]
     width: str
     normalize: str | bool
     chosen: str = "num_experts_per_tok"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    dense: str = ""
+    shared: str = ""
 
 
 OUTSIDE: Names = {
@@ -103,6 +113,16 @@ QK_NORM: Names = {
 DENSE_MLP: Names = {
     "gate_up": ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
     "down": ("model.layers.{layer}.mlp.down_proj.weight",),
+}
+EXPERTS: Names = {
+    "router": ("model.layers.{layer}.mlp.gate.weight",),
+    "expert_gate_up": tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in _GATE_UP),
+    "expert_down": ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+}
+SHARED_EXPERTS: Names = {
+    "router_bias": ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
+    "shared_gate_up": tuple(f"model.layers.{{layer}}.mlp.shared_experts.{part}_proj.weight" for part in _GATE_UP),
+    "shared_down": ("model.layers.{layer}.mlp.shared_experts.down_proj.weight",),
 }
 DECODER: Names = {**OUTSIDE, **ATTENTION, **DENSE_MLP}
 """A dense decoder with Llama's names."""

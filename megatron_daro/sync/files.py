@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_daro import durable
+from megatron_daro.config.model_shape import without_further_layers
 from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
@@ -70,6 +71,7 @@ def complete_checkpoint(
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        changes = {**without_further_layers(model_path), **changes}
         copy_model_files(model_path, partial, dtype, always=True, changes=changes)
         if plan.step is not None:
             (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")

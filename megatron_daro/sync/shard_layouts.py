@@ -252,8 +252,9 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
             "ranks for each",
             "an ep_size that divides the experts, and whose ranks for each divide its columns",
         )
-    if experts and experts.dense_layers:
-        raise refuse("a mixture of experts with dense layers", "experts in each layer, as qwen3_moe.py makes them")
+    if experts and (experts.dense_layers or experts.shared_ffn):
+        got = "a mixture of experts with dense layers or shared experts"
+        raise refuse(got, "experts in each layer and no others, as qwen3_moe.py makes them")
 
 
 def trainer_parts(shape: ModelShape, layout: TrainerLayout) -> Iterator[HeldPart]:

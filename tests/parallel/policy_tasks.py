@@ -138,7 +138,8 @@ def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     for local in local_parameters(policy.chunks, policy.shape):
         if policy.shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
-        found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
+        if local.parameter.requires_grad:
+            found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
     return found
 
 

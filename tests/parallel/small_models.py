@@ -40,6 +40,15 @@ YARN = {
 }
 QWEN3 = {"head_dim": 32}
 EXPERTS = {**QWEN3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM = {
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-5,
+}
 MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -60,6 +69,10 @@ MODELS = {
     # Every second layer is dense, and the weights of the chosen experts do not sum to 1.
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": False, "decoder_sparse_step": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # A first dense layer, biases; experts in two groups, of which a token sees those of one.
+    "glm4_moe": ("Glm4MoeConfig", {**GLM, "attention_bias": True, "n_group": 2, "topk_group": 1}),
+    # Norms of queries and keys; experts that are not in groups, two that every token sees.
+    "glm4_moe_normed": ("Glm4MoeConfig", {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
 }
 
 
@@ -74,6 +87,9 @@ def save_model(family: str, directory: Path, *, seed: int = 0):
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms must differ from 0 and 1 to be tested
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # large enough to choose other experts
+                buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(directory)
     return model.eval()
 
@@ -88,7 +104,9 @@ def as_in_checkpoint(model, tensors: dict[str, torch.Tensor], directory: Path) -
         for name, parameter in holder.named_parameters():
             parameter.copy_(tensors[name])
     holder.save_pretrained(directory)
-    return {name: tensor.numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
+    buffers = dict(model.named_buffers())
+    saved = load_file(directory / "model.safetensors")
+    return {name: tensor.numpy() for name, tensor in saved.items() if name not in buffers}
 
 
 def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> TrainBatch:

@@ -13,7 +13,7 @@ from test_gradients_exact import layouts
 from megatron_daro.convert import plan
 from megatron_daro.workshop.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed"]
+MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe"]
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -11,7 +11,7 @@ from heavy_cases import mostly_heavy
 from safetensors.torch import load_file
 from small_models import as_in_checkpoint, random_batch, save_model
 from test_gradients_exact import reference_gradients, relative_difference
-from test_logprobs_models import TOLERANCE, plain_logprobs
+from test_logprobs_models import TOLERANCE, plain_logprobs, run
 
 
 def layouts():
@@ -27,15 +27,17 @@ def layouts():
         "pp2_ep2": Layout(pipeline=2, data=2, expert=2),
         "pp2_vpp2_ep2": Layout(pipeline=2, data=2, expert=2, virtual_pipeline=2),
         "cp2_ep2": Layout(context=2, expert=2),
+        "cp2": Layout(context=2),
+        "dp2": Layout(data=2),
         "tp2_dp2_ep2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),  # experts: ETP 2 x EP 2
         "tp4_ep2": Layout(tensor=4, expert=2, expert_tensor=1),  # two copies of the experts among the ranks of TP
         "dp4_ep2": Layout(data=4, expert=2),  # two copies of the experts, over DP
     }
 
 
-FAMILIES = ["qwen3_moe", "qwen3_moe_mixed", "mixtral"]
-CASES = [("qwen3_moe", layout) for layout in layouts()] + [
-    (family, layout) for family in FAMILIES[1:] for layout in ("single", "tp2_ep2", "pp2_ep2", "pp2_vpp2_ep2")
+FAMILIES = ["qwen3_moe", "glm4_moe", "glm4_moe_normed", "qwen3_moe_mixed", "mixtral"]
+CASES = [(family, layout) for family in FAMILIES[:2] for layout in layouts()] + [
+    (family, layout) for family in FAMILIES[2:] for layout in ("single", "tp2_ep2", "pp2_ep2", "pp2_vpp2_ep2")
 ]
 
 
@@ -58,6 +60,8 @@ def models(tmp_path_factory):
     mostly_heavy(
         CASES,
         *(("qwen3_moe", layout) for layout in ("tp2_etp1", "cp2_ep2", "tp2_dp2_ep2", "tp4_ep2", "dp4_ep2")),
+        *(("glm4_moe", layout) for layout in ("single", "tp2_ep2", "pp2", "cp2_ep2", "tp2_dp2_ep2")),
+        ("glm4_moe_normed", "tp2_ep2"),
         ("qwen3_moe_mixed", "pp2_vpp2_ep2"),
         ("mixtral", "tp2_ep2"),
     ),
@@ -72,25 +76,43 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by"),
-    mostly_heavy([("single", "ep2"), ("tp2_dp2_ep2", "pp2"), ("dp4_ep2", "tp2_etp1")], ("tp2_dp2_ep2", "pp2")),
+    ("family", "saved_by", "loaded_by"),
+    mostly_heavy(
+        [
+            ("qwen3_moe", "single", "ep2"),
+            ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
+            ("qwen3_moe", "dp4_ep2", "tp2_etp1"),
+            ("glm4_moe", "tp2_ep2", "pp2"),
+        ],
+        ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
+    ),
 )
-def test_a_checkpoint_continues_with_other_expert_parallel_sizes(rank_pool, models, tmp_path, saved_by, loaded_by):
+def test_a_checkpoint_continues_with_other_expert_parallel_sizes(
+    rank_pool, models, tmp_path, family, saved_by, loaded_by
+):
     """Two steps, a checkpoint, two steps in another layout: the weights of four steps of one process."""
-    whole = train(rank_pool, models, "single", range(4))
-    train(rank_pool, models, saved_by, range(2), save_to=tmp_path)
-    resumed = train(rank_pool, models, loaded_by, range(2, 4), load_from=tmp_path)
+    model = models[family][0]
+    whole = train(rank_pool, model, "single", range(4))
+    train(rank_pool, model, saved_by, range(2), save_to=tmp_path)
+    resumed = train(rank_pool, model, loaded_by, range(2, 4), load_from=tmp_path)
     assert set(resumed) == set(whole)
     for name, weights in whole.items():
         np.testing.assert_allclose(resumed[name], weights, rtol=0, atol=2e-5, err_msg=name)
 
 
-def train(pool, models, layout, seeds, **extra):
+def test_in_bf16_a_router_keeps_its_bias_in_fp32(rank_pool, models):
+    directory, *_ = models["glm4_moe"]
+    _, exported = run(rank_pool, "tp2", directory, random_batch(), 3, precision="bf16")
+    for name, stored in load_file(directory / "model.safetensors").items():
+        assert torch.equal(exported[name], stored if name.endswith("correction_bias") else stored.bfloat16()), name
+
+
+def train(pool, model, layout, seeds, **extra):
     """Weights after one step for each seed."""
     results = pool.run(
         megatron_tasks.train,
         layouts()[layout],
-        path=models["qwen3_moe"][0],
+        path=model,
         batches=[random_batch(seed=seed) for seed in seeds],
         num_micro_batches=2,
         algorithm={"name": "daro"},

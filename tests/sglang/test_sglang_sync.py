@@ -92,11 +92,18 @@ def test_servers_have_the_experts_of_the_ranks(expert_servers, tmp_path, layout)
     check_every_sync(expert_servers, tmp_path, "qwen3_moe", **layout)
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("expert_servers", ["glm4_moe"], indirect=True)
+def test_servers_have_the_shared_experts_and_the_bias_of_the_ranks(expert_servers, tmp_path):
+    layout = {"tensor_parallel": 2, "expert_parallel": 2}
+    check_every_sync(expert_servers, tmp_path, "glm4_moe", ("distributed", "disk"), **layout)
+
+
 @pytest.fixture(scope="module")
-def expert_servers(tmp_path_factory):
-    """Two servers of a Qwen3 with four experts."""
+def expert_servers(request, tmp_path_factory):
+    """Two servers of a Qwen3 with four experts, or of a GLM-4.5."""
     directory = tmp_path_factory.mktemp("expert_servers")
-    save_policy(directory / "model", 0, experts=4)
+    save_policy(directory / "model", 0, experts=4, glm=getattr(request, "param", "") == "glm4_moe")
     servers = [PooledServer(directory / "model", directory / f"server_{i}.log", seed=i) for i in range(2)]
     try:
         for server in servers:

@@ -12,6 +12,7 @@ from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.rules.algorithm import STEPS_OF_A_BATCH
 from megatron_daro.config.rules.layout import PARALLEL, layout_text
 from megatron_daro.config.sections import Config
+from megatron_daro.families import families
 
 _GSPO_WIDEST = 0.01
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
@@ -24,6 +25,11 @@ def model(shape: ModelShape | None) -> Iterator[Problem]:
         got = f"a config.json with a loss that balances experts (router_aux_loss_coef {shape.experts.balancing:g})"
         fix = "none needed; watch the experts' use, and set output_router_logits to false to silence this"
         yield Problem("model.path", got, "training without it: as rollouts chose the experts", fix)
+    if shape and shape.further_layers:
+        key = families()[shape.family].further_tokens
+        got = f"a config.json with layers that predict tokens after the next ({key} {shape.further_layers})"
+        allowed = "training without them: no checkpoint of the run has them, and no server gets them"
+        yield Problem("model.path", got, allowed, "none needed; start servers without speculative decoding by them")
 
 
 def world(config: Config, hardware: Hardware) -> Iterator[Problem]:

@@ -222,6 +222,7 @@ def _uneven(shape: ModelShape, ranks: int) -> list[str]:
         widths["intermediate_size"] = shape.ffn / ranks
     if shape.experts:
         widths["width of an expert"] = shape.experts.ffn / ranks
+        widths["width of shared experts"] = shape.experts.shared_ffn / ranks
     return [f"{what} {width:g}" for what, width in widths.items() if width % FP8_BLOCK]
 
 

@@ -142,6 +142,7 @@ def _experts(actor: ActorSection, experts: ExpertShape) -> Iterator[Problem]:
     yield from _divides("actor.expert_parallel", actor.expert_parallel, experts.number, "experts")
     cut_field = "actor.tensor_parallel" if cut == tensor else "actor.expert_tensor_parallel"
     yield from _divides(cut_field, cut, experts.ffn, "columns of an expert")
+    yield from _divides("actor.tensor_parallel", tensor, experts.shared_ffn, "columns of shared experts")
     group, ranks = actor.expert_group_size, tensor * actor.context_parallel * actor.data_parallel
     got = f"{actor.expert_parallel}; with ETP {cut} experts need groups of {group} ranks"
     if ranks % group:

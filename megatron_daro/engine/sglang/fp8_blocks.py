@@ -21,7 +21,17 @@ FIRST_SGLANG = (0, 5, 23)
 """The first version that is known to tell which of its matrices are blocks."""
 MANIFEST_CALL: Mapping[str, Any] = {"action": "checksum", "skip_tensor_list": ["."]}
 """Body of /weights_checker whose answer names the quantized matrices alone."""
-_ROLES = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
+_ROLES = (
+    "qkv",
+    "attention_output",
+    "gate_up",
+    "down",
+    "expert_gate_up",
+    "expert_down",
+    "shared_gate_up",
+    "shared_down",
+)
+_SHARED = ".shared_experts."
 _FUSED = (
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
@@ -54,7 +64,10 @@ def fp8_disagreement(sent: Iterable[str], reported: Iterable[str]) -> str:
     Args:
         sent: HF names of the matrices that were sent as blocks. reported: those that the server has so, in its names.
     """
-    ours, theirs = {_server_name(name) for name in sent}, set(reported)
+    theirs = set(reported)
+    # On some GPUs shared experts are one more of the others (models/glm4_moe.py, `load_weights`).
+    place = _SHARED if any(_SHARED in name for name in theirs) else ".experts.0."
+    ours = {_server_name(name.replace(_SHARED, place)) for name in sent}
     if ours == theirs:
         return ""
     unread, unsent = sorted(ours - theirs), sorted(theirs - ours)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,9 +22,11 @@ from pathlib import Path
 import torch
 
 from megatron_daro import durable
+from megatron_daro.config.model_shape import without_further_layers
 from megatron_daro.convert import daro_format, torch_dist
-from megatron_daro.convert.hf_files import copy_model_files, write_index
-from megatron_daro.convert.plan import PART_BYTES, Job, Plan
+from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, write_index
+from megatron_daro.convert.plan import FURTHER_FILE, PART_BYTES, Job, Plan
+from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import CheckpointError, ModelError, disk_fault
 from megatron_daro.workshop.convert.card import CARD_FILE, Card, make_card
 from megatron_daro.workshop.convert.comparison import compare_file
@@ -31,6 +34,7 @@ from megatron_daro.workshop.convert.jobs import write_file
 from megatron_daro.workshop.convert.partial import Partial, replaceable
 from megatron_daro.workshop.convert.processes import results_of
 from megatron_daro.workshop.convert.records import FileRecord, joined
+from megatron_daro.workshop.convert.rows import windows
 
 HF_FOLDER = "hf"
 """In a converted Megatron checkpoint: config.json and the tokenizer of the model."""
@@ -147,8 +151,11 @@ def _complete(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
     folder = plan.weights_folder(root)
     if plan.format == "hf":
         weight_map = {tensor.name: record.file for record in records for tensor in record.hf}
-        write_index(folder, weight_map, plan.num_bytes)
-        copy_model_files(plan.config, root, _written_dtype(records))
+        further = dict.fromkeys(_keep_further_layers(plan, root), FURTHER_FILE)
+        size = (root / FURTHER_FILE).stat().st_size if further else 0
+        write_index(folder, weight_map | further, plan.num_bytes + size)
+        changes = {} if further else without_further_layers(plan.config)
+        copy_model_files(plan.config, root, _written_dtype(records), changes=changes)
         durable.sync_folder(folder)
         return
     if plan.format == "daro":
@@ -161,13 +168,29 @@ def _complete(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
         (root / torch_dist.TRACKER_FILE).write_text(torch_dist.RELEASE)
     (root / HF_FOLDER).mkdir(exist_ok=True)
     copy_model_files(plan.config, root / HF_FOLDER, None)
+    _keep_further_layers(plan, root / HF_FOLDER)
     for path in {folder, root, root / HF_FOLDER}:
         for file in path.iterdir():
             if file.is_file():
                 durable.sync(file)
 
 
+def _keep_further_layers(plan: Plan, folder: Path) -> list[str]:
+    """Write `Plan.further` into a folder, as they are; returns their names."""
+    names = plan.further()
+    if names and plan.source_format == "hf":
+        with HFCheckpoint(plan.source) as source:
+            header = [(name, source.dtype(name), source.shape(name)) for name in names]
+            with FileWriter(folder / FURTHER_FILE, header, metadata={"format": "pt"}) as writer:
+                for name, dtype, shape in header:
+                    for start, stop in windows(shape, dtype, plan.piece_bytes):
+                        writer.write(source.read(name, start, stop))
+    elif names and isinstance(plan.config, Path):
+        shutil.copyfile(plan.config / FURTHER_FILE, folder / FURTHER_FILE)
+    return names
+
+
 def _written_dtype(records: Iterable[FileRecord]) -> str | None:
-    """Return the dtype of all tensors; None where they have several."""
-    dtypes = {tensor.dtype for record in records for tensor in record.hf}
+    """Return the dtype of all matrices; None where they have several. A router's bias is in fp32 in any model."""
+    dtypes = {tensor.dtype for record in records for tensor in record.hf if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else None

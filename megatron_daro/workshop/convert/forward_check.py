@@ -77,8 +77,8 @@ def _why_not_finite(hf: Path) -> str:
 
 
 def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round every parameter to what a dtype can hold."""
-    for parameter in model.parameters():
+    """Round every parameter to what a dtype can hold, but for those that a conversion does not cast."""
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data.copy_(parameter.data.to(dtype))
 
 

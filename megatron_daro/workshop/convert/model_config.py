@@ -199,7 +199,9 @@ def _model_type(arguments: Mapping[str, Any]) -> str:
     wanted = [bool(arguments.get(name)) for name in ("qk_layernorm", "add_qkv_bias", "num_experts")]
     excluded = {"mixtral"} if arguments.get("moe_router_pre_softmax") else set()
     for name, family in sorted(families().items()):
-        if [family.qk_norm, family.qkv_bias, family.experts is not None] == wanted and name not in excluded:
+        if family.switches or name in excluded:  # `_FIXED` refuses routers of the kind that these have
+            continue
+        if ["query_norm" in family.tensors, "qkv_bias" in family.tensors, family.experts is not None] == wanted:
             return name
     raise ModelError(
         f"no family has models with qk_layernorm {wanted[0]}, add_qkv_bias {wanted[1]}, experts {wanted[2]}. {_GIVE}"

@@ -47,14 +47,16 @@ class Cut:
 
 
 def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, ...]:
-    """Return the elements of each parameter of one layer on one rank, those of experts left out."""
+    """Return the elements of each parameter of one layer on one rank, those of experts left out, and
+    what has no gradient."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     columns = (query + 2 * key) // cut.tensor
     sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
     sizes += [columns] if shape.qkv_bias else []
     sizes += [shape.head_dim, shape.head_dim] if shape.qk_norm else []
     if shape.experts and shape.has_experts(layer):
-        return (*sizes, shape.experts.number * shape.hidden)
+        shared = shape.experts.shared_ffn // cut.tensor * shape.hidden
+        return (*sizes, shape.experts.number * shape.hidden, *((2 * shared, shared) if shared else ()))
     width = shape.ffn // cut.tensor
     return (*sizes, 2 * width * shape.hidden, width * shape.hidden)
 
@@ -209,6 +211,7 @@ class ModelLayout:
 def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, int]]:
     """Yield each (TP, PP, CP) that the model divides into, within a node's TP and at most `most` GPUs."""
     columns = [shape.ffn] if shape.expert_layers < shape.layers else []
+    columns += [shape.experts.shared_ffn] if shape.experts and shape.experts.shared_ffn else []
     for tensor in _divisors_of_all(shape.heads, shape.kv_heads, *columns):
         if tensor > gpu.gpus_per_node:
             continue

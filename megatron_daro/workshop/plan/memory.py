@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
+from megatron_daro.config.model_shape import ExpertShape
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
@@ -90,11 +91,16 @@ def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
     mlp = dense * kinds.ffn * shape.ffn
     if shape.experts:
-        # Each token is copied to its experts and their outputs are brought back; the router is small.
-        chosen = shape.experts.chosen * (kinds.copies * shape.hidden + kinds.ffn * shape.experts.ffn)
-        mlp += mixed * (chosen + 3 * shape.experts.number)
+        mlp += mixed * _expert_elements(shape.experts, shape.hidden, kinds)
     elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
+
+
+def _expert_elements(experts: ExpertShape, hidden: int, kinds: LayerActivations) -> float:
+    """Return what the experts of a layer keep for a token, which is copied to those that were chosen and whose outputs
+    are brought back; the router is small."""
+    chosen = experts.chosen * (kinds.copies * hidden + kinds.ffn * experts.ffn)
+    return chosen + kinds.ffn * experts.shared_ffn + 3 * experts.number
 
 
 def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
@@ -105,8 +111,7 @@ def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
     shape, recomputed = workload.shape, workload.recomputed
     mlp = (shape.layers - shape.expert_layers) * kinds.ffn * shape.ffn * ("mlp" in recomputed)
     if shape.experts and "moe" in recomputed:
-        chosen = shape.experts.chosen * (kinds.copies * shape.hidden + kinds.ffn * shape.experts.ffn)
-        mlp += shape.expert_layers * (chosen + 3 * shape.experts.number)
+        mlp += shape.expert_layers * _expert_elements(shape.experts, shape.hidden, kinds)
     elif shape.experts and "moe_act" in recomputed:
         mlp += shape.expert_layers * shape.experts.chosen * shape.experts.ffn
     return mlp / shape.layers

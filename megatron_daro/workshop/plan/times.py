@@ -172,7 +172,8 @@ def _recomputed_share(workload: Workload) -> float:
     shape, recomputed = workload.shape, workload.recomputed
     products = 3 * shape.hidden * shape.ffn * (shape.layers - shape.expert_layers) * ("mlp" in recomputed)
     if shape.experts and "moe" in recomputed:
-        products += 3 * shape.hidden * shape.experts.ffn * shape.experts.chosen * shape.expert_layers
+        columns = shape.experts.ffn * shape.experts.chosen + shape.experts.shared_ffn
+        products += 3 * shape.hidden * columns * shape.expert_layers
     return products / active_parameters(shape)
 
 
@@ -413,7 +414,10 @@ def sync_s(
 def _num_tensors(shape: ModelShape) -> int:
     """Tensors of a model's layers under their Hugging Face names."""
     each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm
-    mixed = shape.expert_layers * (1 + 3 * shape.experts.number) if shape.experts else 0
+    mixed = 0
+    if shape.experts:
+        others = 1 + 3 * (shape.experts.shared_ffn > 0) + (shape.experts.scores == "sigmoid")
+        mixed = shape.expert_layers * (others + 3 * shape.experts.number)
     return shape.layers * each + 3 * (shape.layers - shape.expert_layers) + mixed
 
 

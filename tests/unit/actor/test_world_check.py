@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from published_configs import GLM_45_AIR
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
@@ -34,6 +35,7 @@ EXPERTS = {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+GLM = {**DENSE, "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTRAL = {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 # The embedding and the loss count as layers: the first part of the first stage and the last of the last have none.
 BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -54,6 +56,8 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
         (EXPERTS, WORLD, {}),
         (EXPERTS, Layout(tensor=2, data=2, expert=2, expert_tensor=2), {}),  # experts are cut and shared
         (MIXTRAL, Layout(data=4, expert=2), {}),
+        ({**GLM, "use_qk_norm": True, "attention_bias": True}, WORLD, {}),
+        ({**GLM, "n_group": 2}, Layout(data=4, expert=2), {}),
     ],
 )
 def test_a_layout_that_fits(config, layout, options):
@@ -61,7 +65,8 @@ def test_a_layout_that_fits(config, layout, options):
     report = check_world(shape, layout, options=options)
     assert [share.rank for share in report.ranks] == list(range(layout.world_size))
     assert {share.stage for share in report.ranks} == set(range(layout.pipeline))
-    assert all(share.size_bytes == 2 * share.parameters for share in report.ranks)
+    biased = shape.experts is not None and shape.experts.scores == "sigmoid"
+    assert biased or all(share.size_bytes == 2 * share.parameters for share in report.ranks)
     assert report.parameters == shape.num_parameters
     if layout.world_size == layout.data:  # whole replicas: of experts, each rank has its part
         padding = 12 * 64 * (1 if shape.tie else 2)
@@ -126,6 +131,23 @@ def test_the_command_names_every_problem_of_the_layout(config, capsys):
     assert main(["check-layout", config, *["--world", "12", "--tp", "2", "--ep", "3", "--pp", "3"]]) == 2
     printed = capsys.readouterr().err
     assert "actor.pipeline_parallel: got 3" in printed and "actor.expert_parallel: got 3" in printed
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, pipeline=4, data=2, expert=8, expert_tensor=1),
+        Layout(tensor=4, pipeline=2, data=8, expert=32, expert_tensor=1),
+        Layout(tensor=2, pipeline=4, context=4, data=2, expert=16, expert_tensor=1),
+    ],
+    ids=str,
+)
+def test_glm_45_air_on_a_world_of_64(layout):
+    options = {"num_layers_in_first_pipeline_stage": 10, "num_layers_in_last_pipeline_stage": 12}
+    shape = read_model_shape(GLM_45_AIR)
+    report = check_world(shape, layout, options=options if layout.pipeline == 4 else {})
+    assert len(report.ranks) == 64 and report.parameters == 106_852_251_264
 
 
 @pytest.mark.heavy

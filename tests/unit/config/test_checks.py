@@ -98,6 +98,14 @@ def test_training_without_the_balancing_loss_of_a_model_is_a_warning(run_files, 
     assert all(coefficient in warning.got for warning in warnings)
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_training_without_the_layers_that_predict_further_tokens_is_a_warning(run_files, layers):
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    run_files.set_shape(model_type="glm4_moe", **experts, num_nextn_predict_layers=layers)
+    warnings = report(run_files).warnings
+    assert [f"num_nextn_predict_layers {layers}" in warning.got for warning in warnings] == [True] * layers
+
+
 def test_a_run_that_goes_elsewhere_is_checked_against_what_is_there(run_files):
     cluster = Hardware("gpu", 12, capability=None, nodes=(6, 6), place="the Ray cluster at head:6379")
     assert report(run_files, "actor.data_parallel=12", cluster).problems == ()

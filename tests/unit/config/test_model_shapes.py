@@ -59,6 +59,16 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
                 experts=replace(MIXED, ffn=24, normalize=False),
             ),
         ),
+        (
+            {"model_type": "glm4_moe", "moe_intermediate_size": 24},
+            replace(
+                LLAMA, family="glm4_moe", kv_heads=8, rms_eps=1e-5, max_positions=131072, rotary_share=0.5,
+                further_layers=1,
+                experts=ExpertShape(
+                    number=128, chosen=8, ffn=24, normalize=True, dense_layers=(0,), shared_ffn=24, scores="sigmoid"
+                ),
+            ),
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -67,7 +77,7 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
-    assert sorted(families()) == ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+    assert sorted(families()) == ["glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
     for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):
         with pytest.raises(ModelError, match=next(iter(tensors)).split("_")[-1]):

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.megatron_weights import MegatronWeights
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -60,6 +60,7 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_
     root = tmp_path_factory.mktemp("round")
     dense = [0] if model["num_hidden_layers"] > 2 else []  # dense layers before those with experts
     mixed = {"mlp_only_layers": dense} if model["family"] == "qwen3_moe" else {}
+    mixed |= {"first_k_dense_replace": len(dense)} if model["family"] == "glm4_moe" else {}
     given_ = make_hf(root / "hf", config_of(**model, **mixed), dtype=dtype)
     to_megatron(root / "hf", root / "megatron", format_=format_)
     to_hf(root / "megatron", root / "back")
@@ -67,6 +68,34 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_
     assert json.loads((root / "back/config.json").read_text()) == json.loads((root / "hf/config.json").read_text())
     assert (root / "back/tokenizer.json").read_bytes() == (root / "hf/tokenizer.json").read_bytes()
     shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_layers_that_predict_further_tokens_go_along_as_they_are(tmp_path, format_):
+    """Nothing here computes them; without them config.json says so."""
+    given_ = make_hf(tmp_path / "hf", config_of("glm4_moe", num_nextn_predict_layers=1))
+    further = {f"model.layers.2.{name}": torch.randn(16, 3).bfloat16() for name in ("eh_proj.weight", "mlp.x")}
+    for name, tensor in further.items():
+        replace_tensor(tmp_path / "hf", name, tensor)
+    to_megatron(tmp_path / "hf", tmp_path / "one", format_=format_)
+    convert(tmp_path / "two", "--megatron", tmp_path / "one", "--format", FORMATS[format_ == FORMATS[0]])
+    to_hf(tmp_path / "two", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), given_ | further)
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
+    to_megatron(tmp_path / "back", tmp_path / "again", format_=format_)
+    to_hf(tmp_path / "again", tmp_path / "without", config=tmp_path / "hf")
+    assert_equal(tensors_of(tmp_path / "without"), given_)
+    assert json.loads((tmp_path / "without/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_cast_leaves_the_bias_of_a_router_as_it_is(tmp_path):
+    given_ = make_hf(tmp_path / "hf", config_of("glm4_moe", torch_dtype="float32"), dtype=torch.float32)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", dtype="bf16")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    kept = {name for name in given_ if name.endswith("correction_bias")}
+    assert kept
+    assert_equal(tensors_of(tmp_path / "back"), {n: t if n in kept else t.bfloat16() for n, t in given_.items()})
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def sha(values):

@@ -48,7 +48,16 @@ EXPERTS = {
         "moe_intermediate_size": 8,
         "mlp_only_layers": [0],
         "norm_topk_prob": True,
-    }
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
 }
 
 
@@ -67,7 +76,11 @@ MOE = {
 
 def random_tensors(shape: ModelShape, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(d, generator=generator).to(dtype) for name, d in hf_tensor_shapes(shape).items()}
+    kept = {name for rule in hf_to_megatron(shape) for name in rule.hf_names if rule.fp32}
+    return {
+        name: torch.randn(d, generator=generator).to(torch.float32 if name in kept else dtype)
+        for name, d in hf_tensor_shapes(shape).items()
+    }
 
 
 def rules_of(shape: ModelShape, **options):
@@ -200,7 +213,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe"]),
+    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 4]),
@@ -216,7 +229,7 @@ def test_merge_undoes_shard_bit_for_bit(family, kv_heads, per_group, tp_size, vo
     for rule in hf_to_megatron(shape):
         pieces = [shard(rule, tensors, rank, tp_size) for rank in range(tp_size)]
         assert {tuple(p.shape) for p in pieces} == {rule.local_shape(tp_size)}
-        assert all(p.dtype == dtype and p.is_contiguous() for p in pieces)
+        assert all(p.dtype == tensors[rule.hf_names[0]].dtype and p.is_contiguous() for p in pieces)
         restored |= merge(rule, pieces)
     assert restored.keys() == tensors.keys()
     assert all(torch.equal(restored[name], tensors[name]) for name in tensors)

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from published_configs import GLM_45, GLM_45_AIR
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_daro.config.model_shape import ExpertShape, Llama3Scaling, YarnScaling, read_model_shape
 from megatron_daro.errors import ModelError
@@ -154,6 +155,59 @@ def test_a_mixture_of_experts_has_the_parameters_of_the_model_that_transformers_
     assert shape.experts == ExpertShape(number=6, chosen=2, ffn=24, normalize=True, dense_layers=(0, 2, 3, 4))
     assert shape.num_parameters - shape.num_active_parameters == 4 * 3 * 32 * 24
     assert [shape.has_experts(layer) for layer in range(5)] == [False, True, False, False, False]
+
+
+GLM = {
+    **SIZES,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
+
+
+@pytest.mark.parametrize("switches", [{}, {"attention_bias": True}, {"use_qk_norm": True, "first_k_dense_replace": 0}])
+def test_shared_experts_switches_and_the_bias_of_a_router_are_counted(switches):
+    shape = read_model_shape({**GLM, **switches})
+    keys = {key: value for key, value in {**GLM, **switches}.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**keys))
+    counted = sum(p.numel() for p in model.parameters()) + 8 * shape.expert_layers
+    assert shape.num_parameters == counted
+    assert shape.num_parameters - shape.num_active_parameters == shape.expert_layers * 6 * 3 * 32 * 24
+
+
+@pytest.mark.parametrize(("config", "parameters"), [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024)])
+def test_glm_has_its_published_size(config, parameters):
+    assert read_model_shape(config).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"n_group": 3}, "n_group 3"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group 3"),
+        ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok // topk_group"),  # the sum of one score of a group
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({"n_shared_experts": 0}, "n_shared_experts"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "partial_rotary_factor"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+    ],
+)
+def test_refuses_what_megatron_would_compute_otherwise(change, named):
+    with pytest.raises(ModelError, match=named):
+        read_model_shape({**GLM, **change})
+
+
+def test_all_groups_are_no_limit():
+    assert read_model_shape({**GLM, "n_group": 4, "topk_group": 4}).experts.groups == 1
+    assert read_model_shape({**GLM, "n_group": 2}).experts.groups == 2
 
 
 def test_a_balancing_loss_is_known_where_transformers_would_train_it():

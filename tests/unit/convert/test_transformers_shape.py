@@ -42,6 +42,10 @@ CLASSES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_nextn_predict_layers": 0},
+    ),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -103,6 +107,15 @@ EQUAL = {
         {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "layer_types": ...},
     ),
     "layers that are named full": ("qwen3", {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}),
+    "an eighth of a head": ("glm4_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.125}}),
+    "keys of published glm": (
+        "glm4_moe",
+        {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": None, "partial_rotary_factor": 0.25},
+    ),
+    "no share of a head": ("glm4_moe", {"rope_parameters": ..., "rope_theta": 1e6}),
+    "llama3 of half a head": ("glm4_moe", {"rope_scaling": LLAMA3}),
+    "experts in groups": ("glm4_moe", {"n_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}),
+    "switches": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0}),
     "keys that change nothing": ("llama", {"pretraining_tp": 2, "temperature": 0.5, "is_llama_config": True}),
 }
 

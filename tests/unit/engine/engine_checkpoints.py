@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 EXPERTS = {
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "mixtral": (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
 VOCAB = 31
 
@@ -35,5 +44,8 @@ def save_small_model(directory, family="qwen2", *, tie=False, seed=0, spread=0.3
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0.0, spread, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, spread, generator=generator)
     model.save_pretrained(directory)
     return model

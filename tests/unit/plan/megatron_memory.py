@@ -70,7 +70,8 @@ def static(
                 )
         finally:
             device.prepare = real
-        return sum(parameter.numel() for made in parts for parameter in made.parameters())
+        trained = (p for made in parts for p in made.parameters() if p.requires_grad)
+        return sum(parameter.numel() for parameter in trained)
 
     return in_layout(layout, stage * tensor * data, count)
 

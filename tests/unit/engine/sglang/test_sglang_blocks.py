@@ -43,6 +43,16 @@ def test_experts_are_two_matrices_of_a_layer(model_type, mlp):
     assert not any("router" in name or ".gate.weight" in name or "norm" in name for name in sent)
 
 
+@pytest.mark.parametrize(
+    "shared", [("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ()]
+)
+def test_shared_experts_are_matrices_of_their_own_or_one_more_of_the_others(shared):
+    told = told_of(
+        *(f"{module}.weight" for module in DENSE), "mlp.experts.w13_weight", "mlp.experts.w2_weight", *shared
+    )
+    assert fp8_blocks.fp8_disagreement(sent_of("glm4_moe"), told) == ""
+
+
 def test_a_difference_is_named_from_both_sides():
     told = told_of(*(f"{module}.weight" for module in DENSE[1:]), "mlp.shared.weight")
     said = fp8_blocks.fp8_disagreement(sent_of("qwen2"), told)

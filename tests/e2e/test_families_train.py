@@ -1,0 +1,52 @@
+"""Whole runs of a family that the tiny task's own model does not stand for: two layouts, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_task
+import torch
+from cli_runs import metric_lines, trained
+from safetensors.torch import load_file, save_file
+
+GLM = {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "n_group": 2,
+    "attention_bias": True,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+LAYOUTS = {
+    "cut": ("actor.tensor_parallel=2", "actor.expert_parallel=2"),
+    "staged": ("actor.tensor_parallel=1", "actor.pipeline_parallel=2"),
+}
+COMPARED = ("loss/", "policy/", "difficulty/", "accuracy/", "eval/", "optimizer/")
+
+
+@pytest.mark.heavy
+def test_glm_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_path):
+    model = tmp_path / "model"
+    tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
+    tiny_task.pretrain(model, family="Glm4MoeConfig", **GLM)
+    file, generator = model / "model.safetensors", torch.Generator().manual_seed(0)
+    first = load_file(file)
+    biases = {name: torch.randn(8, generator=generator) * 0.02 for name in first if name.endswith("correction_bias")}
+    save_file(first | biases, file, metadata={"format": "pt"})
+    runs = []
+    for name, layout in LAYOUTS.items():
+        options = [f"model.path={model}", f"trainer.run_dir={tmp_path / name}", "trainer.steps=10"]
+        options += ["trainer.eval_every_steps=5", "trainer.export_hf=true", *layout]
+        trained(["train", tiny.config, *options], tmp_path / f"{name}.log")
+        runs.append(metric_lines(tmp_path / name))
+        exported = {}
+        for path in (tmp_path / name / "hf").glob("*.safetensors"):
+            exported |= load_file(path)
+        assert exported.keys() == first.keys()
+        assert len(biases) == 3 and all(torch.equal(exported[bias], biases[bias]) for bias in biases)
+        assert not torch.equal(exported["lm_head.weight"], first["lm_head.weight"])
+    for one, other in zip(*runs, strict=True):
+        keys = [key for key in one if key.startswith(COMPARED)]
+        assert {key: one[key] for key in keys} == pytest.approx({key: other[key] for key in keys}, rel=1e-4, abs=1e-6)
