@@ -1,7 +1,7 @@
 """NCCL's and torch's variables of the processes that weights are sent between.
 
-Each process reads them once: ranks set theirs before their first process group, a server has them from its start, and
-what both ends of a communicator must agree on is here once.
+Each process reads them once: a rank sets its own before anything calls CUDA, a server has them from its start, and what
+both ends of a communicator must agree on is here once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _RANK = {
     # server is no reason to end a rank.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # Megatron overlaps communication of tensor and context parallelism by the order of kernels in one queue
-    # (megatron/core/tensor_parallel/layers.py asks for it).
+    # (megatron/core/tensor_parallel/layers.py asks for it). The driver reads it when a process makes its context, which
+    # the import of actor/ does.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
@@ -33,5 +34,5 @@ def nccl_of_both_ends(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def nccl_of_rank(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what a rank of the actor must have before its first process group."""
+    """Return what a rank of the actor must have before its first call of CUDA."""
     return nccl_of_both_ends(inherited) | {name: inherited.get(name, value) for name, value in _RANK.items()}

@@ -32,6 +32,7 @@ from megatron_daro.actor.double_buffer import Layout
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.nccl_environment import nccl_of_rank
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
@@ -98,6 +99,7 @@ class TrainWorker:
 
     def __init__(self, rank: int, log_folder: Path | None = None) -> None:
         logs.take_over(log_folder, f"actor rank {rank}")
+        os.environ.update(nccl_of_rank(os.environ))
         self._rank = rank
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()
