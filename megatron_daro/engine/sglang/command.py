@@ -253,7 +253,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED | nccl_environment.nccl_of_both_ends(inherited)
+    kept |= _ADDED | nccl_environment.nccl_of_server(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

@@ -198,6 +198,8 @@ def test_environment_is_clean_of_the_trainer():
         "CUDA_VISIBLE_DEVICES": "3",
         "NCCL_SOCKET_IFNAME": "eth0",
         "NCCL_CUMEM_ENABLE": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
