@@ -183,14 +183,12 @@ class StepLoss:
         losses_M = objective.segment_losses_M.detach()
         cells_M = self._cells_N[packed.sample_indices]
         by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
-        for i, name in enumerate(CELL_SUMS):
-            if name in by_name:
-                self._cell_sums[i].index_add_(0, cells_M, by_name[name])
+        for name, sums_M in by_name.items():
+            self._cell_sums[CELL_SUMS.index(name)].index_add_(0, cells_M, sums_M)
         self._loss_parts += torch.stack([policy, regularizer])
         self._slopes += self._slopes_WN[:, packed.sample_indices] @ losses_M
-        for i, name in enumerate(TOKEN_SUMS):
-            if name in objective.sums:
-                self._token_sums[i] += objective.sums[name]
+        for name, value in objective.sums.items():
+            self._token_sums[TOKEN_SUMS.index(name)] += value
         if "logprob_abs_diff" in objective.maxima:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 

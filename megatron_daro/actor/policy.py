@@ -37,8 +37,8 @@ from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
-from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
-from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
@@ -62,9 +62,9 @@ def layout_of(actor: ActorSection) -> Layout:
     )
 
 
-def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
-    """Return the token objective that the section describes."""
-    return ObjectiveSettings(
+def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
+    """Return the token objective that the section describes, but for what is the algorithm's own."""
+    settings = ObjectiveSettings(
         clip_low=section.clip_low,
         clip_high=section.clip_high,
         dual_clip=section.dual_clip,
@@ -79,11 +79,11 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         correction_low=section.correction.low,
         correction_high=section.correction.high,
         correction_level=section.correction.level,
-        trust_region="mirror" if section.name == "kimi" else section.trust_region,
-        mirror_tau=section.options.get("tau", KIMI_TAU) if section.name == "kimi" else KIMI_TAU,
+        trust_region=section.trust_region,
         sapo_positive=section.sapo.positive,
         sapo_negative=section.sapo.negative,
     )
+    return replace(settings, **algorithm.own_objective)
 
 
 def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
@@ -143,7 +143,7 @@ class MegatronPolicy:
         self._pending_saves: list[checkpoint.PendingSave] = []
         self._pending_snapshot: snapshot.PendingSnapshot | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
-        self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
+        self._routing_replay = actor.routing_replay
         self._output = OutputSettings(
             self.shape.vocab,
             settings.temperature,
@@ -162,6 +162,7 @@ class MegatronPolicy:
                 max_response_tokens=settings.max_response_tokens,
             )
         )
+        self._objective = objective_settings(algorithm, own)
         passes = algorithm.passes(own.token_columns or ())
         needs_reference = "ref_logprobs" in passes
         if not to_be_restored or (needs_reference and reference is None):
@@ -303,7 +304,7 @@ class MegatronPolicy:
         self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)
 
-    def shards(self) -> list[tuple[LocalParameter, Tensor]]:
+    def weight_shards(self) -> list[tuple[LocalParameter, Tensor]]:
         """Return this rank's parameters with their values, as they are: not collective."""
         self._needs("weights")
         self._take_turn("policy")

@@ -24,7 +24,7 @@ from megatron_daro.sync.shard_tcp import check_offers
 async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Have every pipeline stage send its weights as the plan says, one after the other, since receivers take one bucket
     at a time; after a failure the rest is not sent."""
-    if TRANSPORTS[plan.transport].rank_to_rank:
+    if TRANSPORTS[plan.transport].shard_plan:
         return await _send_shards(ranks, plan)
     report = SendReport()
     for stage in sorted({info.stage for info in ranks.infos}):

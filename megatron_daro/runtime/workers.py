@@ -104,7 +104,7 @@ class TrainWorker:
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()
         self._sender: Sender | None = None
-        self._shards: ShardExport | None = None
+        self._shard_export: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
         self._states = KeptStates()
@@ -283,10 +283,10 @@ class TrainWorker:
     @logs.failures_logged
     def offer_shards(self, plan: SendPlan) -> Offer:
         """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
-        if self._shards is None:
+        if self._shard_export is None:
             host = ray.util.get_node_ip_address()
-            self._shards = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
-        return self._shards.offer(plan)
+            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
+        return self._shard_export.offer(plan)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -294,8 +294,8 @@ class TrainWorker:
         """Send them what this rank offered. Args: offers: of all ranks, on the one that is to call the servers."""
         from megatron_daro.actor.weights import sends_for_stage
 
-        assert self._shards is not None, "offer_shards comes first"
-        return self._shards.send(plan, offers, digests=sends_for_stage())
+        assert self._shard_export is not None, "offer_shards comes first"
+        return self._shard_export.send(plan, offers, digests=sends_for_stage())
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -385,7 +385,7 @@ class TrainWorker:
         """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
         from megatron_daro.actor import parallel
 
-        if (shards := self._shards) is not None:
+        if (shards := self._shard_export) is not None:
             shards.close()
         parallel.abort(self._addresses, self._all_addresses)
 
@@ -400,9 +400,9 @@ class TrainWorker:
             self._policy.end_background_work()
         if self._sender is not None:
             self._sender.close()
-        if self._shards is not None:
-            self._shards.close()
-        self._policy, self._relays, self._snapshot, self._shards = None, {}, None, None
+        if self._shard_export is not None:
+            self._shard_export.close()
+        self._policy, self._relays, self._snapshot, self._shard_export = None, {}, None, None
         self._addresses = self._all_addresses = frozenset()
         parallel.shutdown()
         forget_rotary_tables()

@@ -68,8 +68,8 @@ def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
             names = ", ".join(target.name for target in own.targets)
             hosts = ", ".join(sorted({role.host for role in roles.values()}))
             raise SyncError(
-                f"engine.sglang.sync: got tensor for {names} on {host}, where no rank of the actor is (they are on "
-                f"{hosts}): GPU memory is handed over within a host; set engine.sglang.sync=distributed"
+                f"engine.sglang.sync: got {plan.transport} for {names} on {host}, where no rank of the actor is (they "
+                f"are on {hosts}): GPU memory is handed over within a host; set engine.sglang.sync=distributed"
             )
     return Routes(sender, plans, relays)
 

@@ -242,7 +242,7 @@ def flash_rl(config: Config, shape: ModelShape | None, hardware: Hardware) -> It
         got = f"{_FLASH_RL} with a model of type {shape.family}"
         allowed = f"models of type {' or '.join(_FLASH_RL_FAMILIES)}: SGLang quantizes the updates of no other"
         yield wrong(config, _ARGUMENTS, allowed, bf16, beside="model.path", got=got)
-    if sglang.transport.files:
+    if sglang.transport.checkpoint:
         allowed = f"no files with {_FLASH_RL}: weights from these would be quantized twice"
         yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside=_ARGUMENTS)
     if config.actor.precision == "fp32":

@@ -79,7 +79,7 @@ class SGLangEngine:
             fleet=self.fleet,
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout=layout_of_servers(options, expected.model_path) if options.transport.rank_to_rank else None,
+            layout=layout_of_servers(options, expected.model_path) if options.transport.shard_plan else None,
             sync_dir=options.sync_dir or run_dir / "sync",
             probe=self._probe,
             death_of=self._supervision.death_of,

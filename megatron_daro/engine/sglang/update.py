@@ -105,7 +105,7 @@ class ServerUpdate:
             servers = await self._opened()
         if not servers:
             return None
-        if self._transport.files:
+        if self._transport.checkpoint:
             self._directory = self._context.sync_dir / f"version_{self._version:06d}-{next(self._context.files)}"
         targets, offset = [], 1
         for server in servers:
@@ -269,7 +269,7 @@ class ServerUpdate:
         await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
-        if self._transport.files or not _facts(server).has_sessions:
+        if self._transport.checkpoint or not _facts(server).has_sessions:
             return
         try:
             await self._post(server, "/begin_weight_update")
@@ -278,7 +278,7 @@ class ServerUpdate:
             await self._post(server, "/begin_weight_update")
 
     async def _end(self, server: Server) -> None:
-        if not self._transport.files and _facts(server).has_sessions:
+        if not self._transport.checkpoint and _facts(server).has_sessions:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:

@@ -182,4 +182,4 @@ def test_a_rank_takes_digests_of_tensors_that_it_has_whole(monkeypatch, tensor_p
     report = export.send(shards_plan(1, digest_dtype="bfloat16"), ("offer",), digests=True)
     names = {name.rpartition(".weight")[0].split(".")[-1] for name in report.digests}
     assert {name.removeprefix("input_layer").removeprefix("post_attention_layer") for name in names} == digested
-    assert sent[0].keys() == {local.rule.megatron_name for local, _ in policy.shards()}
+    assert sent[0].keys() == {local.rule.megatron_name for local, _ in policy.weight_shards()}
