@@ -136,7 +136,7 @@ class Rollout:
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
     float32 [R], of the model that the policy is distilled from, 0 where loss_mask is; None without one.
-    verdict: what the environment said; None where a verifier judges. The group keeps it, a record with the group.
+    verdict: what the environment said; None where a verifier judges. Recorded with the group, not here.
     """
 
     prompt_id: str

@@ -194,8 +194,8 @@ class StepLoss:
 
     def reduce(self) -> StepSums:
         """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
-        handed_to_all_stages(self._sums)
-        handed_to_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
+        reduced_on_all_stages(self._sums)
+        reduced_on_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
         cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
         token_sums = dict(zip(TOKEN_SUMS, self._token_sums.tolist(), strict=True))
         entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
@@ -209,7 +209,7 @@ class StepLoss:
         )
 
 
-def handed_to_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce the last stage's values over data- and context-parallel ranks, in place, and give them to the other
     stages. Collective."""
     dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

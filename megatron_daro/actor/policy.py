@@ -215,12 +215,12 @@ class MegatronPolicy:
         """Let this model have the device, where policy and critic take turns."""
         if isinstance(self._memory, TakingTurns):
             if model != self._memory.whose:
-                self._keep_what_is_saved()
+                self._wait_for_pending_saves()
             self._memory.take(model, keep_gradients=keep_gradients)
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
         """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
-        self._keep_what_is_saved()
+        self._wait_for_pending_saves()
         return self._memory.offload(kinds)
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
@@ -243,7 +243,7 @@ class MegatronPolicy:
             self._objective,
             self._output,
             step=step,
-            before_update=self._keep_what_is_saved,
+            before_update=self._wait_for_pending_saves,
             critic=self.critic,
             turn=self._take_turn,
         )
@@ -342,7 +342,7 @@ class MegatronPolicy:
         for pending in self._pending_saves:
             pending.wait()
 
-    def _keep_what_is_saved(self) -> None:
+    def _wait_for_pending_saves(self) -> None:
         """Wait until weights and optimizer state may change."""
         for pending in self._pending_saves:
             pending.release()
@@ -365,7 +365,7 @@ class MegatronPolicy:
     def restore(self, slot: Slot) -> None:
         """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""
         self._needs("weights", "optimizer")
-        self._keep_what_is_saved()
+        self._wait_for_pending_saves()
         snapshot.restore(*self._for_snapshots(), slot)
 
     @property
@@ -389,7 +389,7 @@ class MegatronPolicy:
     def load(self, directory: Path) -> None:
         """Load what `start_save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
-        self._keep_what_is_saved()
+        self._wait_for_pending_saves()
         folder = directory / critic.FOLDER
         if self.critic is not None and not folder.is_dir():
             raise CheckpointError(

@@ -430,7 +430,8 @@ class TrainWorker:
 
 @remote_class(max_restarts=0, max_task_retries=0)
 class EngineWorker:
-    """One replica of the embedded engine: its methods are those of the Engine Protocol, on Ray's event loop."""
+    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight
+    update, on Ray's event loop."""
 
     def __init__(
         self,

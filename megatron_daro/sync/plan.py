@@ -55,7 +55,7 @@ class Target:
 class SendPlan:
     """Everything that one export is to send.
 
-    transport: the way, by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
+    transport: by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
     of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
     digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
     message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the

@@ -83,7 +83,7 @@ def _servers_over_nodes(config: Config) -> Iterator[Problem]:
 
 
 def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why the policy's weights could not go to the servers in this way."""
+    """Yield why the policy's weights could not go to the servers by this transport."""
     sglang, way, broadcast = config.engine.sglang, config.engine.sglang.transport, f"set {_SYNC}=distributed"
     if config.engine.kind != "sglang":
         return

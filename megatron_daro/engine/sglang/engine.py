@@ -56,7 +56,7 @@ class SGLangEngine:
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
-            asker: asks servers; started and closed with this. warn: tells a person.
+            asker: asks servers; started and closed with this. warn: shows the user a warning.
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
