@@ -2,8 +2,8 @@
 
 A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
 takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
-(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By any other transport
-one rank of a stage sends to all.
+(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By any other
+transport one rank of a stage sends to all.
 """
 
 from __future__ import annotations

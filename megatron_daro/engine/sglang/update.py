@@ -56,7 +56,8 @@ class UpdateContext:
 
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
     for `sync: shards`. sync_dir: where files are written. probe: asks a server. death_of: why the process of one that
-    cannot be reached is gone. metrics: of the engine. warn: shows a warning. written: directories of files, oldest first. last_checksums: of each server.
+    cannot be reached is gone. metrics: of the engine. warn: shows a warning. written: directories of files, oldest
+    first. last_checksums: of each server.
     """
 
     fleet: Fleet
