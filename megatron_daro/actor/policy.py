@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, critic, device, snapshot
+from megatron_daro.actor import checkpoint, communicators, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
@@ -219,12 +219,17 @@ class MegatronPolicy:
             self._memory.take(model, keep_gradients=keep_gradients)
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
+        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it.
+        Communicators give theirs back with the weights. Collective over all ranks."""
         self._wait_for_pending_saves()
-        return self._memory.offload(kinds)
+        leaves = "weights" in kinds and "weights" not in self._memory.away
+        move = self._memory.offload(kinds)
+        return replace(move, left=move.left + communicators.suspend()) if leaves else move
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move them to the device again, bit for bit; gradients are zeros."""
+        """Move them to the device again, bit for bit; gradients are zeros. Collective over all ranks."""
+        if "weights" in kinds and "weights" in self._memory.away:
+            communicators.resume()
         return self._memory.onload(kinds)
 
     def _needs(self, *kinds: MemoryKind) -> None:

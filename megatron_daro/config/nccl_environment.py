@@ -33,6 +33,8 @@ _RANK = {
     # the import of actor/ does.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+# NCCL gives memory back that it allocated with cuMem only; such a rank is in no group with a server.
+_SHARING_RANK = {"NCCL_CUMEM_ENABLE": "1"}
 
 
 def nccl_of_both_ends(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -45,9 +47,9 @@ def nccl_of_server(inherited: Mapping[str, str]) -> dict[str, str]:
     return _with_defaults(_BOTH_ENDS | _SERVER, inherited)
 
 
-def nccl_of_rank(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what a rank of the actor must have before its first call of CUDA."""
-    return _with_defaults(_BOTH_ENDS | _RANK, inherited)
+def nccl_of_rank(inherited: Mapping[str, str], *, shares_gpu: bool = False) -> dict[str, str]:
+    """Return what a rank of the actor must have before its first call of CUDA. Args: shares_gpu: with a server."""
+    return _with_defaults(_BOTH_ENDS | _RANK | (_SHARING_RANK if shares_gpu else {}), inherited)
 
 
 def _with_defaults(values: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:

@@ -54,7 +54,8 @@ class Ranks:
 
     def start_process(self, rank: int) -> ActorHandle:
         """Start the process of one rank, and return its handle."""
-        return actor_class(TrainWorker).options(**self._placement.rank(rank)).remote(rank, self._run.log_dir)
+        actor = actor_class(TrainWorker).options(**self._placement.rank(rank))
+        return actor.remote(rank, self._run.log_dir, self._placement.shares_gpus)
 
     async def join(self, *, to_be_restored: bool = True) -> None:
         """Have all processes meet in new groups, and build the policy in each."""

@@ -97,9 +97,9 @@ def _session_folder() -> Path:
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
 
-    def __init__(self, rank: int, log_folder: Path | None = None) -> None:
+    def __init__(self, rank: int, log_folder: Path | None = None, shares_gpu: bool = False) -> None:
         logs.take_over(log_folder, f"actor rank {rank}")
-        os.environ.update(nccl_of_rank(os.environ))
+        os.environ.update(nccl_of_rank(os.environ, shares_gpu=shares_gpu))
         self._rank = rank
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()

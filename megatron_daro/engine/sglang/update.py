@@ -173,7 +173,7 @@ class ServerUpdate:
         if report.digests:
             await self._phase("compare checksums", lambda server: self._compare_checksums(server, report.digests))
         await self._phase("set the version", self._stamp)
-        await self._phase("take the memory of the cache", lambda server: self._resume(server, "kv_cache"))
+        await self._phase("take the memory of the cache", lambda server: self._resume(server, "kv_cache", "cuda_graph"))
         await self._phase("continue", self._continue)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -259,8 +259,8 @@ class ServerUpdate:
         except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
 
-    async def _resume(self, server: Server, tag: MemoryTag) -> None:
-        await resume(server, tag, timeout_s=self._options.sync_timeout_s)
+    async def _resume(self, server: Server, *tags: MemoryTag) -> None:
+        await resume(server, *tags, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
         # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in

@@ -20,6 +20,11 @@ def test_a_rank_and_a_server_hand_out_memory_in_the_same_way(inherited):
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in server
 
 
+def test_a_rank_that_shares_its_gpu_can_give_the_memory_of_nccl_back():
+    """It is in no group with a server; NCCL gives back what it allocated with cuMem."""
+    assert nccl_environment.nccl_of_rank({}, shares_gpu=True)["NCCL_CUMEM_ENABLE"] == "1"
+
+
 @pytest.mark.parametrize("of", [nccl_environment.nccl_of_rank, nccl_environment.nccl_of_server])
 def test_both_ends_survive_the_dump_of_a_broken_group_unless_a_person_wants_it(of):
     assert of({})["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
