@@ -77,19 +77,19 @@ class Saver:
 
     def _step(self) -> tuple[float, float]:
         self._number += 1
-        waited, keep = [0.0], self._policy._keep_what_is_saved
+        waited, keep = [0.0], self._policy._wait_for_pending_saves
 
         def timed() -> None:
             start = time.perf_counter()
             keep()
             waited[0] += time.perf_counter() - start
 
-        self._policy._keep_what_is_saved = timed  # type: ignore[method-assign]
+        self._policy._wait_for_pending_saves = timed  # type: ignore[method-assign]
         start = time.perf_counter()
         rows = [list(range(i, i + ROLLOUTS)) for i in range(0, len(self._batch), ROLLOUTS)]
         self._policy.train_step(self._batch, rows, step=self._number)
         taken = time.perf_counter() - start
-        self._policy._keep_what_is_saved = keep  # type: ignore[method-assign]
+        self._policy._wait_for_pending_saves = keep  # type: ignore[method-assign]
         return taken, waited[0]
 
     def _directory(self) -> Path:

@@ -237,7 +237,7 @@ def write_task(directory: Path, urls: list[str], prompts: int, tokens: int, rank
     content = {
         "model": {"path": str(model)},
         "data": {"train": [str(directory / "train.jsonl")], "prompt_template": "plain", "max_prompt_tokens": 128},
-        "rollout": {"prompts_per_step": prompts, "rollouts_per_prompt": SAMPLES, "max_response_tokens": tokens + 100},
+        "rollout": {"prompts_per_batch": prompts, "rollouts_per_prompt": SAMPLES, "max_response_tokens": tokens + 100},
         "algorithm": {"old_logprobs": "recompute"},
         "actor": {"data_parallel": ranks, "micro_batch_tokens": 32768},
         "engine": {"kind": "sglang", "replicas": len(urls), "sglang": {"urls": urls}},

@@ -44,7 +44,7 @@ ROWS = 64
 TOLERANCE = 1e-4
 PLAIN = """algorithm.name=daro algorithm.kl.coefficient=0.0 algorithm.entropy_coefficient=0.0 rollout.top_p=1.0
 algorithm.overlong.kind=none algorithm.correction.kind=none algorithm.old_logprobs=forward data.prompt_template=plain
-actor.optimizer.schedule=constant trainer.updates_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
+actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
 rollout.stop=() rollout.stop_token_ids=()"""
 
 
@@ -207,7 +207,7 @@ class Asker:
             for group in self.ask(problems, section.rollouts_per_prompt, section.temperature) if problems else ():
                 seen += group
                 kept += group if len({sample.correct for sample in group}) == 2 else []
-            missing = max(0, section.prompts_per_step - len(kept) // section.rollouts_per_prompt)
+            missing = max(0, section.prompts_per_batch - len(kept) // section.rollouts_per_prompt)
         return kept[: section.batch_rollouts], sum(s.correct for s in seen) / len(seen)
 
     def evaluate(self) -> dict[str, float]:

@@ -5,10 +5,10 @@ has three coroutines under one task group:
 
     _generate --batches, then None--> _queue --> _train --> _sync_weights --> engine
         ^                                          |
-        +------- _batch_done: batch counted -------+          _watch: a stop ends _generate
+        +------------- Pace.batch_done ------------+          _watch: a stop ends _generate
 
     coroutine   waits for                                          unblocked by
-    _generate   its turn: batch m needs m - 1 - batches_ahead      `_batch_done`, once the engine has the weights
+    _generate   its turn: batch m needs m - 1 - batches_ahead      `_sync_weights`, once the engine has the weights
                 trained, so 0 is synchronous training, and 1       of a batch, or a batch trained nothing
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
@@ -18,8 +18,7 @@ has three coroutines under one task group:
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
 Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
-skipped. `shutdown` is the one place that closes everything. It sees Protocols only and knows no Megatron, Ray, engine
-or model.
+skipped. `shutdown` is the one place that closes everything. Policy, engine and source of batches are Protocols.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.minibatches import MiniBatch, last_step, passed, plan_minibatches
 from megatron_daro.rollout.no_signal import SignalWatch
+from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import GROUP_METRICS, GroupMetrics, update_metrics
-from megatron_daro.rollout.update_plan import Update, last_step, passed, plan_updates
+from megatron_daro.rollout.summary import step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
@@ -70,7 +70,7 @@ class Parts:
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
     colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
-    engine and trainer drift apart. signal: when no answer teaches anything. group_metrics: what groups say in numbers.
+    engine and trainer drift apart.
     """
 
     policy: ExportingPolicy
@@ -90,8 +90,6 @@ class Parts:
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
-    signal: SignalWatch = field(default_factory=SignalWatch)
-    group_metrics: Sequence[GroupMetrics] = GROUP_METRICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +114,11 @@ class Controller:
         self._section = section
         self._parts = parts
         self._within = parts.deadlines.within
-        self._batches_ahead = batches_ahead
+        self._pace = Pace(section.steps, batches_ahead)
         self.step = 0
-        # The step at which all batches sampled so far will be used up: `_generate` adds a whole batch when it is there,
-        # `_train_batch` takes off the steps that it will not train, before it wakes `_may_generate`.
-        self._planned_step = 0
-        self._batches_done = 0
         self._skipped_steps = 0
-        self._lost_in_a_row = 0
+        self._signal = SignalWatch()
+        self._batch_trained, self._lost_in_a_row = False, 0
         self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
@@ -134,7 +129,6 @@ class Controller:
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
-        self._progressed = asyncio.Condition()
         self._stop = asyncio.Event()
         self._stop_at_once = False
         self._task: asyncio.Task | None = None
@@ -152,8 +146,8 @@ class Controller:
         await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
         waiting = await self._within("load", asyncio.to_thread(read_waiting, checkpoint), what=str(checkpoint))
         self._parts.source.load_state_dict(state["sampler"], waiting)
-        self.step = self._planned_step = self._saved_step = int(state["step"])
-        self._batches_done = int(state["batches_done"])
+        self.step = self._saved_step = int(state["step"])
+        self._pace.go_on_from(self.step, int(state["batches_done"]))
         self._skipped_steps = int(state["skipped_steps"])
         self.truncate_files()
 
@@ -262,32 +256,21 @@ class Controller:
         self._parts.evaluations.cancel()
 
     async def _generate(self) -> None:
-        index = self._batches_done
+        index = self._pace.batches_done
         try:
-            while await self._within("turn", self._may_generate(index), what=f"batch {index}"):
+            while await self._within("turn", self._pace.may_generate(index), what=f"batch {index}"):
                 async with self._engine_use():
                     with self._parts.phases.measure("rollout"):
-                        batch = await self._parts.source.sample(self._planned_step)
+                        batch = await self._parts.source.sample(self._pace.planned_step)
                 if batch is None:
                     break
-                self._planned_step = last_step(batch, self._planned_step, self._section)
+                self._pace.sampled(last_step(batch, self._pace.planned_step, self._section))
                 self._queue.put_nowait(batch)
                 index += 1
         except asyncio.CancelledError:
             self._queue.put_nowait(None)
             raise
         self._queue.put_nowait(None)
-
-    async def _may_generate(self, index: int) -> bool:
-        """Wait until batch `index` may be generated. False when training needs no more batches."""
-        async with self._progressed:
-            await self._progressed.wait_for(
-                lambda: (
-                    self.step >= self._section.steps
-                    or (self._planned_step < self._section.steps and index - self._batches_done <= self._batches_ahead)
-                )
-            )
-        return self.step < self._section.steps
 
     @asynccontextmanager
     async def _engine_use(self) -> AsyncIterator[None]:
@@ -320,99 +303,102 @@ class Controller:
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
         self._resolved.append({})
-        self._last_batch = batch
+        self._last_batch, self._batch_trained = batch, False
         stale = self._parts.source.stale(batch.groups, self.step)
-        updates, unused = plan_updates(batch, stale, self.step, self._section)
+        minibatches, unused = plan_minibatches(batch, stale, self.step, self._section)
         self._resolve(unused, "dropped")
-        # Generation planned with the whole batch; corrected before it is woken, or it could wait for a step too many.
-        planned = last_step(batch, self.step, self._section)
-        self._planned_step += (updates[-1].step if updates else self.step) - planned
+        last = minibatches[-1].step if minibatches else self.step
+        self._pace.shortened(last_step(batch, self.step, self._section) - last)
         lost = (*self._unrecorded, *batch.dropped, *unused)
-        if not updates:
+        if not minibatches:
             self._unrecorded = (*lost, *batch.filtered)
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
-            await self._batch_done()
+            await self._pace.batch_done(self.step)
             return
-        next(update for update in updates if update.first).dropped, self._unrecorded = lost, ()
+        next(minibatch for minibatch in minibatches if minibatch.first).dropped, self._unrecorded = lost, ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
-            update.step: await self._with_logprobs(batch, update) for update in updates if update.epoch == 1
+            minibatch.step: await self._with_logprobs(batch, minibatch)
+            for minibatch in minibatches
+            if minibatch.epoch == 1
         }
         first_epoch = tuple(prepared.batch for prepared in prepared_of_step.values())
-        for update in updates:
-            if not update.trains:
-                self._resolve(update.groups, "dropped")
+        for minibatch in minibatches:
+            if not minibatch.trains:
+                self._resolve(minibatch.groups, "dropped")
                 continue
-            prepared = prepared_of_step.pop(update.step, None)
+            prepared = prepared_of_step.pop(minibatch.step, None)
             if prepared is None:
-                prepared = PreparedBatch(await self._build_columns(batch, update, first_epoch))
-            await self._train_step(update, prepared)
+                prepared = PreparedBatch(await self._build_columns(batch, minibatch, first_epoch))
+            await self._train_step(minibatch, prepared)
 
-    async def _with_logprobs(self, batch: SampledBatch, update: Update) -> PreparedBatch:
+    async def _with_logprobs(self, batch: SampledBatch, minibatch: MiniBatch) -> PreparedBatch:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
-        train_batch = await self._build_columns(batch, update)
+        train_batch = await self._build_columns(batch, minibatch)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(train_batch)
-            return await self._within("logprob", work, what=f"step {update.step}")
+            return await self._within("logprob", work, what=f"step {minibatch.step}")
 
     async def _build_columns(
-        self, batch: SampledBatch, update: Update, first_epoch: Sequence[TrainBatch] = ()
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch] = ()
     ) -> TrainBatch:
         """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and note
         what they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
-            columns = asyncio.to_thread(self._make_columns, batch, update, first_epoch)
-            train_batch, metrics = await self._within("build", columns, what=f"step {update.step}")
-        update.metrics |= metrics
+            columns = asyncio.to_thread(self._make_columns, batch, minibatch, first_epoch)
+            train_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
+        minibatch.metrics |= metrics
         return train_batch
 
     def _make_columns(
-        self, batch: SampledBatch, update: Update, first_epoch: Sequence[TrainBatch]
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch]
     ) -> tuple[TrainBatch, dict[str, float]]:
-        columns = replace(self._parts.build(update.groups, update.step), opens_batch=update.first)
+        columns = replace(self._parts.build(minibatch.groups, minibatch.step), opens_batch=minibatch.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)
-        steps, group_metrics = self._section.steps_per_batch, self._parts.group_metrics
-        return columns, update_metrics(batch, update, columns, steps, group_metrics)
+        return columns, step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
 
-    async def _train_step(self, update: Update, prepared: PreparedBatch) -> None:
+    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch) -> None:
         """One optimizer step and everything that belongs to it."""
         with self._parts.phases.measure("train"):
-            await self._optimizer_step(prepared, update)
-        if update.epoch == 1:
-            self._resolve(update.groups, update.outcome)
-        self.step = update.step
-        update.metrics |= self._book_metrics()
-        if update.last:
-            await self._sync_weights(update)
+            await self._optimizer_step(prepared, minibatch)
+        if minibatch.epoch == 1:
+            self._resolve(minibatch.groups, minibatch.outcome)
+        self.step = minibatch.step
+        minibatch.metrics |= self._book_metrics()
+        if minibatch.last:
+            await self._sync_weights(minibatch)
         with self._parts.phases.measure("write"):
-            await self._write(update, len(prepared.batch.tokens_T))
+            await self._write(minibatch, len(prepared.batch.tokens_T))
 
-    async def _optimizer_step(self, prepared: PreparedBatch, update: Update) -> None:
+    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> None:
         """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
         try:
-            work = self._parts.policy.train(prepared, update.step)
-            result = await self._within("train", work, what=f"step {update.step}")
+            work = self._parts.policy.train(prepared, minibatch.step)
+            result = await self._within("train", work, what=f"step {minibatch.step}")
         except NonFiniteError as error:
-            result = StepResult(update.step, {}, skipped=True, reason=str(error))
-        update.metrics = dict(result.metrics) | update.metrics
+            result = StepResult(minibatch.step, {}, skipped=True, reason=str(error))
+        minibatch.metrics = dict(result.metrics) | minibatch.metrics
         if not result.skipped:
-            self._lost_in_a_row = 0
+            self._batch_trained, self._lost_in_a_row = True, 0
             return
-        update.outcome = "dropped"
+        minibatch.outcome = "dropped"
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
-            path = await self._to_disk(self._parts.recorder.write_failed, update.step, update.groups)
+            path = await self._to_disk(self._parts.recorder.write_failed, minibatch.step, minibatch.groups)
             where = f"the batch is in {path}"
-        message = f"step {update.step}: {result.reason or 'loss or gradient is not finite'}; no optimizer step; {where}"
+        message = (
+            f"step {minibatch.step}: {result.reason or 'loss or gradient is not finite'}; no optimizer step; {where}"
+        )
         if self._section.on_nonfinite == "stop":
             raise NonFiniteError(f"{message}. To go on without such batches, set trainer.on_nonfinite=skip")
         self._skipped_steps += 1
         self._parts.progress.warn(message)
-        self._count_lost(message)
+        if minibatch.last and not self._batch_trained:
+            self._count_lost(message)
 
     def _count_lost(self, message: str) -> None:
         self._lost_in_a_row += 1
@@ -435,47 +421,47 @@ class Controller:
         if self._save_due:
             await self._checkpoint()
 
-    async def _sync_weights(self, update: Update) -> None:
+    async def _sync_weights(self, minibatch: MiniBatch) -> None:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one."""
         await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
-                    update.metrics |= await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(update.version, self.step):
-                await self._parts.evaluations.run(self.step, update.metrics)
-        await self._batch_done()
+                    minibatch.metrics |= await self._publish(f"step {self.step}")
+            if self._parts.evaluations.due(minibatch.version, self.step):
+                await self._parts.evaluations.run(self.step, minibatch.metrics)
+        await self._pace.batch_done(self.step)
 
-    async def _batch_done(self) -> None:
-        async with self._progressed:
-            self._batches_done += 1
-            self._progressed.notify_all()
-
-    async def _write(self, update: Update, num_tokens: int) -> None:
+    async def _write(self, minibatch: MiniBatch, num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
-            groups = {update.outcome: update.groups if update.epoch == 1 else (), "filtered": update.filtered}
-            groups["dropped"] = (*groups.get("dropped", ()), *update.dropped)
-            await self._to_disk(self._parts.recorder.write_step, update.step, groups, update.record)
+            groups = {
+                minibatch.outcome: minibatch.groups if minibatch.epoch == 1 else (),
+                "filtered": minibatch.filtered,
+            }
+            groups["dropped"] = (*groups.get("dropped", ()), *minibatch.dropped)
+            await self._to_disk(self._parts.recorder.write_step, minibatch.step, groups, minibatch.record)
         if self._parts.experts:
-            work = asyncio.to_thread(self._settle_experts, self._parts.experts, update)
-            await self._within("write", work, what=f"experts of step {update.step}")
-        update.metrics |= self._parts.phases.collect()
-        if train_s := update.metrics.get("timing/train_s", 0.0):
-            update.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(lambda: self._write_line(update))
+            work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
+            await self._within("write", work, what=f"experts of step {minibatch.step}")
+        minibatch.metrics |= self._parts.phases.collect()
+        if train_s := minibatch.metrics.get("timing/train_s", 0.0):
+            minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
+        self._parts.evaluations.write(lambda: self._write_line(minibatch))
 
-    def _settle_experts(self, folder: ExpertsFolder, update: Update) -> None:
+    def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
-        kept = [group for group in update.groups if self._parts.recorder or group.group_id in update.again]
-        nothing = dict.fromkeys((group.group_id for group in (*update.groups, *update.filtered, *update.dropped)), ())
+        kept = [group for group in minibatch.groups if self._parts.recorder or group.group_id in minibatch.again]
+        nothing = dict.fromkeys(
+            (group.group_id for group in (*minibatch.groups, *minibatch.filtered, *minibatch.dropped)), ()
+        )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(self, update: Update) -> None:
-        self._parts.metrics.write(update.step, update.metrics)
-        self._parts.progress.step(update.step, update.metrics)
-        drift = self._parts.drift.observe(update.step, update.metrics)
-        for warning in filter(None, (drift, self._parts.signal.observe(update.step, update.groups))):
+    def _write_line(self, minibatch: MiniBatch) -> None:
+        self._parts.metrics.write(minibatch.step, minibatch.metrics)
+        self._parts.progress.step(minibatch.step, minibatch.metrics)
+        drift = self._parts.drift.observe(minibatch.step, minibatch.metrics)
+        for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
             self._parts.progress.warn(warning)
 
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
@@ -504,7 +490,7 @@ class Controller:
         state = {
             "format": STATE_FORMAT,
             "step": self.step,
-            "batches_done": self._batches_done,
+            "batches_done": self._pace.batches_done,
             "skipped_steps": self._skipped_steps,
             "sampler": self._last_batch.snapshot.to_json(resolved),
             "identity": dict(self._parts.identity),

@@ -66,7 +66,7 @@ class _Ledger(_Shape):
 
 
 class _Sampler(_Shape):
-    """What each sampler has; what stands in the place of its source is its own affair."""
+    """What each sampler has; what its source keeps is not looked at here."""
 
     source: Annotated[dict[str, Any], Field(min_length=1)]
     ledger: _Ledger

@@ -1,8 +1,7 @@
 """Records that cross a process border: prompts, rollouts, verdicts, groups, training batches.
 
-Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor ->
-StepResult.
-Everything is frozen, slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
+Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor -> StepResult. Everything is frozen,
+slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
 
 Shape letters: N samples, K rollouts per prompt; T tokens, R response tokens, each of all samples end to end.
 """
@@ -21,35 +20,6 @@ from megatron_daro.routed_experts import StoredExperts
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
-
-
-THINK = "<think>"
-THINKING_TAGS: Mapping[str, str] = {
-    THINK: "</think>",  # Qwen3, DeepSeek-R1 and most others
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",  # EXAONE Deep
-    "<seed:think>": "</seed:think>",  # Seed-OSS
-    "<mm:think>": "</mm:think>",  # MiniMax-M3
-    "[THINK]": "[/THINK]",  # Magistral
-    "\u25c1think\u25b7": "\u25c1/think\u25b7",  # Kimi-VL
-    "<|begin_of_thought|>": "<|end_of_thought|>",  # OpenThinker, Sky-T1
-    "<|START_THINKING|>": "<|END_THINKING|>",  # Command A Reasoning
-    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
-    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
-}
-"""Tags around what a model thinks before it answers: what begins it -> what ends it."""
-
-
-def is_thinking(text: str) -> bool:
-    """Whether thinking is begun in a text and not ended: the last tag, of any pair, begins it."""
-    return max(map(text.rfind, THINKING_TAGS)) > max(map(text.rfind, THINKING_TAGS.values()))
-
-
-def behind_thinking(text: str) -> str:
-    """Return what follows the last tag that ends thinking; nothing where thinking is begun and not ended."""
-    if is_thinking(text):
-        return ""
-    return text[max((text.rfind(tag) + len(tag) for tag in THINKING_TAGS.values() if tag in text), default=0) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +136,7 @@ class Rollout:
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
     float32 [R], of the model that the policy is distilled from, 0 where loss_mask is; None without one.
-    verdict: what the environment said; None where a verifier judges. The group keeps it, a record with the group.
+    verdict: what the environment said; None where a verifier judges. Recorded with the group, not here.
     """
 
     prompt_id: str
@@ -332,31 +302,10 @@ class Group:
         return min(r.weight_version for r in self.rollouts)
 
 
-_PER_SAMPLE = (
-    "lengths_N",
-    "prompt_lengths_N",
-    "rewards_N",
-    "correct_N",
-    "bins_N",
-    "group_ids_N",
-    "advantages_N",
-    "truncated_N",
-    "group_lengths_NK",
-)
-_PER_RESPONSE = (
-    "loss_mask_R",
-    "rollout_logprobs_R",
-    "old_logprobs_R",
-    "ref_logprobs_R",
-    "token_advantages_R",
-    "values_R",
-    "value_targets_R",
-)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """The samples of one optimizer step, as columns; ragged columns stand end to end in sample order.
+    """The samples of one optimizer step (a mini-batch), as columns. Their suffixes count: _N and _NK have an entry for
+    each sample, _R for each response token and _T for each token, end to end in sample order.
 
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
     loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
@@ -364,10 +313,9 @@ class TrainBatch:
     old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. token_advantages_R float32, None
     where advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said
     before each token when the batch began, and what it shall say; None without a critic.
-    group_lengths_NK int64 [N, K], trained tokens of every rollout
-    of each sample's group; None unless the algorithm needs them.
-    routed_experts_N: where it stands which experts the engine chose for the tokens of each sample; None for a sample of
-    which it did not tell, and where no engine was asked.
+    group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
+    needs them. routed_experts_N: where the experts that the engine chose for the tokens of each sample are recorded;
+    None for a sample of which it did not tell, and where no engine was asked.
     opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
@@ -410,16 +358,13 @@ class TrainBatch:
         """Return the batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
-        per_sample = {name: getattr(self, name) for name in _PER_SAMPLE}
-        changed |= {name: column[indices_M] for name, column in per_sample.items() if column is not None}
-        columns = {name: getattr(self, name) for name in _PER_RESPONSE}
-        changed |= {
-            name: _ragged_select(column, self.response_lengths_N, indices_M)
-            for name, column in columns.items()
-            if column is not None
-        }
-        if self.routed_experts_N is not None:
-            changed["routed_experts_N"] = tuple(self.routed_experts_N[i] for i in indices_M.tolist())
+        for column_field in fields(self):
+            name, column = column_field.name, getattr(self, column_field.name)
+            if name.endswith("_R") and column is not None:
+                changed[name] = _ragged_select(column, self.response_lengths_N, indices_M)
+            elif name.endswith(("_N", "_NK")) and column is not None:
+                is_array = isinstance(column, np.ndarray)
+                changed[name] = column[indices_M] if is_array else tuple(column[i] for i in indices_M.tolist())
         return replace(self, **changed)
 
     @classmethod

@@ -33,7 +33,7 @@ make_environment() {
     "$first" -c 'import site, sys; print("\n".join(p for p in sys.path if p.endswith("site-packages")))' |
         sed 's/.*/import site; site.addsitedir("&")/' >"$site/first.pth"
     echo "import sys; sys.path.insert(0, '$place/megatron')" >"$site/zz_second_megatron.pth"
-    [ "$wanted" = 0.16.1 ] || packages+=('triton>=3.0,<4')
+    [ "$wanted" = 0.16.1 ] || packages+=('triton>=3.4,<4')
     # The file of triton must fit this Python; that of Megatron-core is for 3.12, its Python code for 3.11 as well.
     "$first" -m pip install -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
         --ignore-requires-python \

@@ -68,7 +68,7 @@ def _config(directory: Path) -> dict[str, Any]:
             "max_prompt_tokens": 4,
             "eval": [{"name": "digits", "path": str(directory / "held_out.jsonl")}],
         },
-        "rollout": {"prompts_per_step": 4, "rollouts_per_prompt": K, "max_response_tokens": 4},
+        "rollout": {"prompts_per_batch": 4, "rollouts_per_prompt": K, "max_response_tokens": 4},
         "actor": {
             "tensor_parallel": 2,
             "precision": "fp32",

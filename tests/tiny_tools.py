@@ -67,7 +67,7 @@ def _config(directory: Path) -> dict[str, Any]:
     return {
         "model": {"path": str(directory / "base")},
         "data": {"prompt_template": "plain", "max_prompt_tokens": 8},
-        "rollout": {"prompts_per_step": 3, "rollouts_per_prompt": 4, "max_response_tokens": 80},
+        "rollout": {"prompts_per_batch": 3, "rollouts_per_prompt": 4, "max_response_tokens": 80},
         "algorithm": {"filter": "none"},
         "actor": {"tensor_parallel": 1, "precision": "fp32", "micro_batch_tokens": 512},
         "engine": {"replicas": 1, "embedded": {"batch_size": 32, "threads": 1}},

@@ -26,7 +26,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import ValueModel
 from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
-from megatron_daro.actor.loss import global_totals, handed_to_all_stages
+from megatron_daro.actor.loss import global_totals, reduced_on_all_stages
 from megatron_daro.actor.megatron import TransformerConfig, gather_from_sequence_parallel_region
 from megatron_daro.actor.model import build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, check_gradients
@@ -108,7 +108,7 @@ class Critic:
         packs = packed_micro_batches(last.config, batch, micro_batches, vocab_size=self.shape.vocab)
         loss = _ValueLoss(last, global_totals(batch).tokens, self._clip)
         run_schedule(self.state.chunks, packs, loss.micro_batch, forward_only=False)
-        value, clipped = handed_to_all_stages(loss.sums).tolist()
+        value, clipped = reduced_on_all_stages(loss.sums).tolist()
         check = check_gradients(self.state.optimizer, allowed=math.isfinite(value))
         metrics = {
             "critic/loss": value,

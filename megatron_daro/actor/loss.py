@@ -183,21 +183,19 @@ class StepLoss:
         losses_M = objective.segment_losses_M.detach()
         cells_M = self._cells_N[packed.sample_indices]
         by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
-        for i, name in enumerate(CELL_SUMS):
-            if name in by_name:
-                self._cell_sums[i].index_add_(0, cells_M, by_name[name])
+        for name, sums_M in by_name.items():
+            self._cell_sums[CELL_SUMS.index(name)].index_add_(0, cells_M, sums_M)
         self._loss_parts += torch.stack([policy, regularizer])
         self._slopes += self._slopes_WN[:, packed.sample_indices] @ losses_M
-        for i, name in enumerate(TOKEN_SUMS):
-            if name in objective.sums:
-                self._token_sums[i] += objective.sums[name]
+        for name, value in objective.sums.items():
+            self._token_sums[TOKEN_SUMS.index(name)] += value
         if "logprob_abs_diff" in objective.maxima:
             self._max_logprob_diff = torch.maximum(self._max_logprob_diff, objective.maxima["logprob_abs_diff"])
 
     def reduce(self) -> StepSums:
         """Sum over data- and context-parallel ranks, handed from the last pipeline stage to all. Collective."""
-        handed_to_all_stages(self._sums)
-        handed_to_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
+        reduced_on_all_stages(self._sums)
+        reduced_on_all_stages(self._max_logprob_diff, dist.ReduceOp.MAX)
         cells = self._cell_sums.cpu().view(len(CELL_SUMS), self._num_bins, -1)
         token_sums = dict(zip(TOKEN_SUMS, self._token_sums.tolist(), strict=True))
         entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
@@ -211,7 +209,7 @@ class StepLoss:
         )
 
 
-def handed_to_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce the last stage's values over data- and context-parallel ranks, in place, and give them to the other
     stages. Collective."""
     dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

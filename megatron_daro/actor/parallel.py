@@ -59,9 +59,8 @@ class Layout:
 
 
 def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
-    """Set up the environment of a rank that has its process to itself, before its first process group: variables of
-    NCCL and torch, how memory is allocated, the CPUs near its GPU. Returns what a person should know of it."""
-    os.environ.update(nccl_environment.nccl_of_rank(os.environ))
+    """Set up a rank that has its process to itself, before its first process group: how memory is allocated, the CPUs
+    near its GPU. Returns what a person should know of it."""
     target = device.prepare()
     if expandable_segments:
         device.expand_segments(target)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, critic, device, snapshot
+from megatron_daro.actor import checkpoint, communicators, critic, device, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
@@ -37,8 +37,8 @@ from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
-from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
-from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
@@ -62,9 +62,9 @@ def layout_of(actor: ActorSection) -> Layout:
     )
 
 
-def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
-    """Return the token objective that the section describes."""
-    return ObjectiveSettings(
+def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
+    """Return the token objective that the section describes, but for what is the algorithm's own."""
+    settings = ObjectiveSettings(
         clip_low=section.clip_low,
         clip_high=section.clip_high,
         dual_clip=section.dual_clip,
@@ -79,11 +79,11 @@ def objective_settings(section: AlgorithmSection) -> ObjectiveSettings:
         correction_low=section.correction.low,
         correction_high=section.correction.high,
         correction_level=section.correction.level,
-        trust_region="mirror" if section.name == "kimi" else section.trust_region,
-        mirror_tau=section.options.get("tau", KIMI_TAU) if section.name == "kimi" else KIMI_TAU,
+        trust_region=section.trust_region,
         sapo_positive=section.sapo.positive,
         sapo_negative=section.sapo.negative,
     )
+    return replace(settings, **algorithm.own_objective)
 
 
 def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
@@ -143,7 +143,7 @@ class MegatronPolicy:
         self._pending_saves: list[checkpoint.PendingSave] = []
         self._pending_snapshot: snapshot.PendingSnapshot | None = None
         self.shape: ModelShape = read_model_shape(settings.model_path)
-        self._objective, self._routing_replay = objective_settings(algorithm), actor.routing_replay
+        self._routing_replay = actor.routing_replay
         self._output = OutputSettings(
             self.shape.vocab,
             settings.temperature,
@@ -162,6 +162,7 @@ class MegatronPolicy:
                 max_response_tokens=settings.max_response_tokens,
             )
         )
+        self._objective = objective_settings(algorithm, own)
         passes = algorithm.passes(own.token_columns or ())
         needs_reference = "ref_logprobs" in passes
         if not to_be_restored or (needs_reference and reference is None):
@@ -214,16 +215,21 @@ class MegatronPolicy:
         """Let this model have the device, where policy and critic take turns."""
         if isinstance(self._memory, TakingTurns):
             if model != self._memory.whose:
-                self._keep_what_is_saved()
+                self._wait_for_pending_saves()
             self._memory.take(model, keep_gradients=keep_gradients)
 
     def offload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it."""
-        self._keep_what_is_saved()
-        return self._memory.offload(kinds)
+        """Move these kinds of memory to the host, so that others can use the device; waits for a save that reads it.
+        Communicators give theirs back with the weights. Collective over all ranks."""
+        self._wait_for_pending_saves()
+        leaves = "weights" in kinds and "weights" not in self._memory.away
+        move = self._memory.offload(kinds)
+        return replace(move, left=move.left + communicators.suspend()) if leaves else move
 
     def onload(self, kinds: Collection[MemoryKind]) -> MemoryMove:
-        """Move them to the device again, bit for bit; gradients are zeros."""
+        """Move them to the device again, bit for bit; gradients are zeros. Collective over all ranks."""
+        if "weights" in kinds and "weights" in self._memory.away:
+            communicators.resume()
         return self._memory.onload(kinds)
 
     def _needs(self, *kinds: MemoryKind) -> None:
@@ -242,7 +248,7 @@ class MegatronPolicy:
             self._objective,
             self._output,
             step=step,
-            before_update=self._keep_what_is_saved,
+            before_update=self._wait_for_pending_saves,
             critic=self.critic,
             turn=self._take_turn,
         )
@@ -303,7 +309,7 @@ class MegatronPolicy:
         self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)
 
-    def shards(self) -> list[tuple[LocalParameter, Tensor]]:
+    def weight_shards(self) -> list[tuple[LocalParameter, Tensor]]:
         """Return this rank's parameters with their values, as they are: not collective."""
         self._needs("weights")
         self._take_turn("policy")
@@ -341,7 +347,7 @@ class MegatronPolicy:
         for pending in self._pending_saves:
             pending.wait()
 
-    def _keep_what_is_saved(self) -> None:
+    def _wait_for_pending_saves(self) -> None:
         """Wait until weights and optimizer state may change."""
         for pending in self._pending_saves:
             pending.release()
@@ -364,7 +370,7 @@ class MegatronPolicy:
     def restore(self, slot: Slot) -> None:
         """Go back to a snapshot, bit for bit. Not collective. Raises WorkerError: it does not fit."""
         self._needs("weights", "optimizer")
-        self._keep_what_is_saved()
+        self._wait_for_pending_saves()
         snapshot.restore(*self._for_snapshots(), slot)
 
     @property
@@ -388,7 +394,7 @@ class MegatronPolicy:
     def load(self, directory: Path) -> None:
         """Load what `start_save` wrote, also on another layout. Collective. Raises CheckpointError."""
         self._needs("weights", "optimizer")
-        self._keep_what_is_saved()
+        self._wait_for_pending_saves()
         folder = directory / critic.FOLDER
         if self.critic is not None and not folder.is_dir():
             raise CheckpointError(

@@ -155,7 +155,7 @@ class Common(TypedDict, total=False):
 
 
 class Algorithm(ABC):
-    """One row of the family table: an advantage, a filter, and a coefficient per rollout.
+    """Base class of all: an advantage, a filter, and a coefficient per rollout.
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
     `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
@@ -179,6 +179,12 @@ class Algorithm(ABC):
     """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
     length_edges: tuple[int, ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then."""
+
+    @property
+    def own_objective(self) -> Mapping[str, Any]:
+        """Fields of `objective.ObjectiveSettings` that belong to the method: they take the place of what a
+        configuration says."""
+        return {}
 
     @property
     def needs_gradient_squares(self) -> bool:

@@ -161,8 +161,6 @@ class Rloo(Grpo):
 class Kimi(Algorithm):
     """Kimi k1.5's policy mirror descent: the reward less the group's mean, summed over tokens, a mean over rollouts.
 
-    The other half of the method is the surrogate: `ObjectiveSettings.trust_region` "mirror" with this tau.
-
     Source: arXiv 2501.12599, eq. 3.
     """
 
@@ -180,6 +178,11 @@ class Kimi(Algorithm):
         """
         super().__init__(**common)
         self.tau, self.resets_optimizer = number("tau", tau, 0.0, closed=False), reset_optimizer
+
+    @property
+    def own_objective(self) -> Mapping[str, Any]:
+        """The other half of the method: the surrogate."""
+        return {"trust_region": "mirror", "mirror_tau": self.tau}
 
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""

@@ -159,4 +159,4 @@ def _division_text(shape: ModelShape | None) -> str:
 def _batch_text(config: Config) -> str:
     samples, epochs = config.rollout.batch_rollouts, config.trainer.epochs_per_batch
     repeated = f", {epochs} epochs" if epochs > 1 else ""
-    return f"{samples} samples a batch, {samples // config.trainer.updates_per_batch} an update{repeated}"
+    return f"{samples} samples a batch, {samples // config.trainer.minibatches_per_batch} a mini-batch{repeated}"

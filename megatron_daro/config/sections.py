@@ -167,8 +167,8 @@ FinishBatch = Literal["all", "enough"]
 class RolloutSection(Section):
     """How much is sampled, and how."""
 
-    prompts_per_step: int = Field(default=64, ge=1, le=65536)
-    """Prompts (groups) per training batch."""
+    prompts_per_batch: int = Field(default=64, ge=1, le=65536)
+    """Prompts (groups) of a batch."""
     rollouts_per_prompt: int = Field(default=8, ge=2, le=65536)
     """Rollouts per prompt (K)."""
     temperature: Temperature = Field(default=1.0, ge=0, le=100)
@@ -182,17 +182,18 @@ class RolloutSection(Section):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end an answer."""
     max_staleness: int = Field(default=0, ge=0, le=1024)
-    """Batches that generation may run ahead of training; 0: synchronous."""
+    """Most batches that an answer's weights may be behind the policy that trains on it; 0: synchronous. Generation
+    runs ahead by as many batches, less those for which groups are kept (keep_surplus, segment_tokens)."""
     oversampling: float = Field(default=1.0, ge=1, le=100)
-    """Prompts of the first round, as a multiple of prompts_per_step."""
+    """Prompts of the first round, as a multiple of prompts_per_batch."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
-    """Keep groups beyond the batch for the next step, unfinished ones with their tokens so far. Needs max_staleness
+    """Keep groups beyond the batch for the next one, unfinished ones with their tokens so far. Needs max_staleness
     >= 1; generation runs ahead by one batch fewer."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
     """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
-    prompts_per_step groups are trainable; auto: all with the embedded engine, else enough."""
+    prompts_per_batch groups are trainable; auto: all with the embedded engine, else enough."""
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one answer gets while one batch is sampled; then it is set aside, and goes on with the next
@@ -217,13 +218,13 @@ class RolloutSection(Section):
 
     @property
     def batch_rollouts(self) -> int:
-        """Samples of one training batch: prompts_per_step * rollouts_per_prompt."""
-        return self.prompts_per_step * self.rollouts_per_prompt
+        """Samples of one training batch: prompts_per_batch * rollouts_per_prompt."""
+        return self.prompts_per_batch * self.rollouts_per_prompt
 
     @property
     def prompts_requested(self) -> int:
         """Prompts of the first round of a step."""
-        return math.ceil(self.prompts_per_step * self.oversampling)
+        return math.ceil(self.prompts_per_batch * self.oversampling)
 
     @property
     def batches_ahead(self) -> int:
@@ -412,7 +413,7 @@ class TrainerSection(Section):
     run_dir: ExpandedPath | None = None
     """Run directory. Unset: runs/ and the configuration file's name without its ending."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps; each batch gives updates_per_batch * epochs_per_batch of them."""
+    """Optimizer steps; each batch gives minibatches_per_batch * epochs_per_batch of them."""
     seed: Seed = 0
     """Seed of everything random."""
     save_every_steps: int = Field(default=20, ge=0)
@@ -431,7 +432,7 @@ class TrainerSection(Section):
     """NaN or infinity in loss or gradient. stop: exit code 3; skip: count the step."""
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
     """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
-    updates_per_batch: int = Field(default=1, ge=1)
+    minibatches_per_batch: int = Field(default=1, ge=1)
     """Mini-batches that a batch is split into, an optimizer step each; divides the samples of a batch."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """How often a batch is trained on; after the first time its mini-batches are drawn anew, from trainer.seed."""
@@ -450,7 +451,7 @@ class TrainerSection(Section):
     @property
     def steps_per_batch(self) -> int:
         """Optimizer steps of a batch."""
-        return self.updates_per_batch * self.epochs_per_batch
+        return self.minibatches_per_batch * self.epochs_per_batch
 
     @property
     def hf_dir(self) -> Path:

@@ -1,7 +1,7 @@
-"""The ways on which weights go from the policy's ranks to an engine: what each needs, and what it does not go with.
+"""Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
 
-Whatever depends on the way asks its row: the rules of the configuration, the placement of processes, the start of a
-server and its vetting, the steps of an update. Another way needs
+Whatever depends on the transport asks its row: the rules of the configuration, the placement of processes, the start of
+a server and its vetting, the steps of an update. Another one, to which ranks give Hugging Face tensors, needs
 
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
@@ -9,11 +9,15 @@ server and its vetting, the steps of an update. Another way needs
 * sync/plan.py: what a sender must know, such as where to, as fields of `SendPlan`, since it sees no configuration;
   engine/sglang/update.py fills them (`prepare`), has servers read what they must fetch, and removes what is left of
   the update before (`install`)
-* its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py); one that sends from rank to rank is called
-  by runtime/weight_export.py
+* its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
 * sync/in_server/: a loader, where SGLang cannot load what arrives by itself
 * for a package that both ends need: engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py
   refuses a run without it
+
+`shards` is another kind: from rank to rank, by a plan made of both layouts. It has no sender of that table, but what
+asks for `shard_plan`: runtime/preflight.py (is there a plan?), engine/sglang/engine.py (the servers' layout),
+runtime/weight_export.py (calls all ranks), runtime/workers.py and shard_export.py (one rank's part). A second one of
+its kind, with another wire, would be a value of `engine.sglang.shards_over`.
 """
 
 from __future__ import annotations
@@ -28,17 +32,18 @@ SGLangTransport = Literal["distributed", "shards", "disk", "tensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """One way.
+    """One transport.
 
     calls: that a server must have for it, beside those that every run needs.
     only_sglang: the one version whose parameters are known; empty: any that has the calls.
     loader: that servers are started with, to load what SGLang cannot load itself: `module.function` of sync/in_server/.
-    options: of engine.sglang that are for this way alone.
+    options: of engine.sglang that are for this transport alone.
     collective: both ends are ranks of one group, so they need one NCCL, and where sending broke a server may still
         wait for the group on its GPUs.
-    rank_to_rank: each rank of the policy sends what it holds to those ranks of servers that need it.
+    shard_plan: each rank of the policy sends what it holds to those ranks of servers that need it, by a plan made of
+        both layouts.
     maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
-    files: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
+    checkpoint: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
     on_shared_gpus: it works where a rank and a server share a GPU.
     no_fp8_blocks: why it cannot carry blocks of fp8; empty where it can.
     """
@@ -48,9 +53,9 @@ class Transport:
     loader: str = ""
     options: tuple[str, ...] = ()
     collective: bool = False
-    rank_to_rank: bool = False
+    shard_plan: bool = False
     maps_memory: bool = False
-    files: bool = False
+    checkpoint: bool = False
     on_shared_gpus: bool = False
     no_fp8_blocks: str = ""
 
@@ -69,20 +74,20 @@ TRANSPORTS: Mapping[str, Transport] = {
         only_sglang=(0, 5, 23),  # whose parameters sync/shard_layouts.py describes
         loader="megatron_daro_shards.receive",
         options=("shards_over",),
-        rank_to_rank=True,
+        shard_plan=True,
         no_fp8_blocks="blocks of 128 x 128 reach over shards",
     ),
     "disk": Transport(
         calls=("/update_weights_from_disk",),
         options=("sync_dir",),
-        files=True,
+        checkpoint=True,
         on_shared_gpus=True,
         no_fp8_blocks="files are written in bf16",
     ),
     "tensor": Transport(calls=("/update_weights_from_tensor",), maps_memory=True, on_shared_gpus=True),
     "ray": Transport(),
 }
-"""By name. `ray` is the way to the embedded engines: through the object store."""
+"""By name. `ray` goes to the embedded engines: through the object store."""
 
 
 def sglang_transports(where: Callable[[Transport], bool]) -> str:

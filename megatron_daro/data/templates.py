@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from megatron_daro.config.sections import DataSection, EvalSet
 from megatron_daro.data.stops import Stops
 from megatron_daro.errors import ModelError
-from megatron_daro.types import THINK, Prompt
+from megatron_daro.thinking import THINK
+from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError, ModelError
-from megatron_daro.types import THINKING_TAGS, Prompt, is_thinking
+from megatron_daro.thinking import THINKING_TAGS, is_thinking
+from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

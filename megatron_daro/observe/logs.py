@@ -1,6 +1,6 @@
 """One log file for each process of a run, RUN/logs/NAME.log, and text of unknown origin made safe to print and log.
 
-The driver logs what it tells a person, each step and the failure that ends it, with its chain of causes; workers log
+The driver logs what it shows, each step and the failure that ends it, with its chain of causes; workers log
 failures that nobody foresaw, and all that they and their libraries write to standard output and error, the stack of a
 crash included. Ray's own files are gone with its session. A later start appends. A node that does not see the run
 directory keeps what its processes write where Ray puts it.

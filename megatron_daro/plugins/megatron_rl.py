@@ -233,7 +233,7 @@ NEEDED: dict[str, tuple[object, ...]] = {
     "virtual_pipeline_model_parallel_size": (None, 1),
 }
 _FREE = """
-    rl_prompts_per_eval grpo_prompts_per_step grpo_group_size rl_generation_lag rl_max_inflight_requests
+    rl_prompts_per_eval grpo_prompts_per_batch grpo_group_size rl_generation_lag rl_max_inflight_requests
     rl_submission_granularity rl_consumption_granularity rl_durable_rollout_bank rl_rollout_bank_dir
     rl_rollout_bank_max_bytes grpo_iterations grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_kl_beta
     grpo_entropy_term_weight grpo_filter_groups_with_same_reward langrl_env_config rl_default_temperature

@@ -49,7 +49,7 @@ NAMES = (
 )
 """What this module takes from NeMo-RL."""
 _FREE_GRPO = """
-    num_prompts_per_step num_generations_per_prompt max_num_epochs max_num_steps max_rollout_turns normalize_rewards
+    num_prompts_per_batch num_generations_per_prompt max_num_epochs max_num_steps max_rollout_turns normalize_rewards
     advantage_clip_low advantage_clip_high use_leave_one_out_baseline val_period val_start_at val_batch_size
     val_at_start val_at_end max_val_samples val_num_generations_per_prompt stop_at_validation_metric
     stop_at_validation_threshold skip_reference_policy_logprobs_calculation seed async_grpo overlong_filtering
@@ -295,7 +295,7 @@ class DaroPolicy:
         if size != len(mask_BS):
             raise ConfigError(
                 f"policy.train_global_batch_size: got {size} for a batch of {len(mask_BS)}, allowed is one optimizer "
-                "step a batch: set it to num_prompts_per_step * num_generations_per_prompt"
+                "step a batch: set it to num_prompts_per_batch * num_generations_per_prompt"
             )
         if self._daro.bins_B is None or len(self._daro.bins_B) != len(mask_BS):
             raise AlgorithmError(
@@ -323,7 +323,7 @@ class SingleControllerAdvantages(DaroAdvantages):
             raise AlgorithmError(
                 "batch: got the groups of one step in several parts, allowed with DARO is one part, since the tokens "
                 "of each pass rate must be known first: set async_rl.min_groups_for_streaming_train to "
-                "grpo.num_prompts_per_step"
+                "grpo.num_prompts_per_batch"
             )
         advantages = super().compute_advantage(prompt_ids, rewards, mask, **others).clone()
         assert daro.bins_B is not None  # just set
@@ -376,7 +376,7 @@ def check_options(master_config: object, options: PluginSection, *, single_contr
     problems: list[Problem] = []
     sections = _SECTIONS
     if single_controller:
-        whole = _section(master_config, "grpo")[0].get("num_prompts_per_step")
+        whole = _section(master_config, "grpo")[0].get("num_prompts_per_batch")
         of_parts = dict.fromkeys(_FREE_ASYNC.split(), ANY) | {"min_groups_for_streaming_train": (whole,)}
         sections = _SECTIONS | {"data_plane": {"enabled": (True,)}, "async_rl": of_parts}
     for name, allowed in sections.items():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.options import Option, unknown_option, wrong_option
-from megatron_daro.types import Verdict, behind_thinking
+from megatron_daro.thinking import behind_thinking
+from megatron_daro.types import Verdict
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import RewardSection  # the workers do without pydantic

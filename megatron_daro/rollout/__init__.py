@@ -22,7 +22,7 @@ Files, in the order to read them:
     batch_filler.py         the loop that fills a batch
     sampler.py              from batch to batch: what is kept, too old, empty; the snapshot
     sampled_batch.py        what the controller gets
-    update_plan.py          which groups train at which optimizer step
+    minibatches.py          which groups train at which optimizer step
     summary.py              what groups say in numbers; where a metric is added
     no_signal.py            what to tell people when answers teach nothing
     evaluation.py           accuracy on held-out problems while a run trains

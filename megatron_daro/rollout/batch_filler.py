@@ -34,6 +34,9 @@ _PRIOR_GROUPS = 8
 """Without rounds the share of kept groups begins at that of the batch before, which counts for so many groups. Else one
 filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
 
+_MAX_ATTEMPTS = 3
+"""Times that a group's missing rollouts are requested before the group is dropped."""
+
 _BURST = 64
 """Calls that are begun in one turn of the event loop, which a thousand would hold for 0.3 s."""
 
@@ -44,7 +47,6 @@ class RolloutContext:
 
     section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts.
     ledger: the books. collector: takes answers in and has them scored. notices: told about dropped groups.
-    max_attempts: times that a group's missing rollouts are requested before the group is dropped.
     """
 
     section: RolloutSection
@@ -54,12 +56,11 @@ class RolloutContext:
     collector: RolloutCollector
     notices: Notices
     deadlines: Deadlines
-    max_attempts: int = 3
 
 
 @dataclass(slots=True)
 class _Flight:
-    """What one batch has under way.
+    """What is in flight of one batch.
 
     to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
     that each generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set
@@ -89,13 +90,14 @@ class BatchFiller:
         """Start nothing."""
         self._context, self._section = context, context.section
         self._size = context.section.rollouts_per_prompt
-        self._in_rounds = finish_batch == "all"
+        self._in_rounds = finish_batch == "all"  # how groups begin, and which of them are one call
+        self._ends_early = finish_batch == "enough"
         self._keep_rate = 1.0
 
     @property
     def may_leave_unfinished(self) -> bool:
         """Whether groups may be unfinished when their batch is complete."""
-        return not self._in_rounds or self._section.segment_tokens is not None
+        return self._ends_early or self._section.segment_tokens is not None
 
     async def fill(self, batch: BatchSoFar, unfinished: Sequence[UnfinishedGroup]) -> tuple[UnfinishedGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
@@ -136,14 +138,14 @@ class BatchFiller:
         A batch that ends by another rule (a time, say) ends here; not before it keeps a group, or the sampler begins
         again. Where no arrival brings the moment about, `flight.arrivals.put_nowait(None)` wakes the loop.
         """
-        enough = not self._in_rounds and len(batch.kept) >= self._section.prompts_per_step
+        enough = self._ends_early and len(batch.kept) >= self._section.prompts_per_batch
         return enough or not flight.calls
 
     def _groups_wanted(self, batch: BatchSoFar, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
         the filter keeps."""
         # What is set aside will be in a later batch: more prompts in its place would only wait as well.
-        missing = self._section.prompts_per_step - len(batch.kept) - len(flight.unfinished)
+        missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
         if missing <= 0:
             return 0
         if self._in_rounds and (flight.calls or flight.rounds > self._section.max_refill_rounds):
@@ -182,7 +184,7 @@ class BatchFiller:
         while flight.to_resume and (segments or wanted > 0):
             group = flight.to_resume.popleft()
             self._context.ledger.resume(group.group_id)
-            self._context.collector.groups_resumed += 1
+            self._context.collector.counters.groups_resumed += 1
             groups[group.group_id] = group.pending()
             wanted -= not segments
         count = int(min(wanted, self._prompts_allowed(flight)))
@@ -198,7 +200,7 @@ class BatchFiller:
 
     async def _generate(self, flight: _Flight, groups: dict[int, Pending]) -> None:
         """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
-        for attempt in range(self._context.max_attempts):
+        for attempt in range(_MAX_ATTEMPTS):
             wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
             if flight.stopping or not wanted:
                 return
@@ -241,7 +243,7 @@ class BatchFiller:
             missing = entry.missing(self._size)
             aborted = flight.stopping and (missing or entry.unscored)
             if aborted or entry.waits(self._size):
-                self._context.collector.groups_aborted += bool(aborted)
+                self._context.collector.counters.groups_aborted += bool(aborted)
                 flight.unfinished[group_id] = entry
                 continue
             if missing:
@@ -298,6 +300,6 @@ class BatchFiller:
         if flight.incomplete:
             group_id, missing = flight.incomplete[0]
             self._context.notices.warn(
-                f"{len(flight.incomplete)} groups were still incomplete after {self._context.max_attempts} attempts "
+                f"{len(flight.incomplete)} groups were still incomplete after {_MAX_ATTEMPTS} attempts "
                 f"and are dropped (the first: group {group_id}, rollouts {list(missing)})"
             )

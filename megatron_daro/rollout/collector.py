@@ -7,7 +7,7 @@ not asked for, that come late or twice, and those whose columns do not fit; it d
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -21,12 +21,34 @@ from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 
-class RolloutCollector:
-    """Takes answers in, and counts what became of them since the run began.
+@dataclass(slots=True)
+class RolloutCounters:
+    """What sampling has cost since the run began: metrics of these names below rollout/, kept in checkpoints.
 
-    fresh_tokens: response tokens generated, each once. aborted_tokens: those of them that were thrown away because a
-    rollout or its group was not finished. groups_aborted: unfinished when their batch was full. groups_resumed: begun
-    again after that.
+    aborted_tokens: response tokens that were thrown away because a rollout or its group was not finished.
+    groups_aborted: unfinished when their batch was full. groups_resumed: begun again after that. batches_empty: without
+    a trainable group.
+    """
+
+    batches_empty: int = 0
+    groups_aborted: int = 0
+    groups_resumed: int = 0
+    aborted_tokens: int = 0
+
+    def metrics(self) -> dict[str, int]:
+        """Return the metrics."""
+        return {f"rollout/{name}": count for name, count in asdict(self).items()}
+
+    def load(self, metrics: Mapping[str, int]) -> None:
+        """Continue from these. Raises KeyError: one is missing."""
+        for name in asdict(self):
+            setattr(self, name, int(metrics[f"rollout/{name}"]))
+
+
+class RolloutCollector:
+    """Takes answers in, and counts what became of them.
+
+    fresh_tokens: response tokens generated since the process began, each once.
     """
 
     def __init__(
@@ -52,9 +74,7 @@ class RolloutCollector:
         """
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
-        self.aborted_tokens = 0
-        self.groups_aborted = 0
-        self.groups_resumed = 0
+        self.counters = RolloutCounters()
         self._ledger = ledger
         self._rollouter = rollouter
         self._sampling = sampling
@@ -151,7 +171,7 @@ class RolloutCollector:
 
     def discard(self, group: UnfinishedGroup) -> None:
         """Count the tokens of a group that will not be finished."""
-        self.aborted_tokens += group.response_tokens
+        self.counters.aborted_tokens += group.response_tokens
 
     def _hold(self, rollout: Rollout, entry: Pending) -> None:
         """Keep what an abort left, if one can go on from there."""
@@ -161,7 +181,7 @@ class RolloutCollector:
         if self._rollouter.continues_partial and rollout.response_length and room > 0:
             entry.partial[rollout.index] = rollout
         else:
-            self.aborted_tokens += rollout.generated_length
+            self.counters.aborted_tokens += rollout.generated_length
 
     def _count(self, rollout: Rollout, earlier: Rollout | None) -> None:
         """Count a rollout: one that goes on from an earlier part counts it once, one that began anew throws it away."""
@@ -171,7 +191,7 @@ class RolloutCollector:
         if rollout.continues(earlier):
             self.fresh_tokens -= earlier.response_length
         else:
-            self.aborted_tokens += earlier.response_length
+            self.counters.aborted_tokens += earlier.response_length
 
 
 def check_shape(rollout: Rollout, prompt: np.ndarray) -> None:

@@ -292,7 +292,7 @@ class Conversations:
         return conversation.ended("abort")
 
     def _failed(self, counter: str, what: str) -> None:
-        """Count; tell a person of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other."""
+        """Count; warn of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other."""
         self._counts[counter] += 1
         self._failures_in_a_row += 1
         count = self._counts[counter]

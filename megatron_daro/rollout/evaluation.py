@@ -42,7 +42,7 @@ class Evaluator:
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Args: beside: answers asked for at once, for an evaluation beside generation; 0: it has the engine for
-        itself. warn: tells a person."""
+        itself. warn: shows the user a warning."""
         self._beside, self._warn = beside, warn
         self._sets, self._rollouter = sets, rollouter
         self._max_tokens, self._stops = max_response_tokens, stops

@@ -1,7 +1,7 @@
 """The books of the groups: every admitted group is in exactly one of outstanding, trained, filtered, dropped.
 
-The sampler admits groups, retries and filters them; the controller marks them trained or
-dropped. It hands out group ids and attempt numbers, and decides whether an answer still counts. It keeps no rollouts.
+The sampler admits groups, retries and filters them; the controller marks them trained or dropped. It gives out group
+ids and attempt numbers, and decides whether an answer still counts. It keeps no rollouts.
 Finished groups are counted, not remembered one by one: ids only grow, so an id below the next one that is not
 outstanding is finished, and finishing it again is refused.
 """
@@ -55,24 +55,14 @@ class Ledger:
         """Return the current attempt of an outstanding group."""
         return self._attempts[group_id]
 
-    def retry(self, group_id: int) -> int:
-        """Start the next attempt of an outstanding group; answers of earlier ones no longer count.
-
-        Returns:
-            The new attempt.
-        """
+    def retry(self, group_id: int) -> None:
+        """Start the next attempt of an outstanding group; answers of earlier ones no longer count."""
         self._attempts[group_id] += 1
         self._retries += 1
-        return self._attempts[group_id]
 
-    def resume(self, group_id: int) -> int:
-        """Start the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry.
-
-        Returns:
-            The new attempt.
-        """
+    def resume(self, group_id: int) -> None:
+        """Start the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry."""
         self._attempts[group_id] += 1
-        return self._attempts[group_id]
 
     def accepts(self, group_id: int, attempt: int) -> bool:
         """Whether an answer counts: its group is outstanding and its attempt the current one. A late one is counted.

@@ -16,7 +16,7 @@ from megatron_daro.types import Group, Verdict
 NO_ANSWER = "no_answer"
 
 PATIENCE = 3
-"""Steps in a row without signal before a warning, as many as the sampler's empty batches."""
+"""Steps in a row without signal before a warning."""
 
 _SHOWN_CHARACTERS = 160
 

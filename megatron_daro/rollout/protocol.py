@@ -1,7 +1,7 @@
 """What the rollout part and the controller expect of everything they drive.
 
-The seam between the loop and everything that can be swapped (embedded engine or SGLang
-servers, the actor behind Ray or in process, fakes in tests). Holds Protocols only; it refuses to hold behaviour.
+The seam between the loop and everything that can be swapped: embedded engine or SGLang servers, the actor behind Ray or
+in process, fakes in tests. It holds Protocols only, no behaviour.
 """
 
 from __future__ import annotations

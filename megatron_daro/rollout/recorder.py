@@ -26,14 +26,14 @@ from megatron_daro.types import Group
 
 WAITING_FILE = "waiting.parquet"
 """In a checkpoint: the groups that wait for the next batch; not there when none does."""
-UPDATE = "megatron_daro.update"
-"""In the metadata of a step's file: its `RecordedUpdate` as JSON."""
+MINIBATCH = "megatron_daro.minibatch"
+"""In the metadata of a step's file: its `RecordedMiniBatch` as JSON."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedUpdate:
+class RecordedMiniBatch:
     """What a recorded optimizer step was made of.
 
     step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1; the groups are in
@@ -54,7 +54,7 @@ class Recorder:
         """Args: run_dir: the run directory."""
         self._run_dir = Path(run_dir).absolute()
 
-    def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate) -> Path:
+    def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]], minibatch: RecordedMiniBatch) -> Path:
         """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
 
         What was skipped on the way to this step is among its groups, so the file of that goes.
@@ -62,12 +62,12 @@ class Recorder:
         Args:
             step: optimizer step.
             groups: outcome -> groups that no earlier step has. The trained ones keep their order.
-            update: what the step was made of.
+            minibatch: what the step was made of.
 
         Raises:
             DataError: the disk refused; no file of that name is left half written.
         """
-        path = self._write("rollouts", _file_name(step), groups, update)
+        path = self._write("rollouts", _file_name(step), groups, minibatch)
         for number, skipped in _numbered(self._run_dir / "rollouts", _SKIPPED_FILE):
             if number <= step:
                 skipped.unlink()
@@ -82,9 +82,13 @@ class Recorder:
         return self._write("failed", _file_name(step), {"dropped": groups})
 
     def _write(
-        self, folder: str, name: str, groups: Mapping[Outcome, Sequence[Group]], update: RecordedUpdate | None = None
+        self,
+        folder: str,
+        name: str,
+        groups: Mapping[Outcome, Sequence[Group]],
+        minibatch: RecordedMiniBatch | None = None,
     ) -> Path:
-        metadata = {UPDATE: json.dumps(asdict(update))} if update else {}
+        metadata = {MINIBATCH: json.dumps(asdict(minibatch))} if minibatch else {}
         path = self._run_dir / folder / name
         return write_groups(path, _recorded(groups), run_dir=self._run_dir, metadata=metadata)
 
@@ -116,7 +120,7 @@ def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
     return read_groups(Path(run_dir) / "rollouts" / _file_name(step))
 
 
-def read_update(run_dir: Path, step: int) -> RecordedUpdate:
+def read_minibatch(run_dir: Path, step: int) -> RecordedMiniBatch:
     """Return what a recorded step was made of, from the end of its file alone.
 
     Raises:
@@ -124,10 +128,10 @@ def read_update(run_dir: Path, step: int) -> RecordedUpdate:
     """
     path = Path(run_dir) / "rollouts" / _file_name(step)
     with _reading(path):
-        text = (pq.read_metadata(path).metadata or {}).get(UPDATE.encode())
+        text = (pq.read_metadata(path).metadata or {}).get(MINIBATCH.encode())
         if text is None:
-            raise ValueError(f"its metadata has no {UPDATE}")
-        return _update(json.loads(text), step)
+            raise ValueError(f"its metadata has no {MINIBATCH}")
+        return _minibatch(json.loads(text), step)
 
 
 @contextmanager
@@ -139,12 +143,16 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
 
 
-def _update(values: Mapping[str, Any], step: int) -> RecordedUpdate:
-    update = RecordedUpdate(**{**values, "group_ids": tuple(values["group_ids"])})
-    numbers = (update.step, update.first_step, update.epoch, *update.group_ids)
-    if update.step != step or any(type(number) is not int for number in numbers) or type(update.applied) is not bool:
-        raise ValueError(f"its metadata {UPDATE} is {dict(values)}, which is no record of step {step}")
-    return update
+def _minibatch(values: Mapping[str, Any], step: int) -> RecordedMiniBatch:
+    minibatch = RecordedMiniBatch(**{**values, "group_ids": tuple(values["group_ids"])})
+    numbers = (minibatch.step, minibatch.first_step, minibatch.epoch, *minibatch.group_ids)
+    if (
+        minibatch.step != step
+        or any(type(number) is not int for number in numbers)
+        or type(minibatch.applied) is not bool
+    ):
+        raise ValueError(f"its metadata {MINIBATCH} is {dict(values)}, which is no record of step {step}")
+    return minibatch
 
 
 def read_groups(path: Path) -> list[tuple[Group, Outcome]]:

@@ -1,8 +1,8 @@
 """Recorded batches instead of engines: the train part of a run, again.
 
-RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every
-recorded batch that trained, with its mini-batches and epochs at their recorded steps, so the updates are bit for bit
-those of the recorded run. Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
+RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every recorded batch that
+trained, with its mini-batches and epochs at their recorded steps, so training is bit for bit that of the recorded run.
+Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
 It refuses gaps (a run that was recorded in part), and to go on where a run that generates stopped.
 """
 
@@ -18,7 +18,7 @@ from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
-from megatron_daro.rollout.recorder import RecordedUpdate, read_step, read_update, recorded_steps
+from megatron_daro.rollout.recorder import RecordedMiniBatch, read_minibatch, read_step, recorded_steps
 from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay, reading_state
 from megatron_daro.types import Group
 
@@ -27,7 +27,7 @@ class ReplaySource:
     """The batch source of `train --replay RUN`."""
 
     def __init__(
-        self, run_dir: Path, *, section: TrainerSection, rollouts_per_prompt: int, deadlines: Deadlines | None = None
+        self, run_dir: Path, *, section: TrainerSection, rollouts_per_prompt: int, deadlines: Deadlines
     ) -> None:
         """Read the list of steps and what the first batch was made of, no rollouts yet.
 
@@ -42,7 +42,7 @@ class ReplaySource:
         """
         self._run_dir, self._section = Path(run_dir), section
         self._size = rollouts_per_prompt
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines
         self._steps = recorded_steps(self._run_dir)
         if not self._steps:
             raise DataError(f"{self._run_dir}/rollouts: no recorded steps; the run needs observe.save_rollouts=true")
@@ -51,7 +51,7 @@ class ReplaySource:
             raise DataError(f"{self._run_dir}/rollouts: step {gaps[0]} is missing; replay needs every step: restore it")
         self._last_step = self._steps[0] - 1
         self.ledger = Ledger()
-        self._check_size(self._updates(self._steps[0]))
+        self._check_size(self._minibatches(self._steps[0]))
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continues after the recorded step in `state`.
@@ -80,50 +80,54 @@ class ReplaySource:
         """
         while self._last_step < self._steps[-1]:
             reading = asyncio.to_thread(self._read_batch, self._last_step + 1)
-            updates, groups = await self._deadlines.within("load", reading, what=f"reading step {self._last_step + 1}")
-            self._last_step = updates[-1].step
-            if any(update.applied and update.step <= self._section.steps for update in updates):
-                return self._batch(updates, groups)
+            minibatches, groups = await self._deadlines.within(
+                "load", reading, what=f"reading step {self._last_step + 1}"
+            )
+            self._last_step = minibatches[-1].step
+            if any(minibatch.applied and minibatch.step <= self._section.steps for minibatch in minibatches):
+                return self._batch(minibatches, groups)
         return None
 
-    def _read_batch(self, first: int) -> tuple[list[RecordedUpdate], list[tuple[Group, Outcome]]]:
+    def _read_batch(self, first: int) -> tuple[list[RecordedMiniBatch], list[tuple[Group, Outcome]]]:
         """Return the steps of the batch that begins with this one, and all of its groups with what became of them."""
-        updates = self._updates(first)
-        self._check_size(updates)
-        groups = [pair for update in updates for pair in read_step(self._run_dir, update.step)]
-        return updates, groups
+        minibatches = self._minibatches(first)
+        self._check_size(minibatches)
+        groups = [pair for minibatch in minibatches for pair in read_step(self._run_dir, minibatch.step)]
+        return minibatches, groups
 
-    def _updates(self, first: int) -> list[RecordedUpdate]:
+    def _minibatches(self, first: int) -> list[RecordedMiniBatch]:
         """Return the steps of the batch that begins with this one."""
-        updates: list[RecordedUpdate] = []
+        minibatches: list[RecordedMiniBatch] = []
         for step in range(first, self._steps[-1] + 1):
-            update = read_update(self._run_dir, step)
-            if updates and update.first_step != first:
+            minibatch = read_minibatch(self._run_dir, step)
+            if minibatches and minibatch.first_step != first:
                 break
-            updates.append(update)
-        if updates[0].first_step != first:
+            minibatches.append(minibatch)
+        if minibatches[0].first_step != first:
             raise DataError(
-                f"{self._run_dir}/rollouts: step {first} belongs to the batch of step {updates[0].first_step}, whose "
-                "files are not all there; restore them"
+                f"{self._run_dir}/rollouts: step {first} belongs to the batch of step {minibatches[0].first_step}, "
+                "whose files are not all there; restore them"
             )
-        return updates
+        return minibatches
 
-    def _check_size(self, updates: Sequence[RecordedUpdate]) -> None:
+    def _check_size(self, minibatches: Sequence[RecordedMiniBatch]) -> None:
         """Refuse a batch of more steps than this run has reckoned with: its old log-probs would be made otherwise."""
-        epochs, steps = updates[-1].epoch, updates[-1].step - updates[0].first_step + 1
+        epochs, steps = minibatches[-1].epoch, minibatches[-1].step - minibatches[0].first_step + 1
         if epochs > self._section.epochs_per_batch or steps > self._section.steps_per_batch:
             raise DataError(
-                f"{self._run_dir}/rollouts: the batch of step {updates[0].step} has {steps} steps in {epochs} epochs, "
-                f"but trainer.updates_per_batch is {self._section.updates_per_batch} and trainer.epochs_per_batch "
-                f"{self._section.epochs_per_batch}; set both to the recorded run's values"
+                f"{self._run_dir}/rollouts: the batch of step {minibatches[0].step} has {steps} steps in {epochs} "
+                f"epochs, but trainer.minibatches_per_batch is {self._section.minibatches_per_batch} and "
+                f"trainer.epochs_per_batch {self._section.epochs_per_batch}; set both to the recorded run's values"
             )
 
-    def _batch(self, updates: Sequence[RecordedUpdate], recorded: Sequence[tuple[Group, Outcome]]) -> SampledBatch:
+    def _batch(
+        self, minibatches: Sequence[RecordedMiniBatch], recorded: Sequence[tuple[Group, Outcome]]
+    ) -> SampledBatch:
         # Old log-probs of a mini-batch are made of it as it was in the first epoch, also if it was not finite there.
-        within = [update for update in updates if update.step <= self._section.steps]
-        trained = {group_id for update in within if update.applied for group_id in update.group_ids}
+        within = [minibatch for minibatch in minibatches if minibatch.step <= self._section.steps]
+        trained = {group_id for minibatch in within if minibatch.applied for group_id in minibatch.group_ids}
         planned = [one for one in within if one.applied or (one.epoch == 1 and not trained.isdisjoint(one.group_ids))]
-        ids = {group_id for update in planned for group_id in update.group_ids}
+        ids = {group_id for minibatch in planned for group_id in minibatch.group_ids}
         groups = tuple(group for group, _ in recorded if group.group_id in ids)
         filtered = tuple(group for group, used in recorded if used == "filtered")
         dropped = tuple(group for group, used in recorded if used != "filtered" and group.group_id not in ids)
@@ -146,6 +150,6 @@ class ReplaySource:
             groups=groups,
             filtered=filtered,
             dropped=dropped,
-            snapshot=Snapshot({REPLAYED_STEP: updates[-1].step}, self.ledger.state_dict()),
+            snapshot=Snapshot({REPLAYED_STEP: minibatches[-1].step}, self.ledger.state_dict()),
             recorded=tuple(planned),
         )

@@ -16,7 +16,7 @@ from megatron_daro.errors import CheckpointError
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.groups_under_way import UnfinishedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
-from megatron_daro.rollout.recorder import RecordedUpdate
+from megatron_daro.rollout.recorder import RecordedMiniBatch
 from megatron_daro.types import Group
 
 REPLAYED_STEP = "last_step"
@@ -77,7 +77,7 @@ class SampledBatch:
     rollout_s: float = 0.0
     response_tokens: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
-    recorded: tuple[RecordedUpdate, ...] = ()
+    recorded: tuple[RecordedMiniBatch, ...] = ()
 
 
 def is_replay(state: Mapping[str, Any]) -> bool:

@@ -25,11 +25,7 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay, reading_state
 from megatron_daro.types import Group
 
-_EMPTY = "rollout/batches_empty"
-_ABORTED_TOKENS = "rollout/aborted_tokens"
-_ABORTED = "rollout/groups_aborted"
-_RESUMED = "rollout/groups_resumed"
-_UNFINISHED = "rollout/groups_partial"
+_UNFINISHED = "rollout/groups_unfinished"
 _FAILED_STARTS = "reward/failed_worker_starts"
 
 
@@ -71,7 +67,6 @@ class Sampler:
         self.ledger = context.ledger
         self._carry: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()
-        self._empty_batches = 0
         self._short_batches = 0
         self._recorder = recorder
         self._deadlines = context.deadlines
@@ -101,10 +96,7 @@ class Sampler:
         if list(self.ledger.outstanding) != there:
             raise ValueError(f"groups {list(self.ledger.outstanding)} are outstanding, but groups {there} are there")
         counters = state["counters"]
-        self._empty_batches = int(counters[_EMPTY])
-        self._collector.aborted_tokens = int(counters[_ABORTED_TOKENS])
-        self._collector.groups_aborted = int(counters[_ABORTED])
-        self._collector.groups_resumed = int(counters[_RESUMED])
+        self._collector.counters.load(counters)
         self._rollouter.load_counters(counters)
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
@@ -112,7 +104,7 @@ class Sampler:
         return tuple(group for group in groups if version - group.weight_version > self._max_lag)
 
     async def sample(self, use_version: int) -> SampledBatch:
-        """Sample the next batch; never empty, never more than prompts_per_step groups.
+        """Sample the next batch; never empty, never more than prompts_per_batch groups.
 
         Args:
             use_version: the policy's weight version when the batch will be trained.
@@ -140,13 +132,13 @@ class Sampler:
             if self._unfinished and len(batch.filtered) + len(batch.dropped) == ended_before:
                 continue  # all answers were set aside: they go on at once
             empty += 1
-            self._empty_batches += 1
+            self._collector.counters.batches_empty += 1
             where = await self._record_skipped(batch, use_version + 1)
             self._notices.warn(f"no trainable group in this batch ({batch.why_empty()}); it is skipped; {where}")
         raise DataError(
             f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). "
             f"{describe(batch.filtered)} Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or "
-            f"rollout.prompts_per_step, or switch the filter off; {where}"
+            f"rollout.prompts_per_batch, or switch the filter off; {where}"
         )
 
     async def _record_skipped(self, batch: BatchSoFar, step: int) -> str:
@@ -187,7 +179,7 @@ class Sampler:
     async def _fill(self, batch: BatchSoFar) -> None:
         """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
         self._unfinished = await self._filler.fill(batch, self._unfinished)
-        target = self._section.prompts_per_step
+        target = self._section.prompts_per_batch
         if 0 < len(batch.kept) < target:
             self._short_batches += 1
             if self._short_batches.bit_count() == 1:
@@ -200,7 +192,7 @@ class Sampler:
     def _complete(self, batch: BatchSoFar, seconds: float, response_tokens: int) -> SampledBatch:
         """Split off the surplus and take the snapshot."""
         kept = sorted(batch.kept, key=lambda group: group.group_id)
-        target = self._section.prompts_per_step
+        target = self._section.prompts_per_batch
         chosen, surplus = kept[:target], kept[target:]
         if self._section.keeps_unfinished:
             self._carry = tuple(surplus)
@@ -224,10 +216,7 @@ class Sampler:
 
     def _counters(self) -> dict[str, int]:
         return {
-            _EMPTY: self._empty_batches,
+            **self._collector.counters.metrics(),
             _UNFINISHED: len(self._unfinished),
-            _ABORTED: self._collector.groups_aborted,
-            _RESUMED: self._collector.groups_resumed,
-            _ABORTED_TOKENS: self._collector.aborted_tokens,
             **self._rollouter.counters(),
         }

@@ -1,11 +1,10 @@
-"""What the groups of a step say in numbers: accuracy, length, bins, predicted loss, staleness.
+"""What the groups of a batch and of its steps say in numbers: accuracy, length, bins, predicted loss, staleness.
 
 Groups and the built batch -> metrics, merged by the controller with what the policy reports. Keys are those of the run
 directory's contract. It measures samples only and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
-metrics.jsonl, TensorBoard and the report then have it. One that needs more than groups (a verifier, say) is bound to it
-where `controller.Parts` is made, and handed over as a member of `group_metrics`.
+metrics.jsonl, TensorBoard and the report's table then have it, at every step of the batch.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -20,8 +19,8 @@ import numpy as np
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
-from megatron_daro.rollout.update_plan import Update
 from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
 
 GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
@@ -57,21 +56,20 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 """Of every run."""
 
 
-def update_metrics(
+def step_metrics(
     batch: SampledBatch,
-    update: Update,
+    minibatch: MiniBatch,
     columns: TrainBatch,
     steps_per_batch: int,
-    group_metrics: Sequence[GroupMetrics] = GROUP_METRICS,
 ) -> dict[str, float]:
-    """All of the below for one optimizer step: `columns` are those of `update`, which is of `batch`."""
+    """All of the below for one optimizer step: `columns` are those of `minibatch`, which is of `batch`."""
     size = columns.rollouts_per_prompt
-    metrics = sample_metrics(batch, size, group_metrics) | group_bins((*update.groups, *update.filtered), size)
+    metrics = sample_metrics(batch, size) | group_bins((*minibatch.groups, *minibatch.filtered), size)
     metrics |= length_metrics(columns)
-    metrics |= _divergence(update.groups)
-    metrics["rollout/epoch"] = float(update.epoch)
-    metrics["rollout/generated_tokens"] = float(batch.response_tokens if update.first else 0)
-    return metrics | {"rollout/staleness_mean": mean_staleness(update.groups, update.version, steps_per_batch)}
+    metrics |= _divergence(minibatch.groups)
+    metrics["rollout/epoch"] = float(minibatch.epoch)
+    metrics["rollout/generated_tokens"] = float(batch.response_tokens if minibatch.first else 0)
+    return metrics | {"rollout/staleness_mean": mean_staleness(minibatch.groups, minibatch.version, steps_per_batch)}
 
 
 def _divergence(groups: Iterable[Group]) -> dict[str, float]:
@@ -82,9 +80,7 @@ def _divergence(groups: Iterable[Group]) -> dict[str, float]:
     return {"distill/reverse_kl": _mean(np.concatenate(parts))} if parts else {}
 
 
-def sample_metrics(
-    batch: SampledBatch, rollouts_per_prompt: int, group_metrics: Sequence[GroupMetrics] = GROUP_METRICS
-) -> dict[str, float]:
+def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:
     """Measure every complete group that was sampled for the batch, and what sampling them took.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
@@ -93,11 +89,11 @@ def sample_metrics(
         batch: the sampled batch. rollouts_per_prompt: K.
 
     Returns:
-        What `group_metrics` give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
+        What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
     """
     groups = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
     metrics = {"rollout/rounds": float(batch.rounds)}
-    for measure in group_metrics:
+    for measure in GROUP_METRICS:
         metrics |= measure(groups)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s

@@ -81,7 +81,7 @@ def _inside(
 
 def planned_prompts(config: Config) -> int:
     """Return how many prompts the steps of the run take, without those that a filter sends back."""
-    return math.ceil(config.trainer.steps / config.trainer.steps_per_batch) * config.rollout.prompts_per_step
+    return math.ceil(config.trainer.steps / config.trainer.steps_per_batch) * config.rollout.prompts_per_batch
 
 
 def weights_digest(model: Path) -> str:

@@ -80,7 +80,10 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         inputs: Inputs | ReplaySource
         if replay:
             inputs = ReplaySource(
-                replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt
+                replay,
+                section=config.trainer,
+                rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+                deadlines=run.deadlines,
             )
         else:
             inputs = read_inputs(config, progress)

@@ -108,7 +108,7 @@ class NodeWorkers:
         Args:
             kind: what each is, for messages: "answer worker".
             make: starts one.
-            run: its progress tells a person of each loss; the deadline `workers_start` bounds each start.
+            run: its progress shows each loss; the deadline `workers_start` bounds each start.
         """
         self._kind, self._make = kind, make
         self._warn, self._deadlines = run.progress.warn, run.deadlines

@@ -63,7 +63,7 @@ class PolicyGroup:
         # Shards that are in the object store since `prepare`, by the number of their PreparedBatch, oldest first.
         self._prepared: dict[int, list[Shard]] = {}
         self._numbers = itertools.count()
-        self._most_prepared = run.config.trainer.updates_per_batch
+        self._most_prepared = run.config.trainer.minibatches_per_batch
         self._version = 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
@@ -187,7 +187,7 @@ class PolicyGroup:
 
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-        if self._healing is None or TRANSPORTS[plan.transport].files:
+        if self._healing is None or TRANSPORTS[plan.transport].checkpoint:
             return await self._repeated(lambda: self._export(plan))
         await self._healing.heal()
         try:
@@ -199,7 +199,7 @@ class PolicyGroup:
             raise LostSenderError(f"the weights were not sent: {error}") from error
 
     async def _export(self, plan: SendPlan) -> SendReport:
-        if not TRANSPORTS[plan.transport].files:
+        if not TRANSPORTS[plan.transport].checkpoint:
             return await weight_export.send(self.ranks, plan)
         path, changes = self._settings.model_path, dict[str, Any]()
         if plan.critic:

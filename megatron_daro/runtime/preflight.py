@@ -32,6 +32,7 @@ from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
+from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.own_environment import environment_class, is_stepped
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
@@ -147,7 +148,12 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     if replay is None and elsewhere and config.engine.kind == "sglang":
         _look_for_servers(config, lines)
     if replay:
-        ReplaySource(replay, section=config.trainer, rollouts_per_prompt=config.rollout.rollouts_per_prompt)
+        ReplaySource(
+            replay,
+            section=config.trainer,
+            rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+            deadlines=Deadlines().scaled(config.trainer.deadline_scale),
+        )
         lines.notice(f"replay: {replay}")
     else:
         _read_inputs(config, lines)
@@ -227,7 +233,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
             asyncio.run(_ask_servers(config.engine.sglang.urls))
-        if config.engine.sglang.transport.rank_to_rank:
+        if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
         from megatron_daro.actor.policy import check_megatron_options

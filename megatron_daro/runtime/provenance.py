@@ -31,8 +31,8 @@ def identity(config: Config) -> dict[str, PlainValue]:
     return {
         "seed": trainer.seed,
         "rollouts_per_prompt": config.rollout.rollouts_per_prompt,
-        "prompts_per_step": config.rollout.prompts_per_step,
-        "updates_per_batch": trainer.updates_per_batch,
+        "prompts_per_batch": config.rollout.prompts_per_batch,
+        "minibatches_per_batch": trainer.minibatches_per_batch,
         "epochs_per_batch": trainer.epochs_per_batch,
         "algorithm": config.algorithm.name,
     }

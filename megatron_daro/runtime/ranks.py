@@ -17,7 +17,7 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.shards import Shard, joined_column
-from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, unhurried
+from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, yielding_to_event_loop
 from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.types import TrainBatch
 
@@ -54,7 +54,8 @@ class Ranks:
 
     def start_process(self, rank: int) -> ActorHandle:
         """Start the process of one rank, and return its handle."""
-        return actor_class(TrainWorker).options(**self._placement.rank(rank)).remote(rank, self._run.log_dir)
+        actor = actor_class(TrainWorker).options(**self._placement.rank(rank))
+        return actor.remote(rank, self._run.log_dir, self._placement.shares_gpus)
 
     async def join(self, *, to_be_restored: bool = True) -> None:
         """Have all processes meet in new groups, and build the policy in each."""
@@ -77,13 +78,13 @@ class Ranks:
         """What every rank answers to a call, in order. Raises DaroError: of the first that fails."""
         if not self.workers:
             raise WorkerError("the ranks were not started, or have been dismissed")
-        return await gather({name: call(worker) async for name, worker in unhurried(self.workers.items())})
+        return await gather({name: call(worker) async for name, worker in yielding_to_event_loop(self.workers.items())})
 
     async def with_shards(self, shards: Sequence[Shard], call: Callable[[Any, Shard], Any]) -> dict[str, Any]:
         """`call(worker, shard)` on every rank with the shard of its data-parallel rank: references by rank's name."""
         return {
             name: call(worker, shards[info.data_parallel])
-            async for (name, worker), info in unhurried(zip(self.workers.items(), self.infos, strict=True))
+            async for (name, worker), info in yielding_to_event_loop(zip(self.workers.items(), self.infos, strict=True))
         }
 
     async def column(self, batch: TrainBatch, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:

@@ -111,9 +111,16 @@ def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:
     """Return the options of a server that shares these GPUs with ranks, in turns; as they are where it shares none.
 
     The weights of the ranks are on the GPUs beside a server's weights and cache while an update is checked, so less is
-    left for the cache than elsewhere.
+    left for the cache than elsewhere. CUDA graphs of the decode phase give their memory back, too; there are none of
+    the prefill phase, which cannot (SGLang 0.5.23, runner_backend/breakable_cuda_graph_backend.py).
     """
     if gpus is None or options.arguments.get("device") == "cpu":
         return options
-    arguments = {"enable_memory_saver": True, "mem_fraction_static": SHARED_FRACTION, **options.arguments}
-    return replace(options, gpus=gpus, arguments=arguments)
+    arguments = {
+        "enable_memory_saver": True,
+        "mem_fraction_static": SHARED_FRACTION,
+        "cuda_graph_backend_prefill": "disabled",
+        **options.arguments,
+    }
+    env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true", **options.env}
+    return replace(options, gpus=gpus, arguments=arguments, env=env)

@@ -60,7 +60,7 @@ class ShardExport:
             plan: as offered. offers: of all ranks, on the rank that calls servers. digests: report those of tensors
                 that this rank has whole.
         """
-        shards = self._policy.shards()
+        shards = self._policy.weight_shards()
         taken: dict[str, Digest] = {}
         if digests and plan.digest_dtype:
             uncut = self._actor.tensor_parallel == 1
@@ -75,7 +75,7 @@ class ShardExport:
         self._sender.close()
 
     def _trainer_layout(self) -> TrainerLayout:
-        fused_norms, grouped = naming_of([local.rule.megatron_name for local, _ in self._policy.shards()])
+        fused_norms, grouped = naming_of([local.rule.megatron_name for local, _ in self._policy.weight_shards()])
         return trainer_layout(self._policy.shape, self._actor, fused_norms=fused_norms, grouped_experts=grouped)
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from megatron_daro.runtime.workers import RankInfo
 
 RATIO, LEAST_S, STEPS = 1.25, 1.0, 10
-"""Slow is who needs so many times as long as the median of the others, and so many seconds more, so often in a row."""
+"""A replica is slow if it takes so many times the others' median and so many seconds longer, so often in a row."""
 METRIC = "timing/slowest_replica_ratio"
 
 

@@ -59,7 +59,7 @@ def actor_class(decorated: type) -> ActorClass:
     return cast(ActorClass, decorated)
 
 
-async def unhurried(items: Iterable[_Item]) -> AsyncIterator[_Item]:
+async def yielding_to_event_loop(items: Iterable[_Item]) -> AsyncIterator[_Item]:
     """Yield the items, and let the event loop see to everything else after every few.
 
     A call to an actor costs its caller a few tenths of a millisecond: thousands of them in one go would keep answers of
@@ -83,7 +83,7 @@ async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
     tasks: dict[asyncio.Task[Any], str] = {}
     try:
-        async for name, call in unhurried(named.items()):
+        async for name, call in yielding_to_event_loop(named.items()):
             tasks[asyncio.ensure_future(_one(name, call))] = name
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         done |= await _news(done, pending)
@@ -312,7 +312,7 @@ async def first_death(workers: WorkerGroup) -> tuple[str, ActorHandle, DaroError
     """Wait until a process of a group that was not dismissed is gone; return its name, its handle and the error."""
     watches: dict[asyncio.Task[DaroError], tuple[str, ActorHandle]] = {}
     try:
-        async for name, worker in unhurried(dict(workers).items()):
+        async for name, worker in yielding_to_event_loop(dict(workers).items()):
             watches[asyncio.ensure_future(death_of(name, worker))] = name, worker
         if not workers.dismissed:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.supervisor import gather, unhurried
+from megatron_daro.runtime.supervisor import gather, yielding_to_event_loop
 from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.sync.routes import RankRole, joined_report, routes
@@ -24,7 +24,7 @@ from megatron_daro.sync.shard_tcp import check_offers
 async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Have every pipeline stage send its weights as the plan says, one after the other, since receivers take one bucket
     at a time; after a failure the rest is not sent."""
-    if TRANSPORTS[plan.transport].rank_to_rank:
+    if TRANSPORTS[plan.transport].shard_plan:
         return await _send_shards(ranks, plan)
     report = SendReport()
     for stage in sorted({info.stage for info in ranks.infos}):
@@ -53,7 +53,7 @@ async def _send_shards(ranks: Ranks, plan: SendPlan) -> SendReport:
     check_offers(offers, len(plan.targets))
     caller, *others = ranks.workers.items()
     calls = {caller[0]: caller[1].send_shards.remote(plan, offers)}
-    calls |= {name: worker.send_shards.remote(plan, ()) async for name, worker in unhurried(others)}
+    calls |= {name: worker.send_shards.remote(plan, ()) async for name, worker in yielding_to_event_loop(others)}
     first, *rest = await gather(calls)
     return functools.reduce(SendReport.beside, rest, first)
 
@@ -69,7 +69,7 @@ async def _send_stage(ranks: Ranks, stage: int, plan: SendPlan) -> SendReport:
     if members:
         await ranks.join_relays(members)
     calls, senders = dict[str, Any](), dict[str, int]()
-    async for rank, (name, worker) in unhurried(enumerate(ranks.workers.items())):
+    async for rank, (name, worker) in yielding_to_event_loop(enumerate(ranks.workers.items())):
         if rank in stage_routes.relays:
             calls[name] = worker.relay.remote(stage_routes.relays[rank], members)
         elif roles[rank].exports:

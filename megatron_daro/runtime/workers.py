@@ -32,6 +32,7 @@ from megatron_daro.actor.double_buffer import Layout
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.nccl_environment import nccl_of_rank
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
@@ -96,13 +97,14 @@ def _session_folder() -> Path:
 class TrainWorker:
     """One rank of the policy. `setup` must be called on all ranks at once."""
 
-    def __init__(self, rank: int, log_folder: Path | None = None) -> None:
+    def __init__(self, rank: int, log_folder: Path | None = None, shares_gpu: bool = False) -> None:
         logs.take_over(log_folder, f"actor rank {rank}")
+        os.environ.update(nccl_of_rank(os.environ, shares_gpu=shares_gpu))
         self._rank = rank
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()
         self._sender: Sender | None = None
-        self._shards: ShardExport | None = None
+        self._shard_export: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
         self._states = KeptStates()
@@ -281,10 +283,10 @@ class TrainWorker:
     @logs.failures_logged
     def offer_shards(self, plan: SendPlan) -> Offer:
         """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
-        if self._shards is None:
+        if self._shard_export is None:
             host = ray.util.get_node_ip_address()
-            self._shards = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
-        return self._shards.offer(plan)
+            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
+        return self._shard_export.offer(plan)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -292,8 +294,8 @@ class TrainWorker:
         """Send them what this rank offered. Args: offers: of all ranks, on the one that is to call the servers."""
         from megatron_daro.actor.weights import sends_for_stage
 
-        assert self._shards is not None, "offer_shards comes first"
-        return self._shards.send(plan, offers, digests=sends_for_stage())
+        assert self._shard_export is not None, "offer_shards comes first"
+        return self._shard_export.send(plan, offers, digests=sends_for_stage())
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -383,7 +385,7 @@ class TrainWorker:
         """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
         from megatron_daro.actor import parallel
 
-        if (shards := self._shards) is not None:
+        if (shards := self._shard_export) is not None:
             shards.close()
         parallel.abort(self._addresses, self._all_addresses)
 
@@ -398,9 +400,9 @@ class TrainWorker:
             self._policy.end_background_work()
         if self._sender is not None:
             self._sender.close()
-        if self._shards is not None:
-            self._shards.close()
-        self._policy, self._relays, self._snapshot, self._shards = None, {}, None, None
+        if self._shard_export is not None:
+            self._shard_export.close()
+        self._policy, self._relays, self._snapshot, self._shard_export = None, {}, None, None
         self._addresses = self._all_addresses = frozenset()
         parallel.shutdown()
         forget_rotary_tables()
@@ -428,7 +430,8 @@ class TrainWorker:
 
 @remote_class(max_restarts=0, max_task_retries=0)
 class EngineWorker:
-    """One replica of the embedded engine: its methods are those of the Engine Protocol, on Ray's event loop."""
+    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight
+    update, on Ray's event loop."""
 
     def __init__(
         self,

@@ -53,9 +53,9 @@ class Colocation:
     def __init__(
         self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
     ) -> None:
-        """Move nothing. Args: deadlines: `memory` bounds each move. warn: tells a person of memory left behind."""
+        """Move nothing. Args: deadlines: `memory` bounds each move. warn: shows the user memory left behind."""
         self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
-        self._is_policys = True
+        self._policy_has_gpus = True
         self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
         self._has_worked = False  # libraries take their work space when a batch is trained for the first time
         self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
@@ -64,11 +64,11 @@ class Colocation:
 
     async def to_policy(self) -> None:
         """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
-        if self._is_policys:
+        if self._policy_has_gpus:
             return
         started = time.perf_counter()
         await self._within("memory", self._engine.release_memory(), what="of the engine")
-        self._is_policys = self._has_worked = True
+        self._policy_has_gpus = self._has_worked = True
         move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
         self._metrics["memory/servers_left_bytes"] = float(move.others)
         self._metrics["timing/to_policy_s"] = time.perf_counter() - started
@@ -92,7 +92,7 @@ class Colocation:
         """Move the policy's weights as well; the engine may use the GPUs alone."""
         started = time.perf_counter()
         move = await self._within("memory", self._policy.offload(_WEIGHTS), what="of the policy")
-        self._is_policys = False
+        self._policy_has_gpus = False
         self._engine.allow_starts()
         self._metrics["memory/moved_bytes"] += float(move.moved)
         self._metrics["memory/left_bytes"] = float(move.left)

@@ -55,7 +55,7 @@ class Target:
 class SendPlan:
     """Everything that one export is to send.
 
-    transport: the way, by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
+    transport: by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
     of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
     digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
     message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the
@@ -125,21 +125,21 @@ class SendReport:
     apart: bool = False
 
     def joined(self, other: SendReport) -> SendReport:
-        """Both together: those of two pipeline stages."""
-        return SendReport(
-            self.num_bytes + other.num_bytes,
-            self.num_buckets + other.num_buckets,
-            self.send_s + other.send_s,
-            {**self.digests, **other.digests},
-            {**self.files, **other.files},
-            {**self.failures, **other.failures},
-            self.fp8_blocks + other.fp8_blocks,
-        )
+        """Both together: those of two pipeline stages, which send one after the other."""
+        return replace(self.beside(other), send_s=self.send_s + other.send_s)
 
     def beside(self, other: SendReport) -> SendReport:
         """Both together: those of two ranks that sent at the same time."""
-        apart = self.apart and other.apart
-        return replace(self.joined(other), send_s=max(self.send_s, other.send_s), apart=apart)
+        return SendReport(
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_buckets=self.num_buckets + other.num_buckets,
+            send_s=max(self.send_s, other.send_s),
+            digests={**self.digests, **other.digests},
+            files={**self.files, **other.files},
+            failures={**self.failures, **other.failures},
+            fp8_blocks=self.fp8_blocks + other.fp8_blocks,
+            apart=self.apart and other.apart,
+        )
 
 
 def is_hashed(name: str) -> bool:

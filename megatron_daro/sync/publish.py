@@ -119,7 +119,8 @@ class WeightSync:
         engine.when_back(self._catch_up)
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Make the engine generate with the policy's weights, under this version. Returns metrics.
+        """Make the engine generate with the policy's weights, under this version. Where all receivers are lost
+        meanwhile, those that came back get them in another update, up to the third. Returns metrics.
 
         Raises:
             SyncError: no receiver took them. EngineError: all are gone.
@@ -161,7 +162,8 @@ class WeightSync:
             raise
 
     async def _sent(self, update: ReceiverUpdate) -> SendReport | None:
-        """Return the report of a sending that went well for all who are left; None where there was none."""
+        """Return the report of a sending that went well for all who are left, in up to three tries; None where there
+        was none."""
         for tried in range(_TRIES):
             plan = await update.prepare()
             if plan is None:

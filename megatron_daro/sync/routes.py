@@ -2,8 +2,8 @@
 
 A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
 takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
-(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. On any other way one
-rank of a stage sends to all.
+(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By any other
+transport one rank of a stage sends to all.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
             names = ", ".join(target.name for target in own.targets)
             hosts = ", ".join(sorted({role.host for role in roles.values()}))
             raise SyncError(
-                f"engine.sglang.sync: got tensor for {names} on {host}, where no rank of the actor is (they are on "
-                f"{hosts}): GPU memory is handed over within a host; set engine.sglang.sync=distributed"
+                f"engine.sglang.sync: got {plan.transport} for {names} on {host}, where no rank of the actor is (they "
+                f"are on {hosts}): GPU memory is handed over within a host; set engine.sglang.sync=distributed"
             )
     return Routes(sender, plans, relays)
 

@@ -1,4 +1,4 @@
-"""What every way of sending weights has in common: its sending end on one rank, which never stops halfway."""
+"""What every weight transport has in common: its sending end on one rank, which never stops halfway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Item = TypeVar("_Item")
 
 
 class TransportSender(ABC):
-    """The sending end of one way on one rank."""
+    """The sending end of one transport on one rank."""
 
     def send(self, stream: Stream, plan: SendPlan, *, label: str = "", group: ProcessGroup | None = None) -> SendReport:
         """Send the whole stream.

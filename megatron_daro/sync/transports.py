@@ -1,8 +1,8 @@
-"""The sending end of a weight update on a rank: its exported tensors go on the plan's way to the receivers.
+"""The sending end of a weight update on a rank: its exported tensors go to the receivers by the plan's transport.
 
     exported stream -> digests taken -> fp8 blocks, where the plan asks for them -> the sender of plan.transport
 
-What is known of each way: config/transports.py. From shards to shards each rank sends by itself (shard_tcp.py).
+What is known of each transport: config/transports.py. From shards to shards each rank sends by itself (shard_tcp.py).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
     "tensor": lambda rank: HandleSender(rank.calls),
     "ray": lambda rank: RaySender(rank.hand_over),
 }
-"""What makes a rank's sending end, by the name of the way."""
+"""What makes a rank's sending end, by the name of the transport."""
 
 
 class Sender:
-    """One rank's end on every way. `close` it, or its threads and sockets stay."""
+    """One rank's end of every transport. `close` it, or its threads and sockets stay."""
 
     def __init__(self, host: str, backend: str, calls: Calls, hand_over: HandOver | None = None) -> None:
         """Connect to nothing. Args: see `RankEnd`."""

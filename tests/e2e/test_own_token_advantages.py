@@ -92,7 +92,7 @@ def test_they_make_the_gradient(run, reference):
 @pytest.mark.heavy
 def test_several_updates_of_a_batch_after_a_step_that_is_resumed(tiny, tmp_path):
     """Old log-probs are recomputed beside the reference's; a resumed run has the same reference."""
-    options = [*FLUENT, "trainer.updates_per_batch=2", "trainer.save_every_steps=2"]
+    options = [*FLUENT, "trainer.minibatches_per_batch=2", "trainer.save_every_steps=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     runs = [(whole, 4, []), (parts, 2, []), (parts, 4, ["--resume"])]
     for number, (run, steps, more) in enumerate(runs):

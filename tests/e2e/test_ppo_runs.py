@@ -12,7 +12,7 @@ PPO = [
     "algorithm.critic.learning_rate=1e-3",
     "algorithm.critic.value_clip=0.5",
     "algorithm.critic.pretrain_steps=1",
-    "trainer.updates_per_batch=2",
+    "trainer.minibatches_per_batch=2",
     "trainer.epochs_per_batch=2",
     "trainer.save_every_steps=4",
 ]

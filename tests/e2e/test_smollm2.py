@@ -87,7 +87,7 @@ def test_it_trains_on_the_answers_of_a_real_server(base, tmp_path):
     content["model"]["path"] = str(base / "model")
     content["data"] |= {"train": [str(base / "train.jsonl")], "eval": []}
     content["engine"] = {"kind": "sglang", "replicas": 1, "sglang": cpu_servers(sync="distributed")}
-    content["rollout"] |= {"prompts_per_step": 2, "rollouts_per_prompt": 4, "max_refill_rounds": 20}
+    content["rollout"] |= {"prompts_per_batch": 2, "rollouts_per_prompt": 4, "max_refill_rounds": 20}
     content["actor"] |= {"precision": "fp32", "data_parallel": 1}
     content["trainer"] |= {"run_dir": str(tmp_path / "run"), "steps": 2, "save_every_steps": 0}
     content["trainer"] |= {"eval_every_steps": 0, "export_hf": False}

@@ -35,7 +35,7 @@ def test_the_script_makes_a_model_trains_it_with_the_tool_and_prints_what_it_gai
     executable(tmp_path / "env/bin/megatron-daro", f'#!/bin/sh\nexec {sys.executable} -m megatron_daro "$@"\n')
     executable(tmp_path / "tools/install_packages.sh", "")
     sets = "data.eval=[{name: products, path: runs/tool_use-base/held_out.jsonl, temperature: 1.0}]"
-    sizes = ["rollout.prompts_per_step=2", "rollout.rollouts_per_prompt=4", "algorithm.filter=none", "trainer.steps=2"]
+    sizes = ["rollout.prompts_per_batch=2", "rollout.rollouts_per_prompt=4", "algorithm.filter=none", "trainer.steps=2"]
     command = ["bash", str(tmp_path / "examples/tool_use/run.sh"), sets, *sizes]
     run = Run(command, tmp_path / "log", {"VIRTUAL_ENV": str(tmp_path / "env"), "PYTHONPATH": str(ROOT)})
     try:

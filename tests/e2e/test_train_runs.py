@@ -153,9 +153,9 @@ def test_other_layouts_have_the_same_losses_on_the_same_rollouts(tiny, reference
 
 
 @pytest.mark.heavy
-def test_two_updates_per_batch(tiny, tmp_path):
+def test_two_minibatches_per_batch(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    options = [f"trainer.run_dir={run_dir}", "trainer.updates_per_batch=2", "trainer.save_every_steps=0"]
+    options = [f"trainer.run_dir={run_dir}", "trainer.minibatches_per_batch=2", "trainer.save_every_steps=0"]
     trained(["train", tiny.config, *options], tmp_path / "log")
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(STEPS)
@@ -183,7 +183,7 @@ def test_answers_in_segments_and_their_replay(tiny, tmp_path):
     keys = ("loss/policy", "loss/grad_norm", "mismatch/logprob_abs_mean", "mismatch/corrected_fraction")
     found = [[[line[key] for key in keys] for line in metric_lines(one, STEPS)] for one in (run, again)]
     assert found[0] == found[1]
-    assert metric_lines(run, STEPS)[-1]["rollout/groups_partial"] >= 0
+    assert metric_lines(run, STEPS)[-1]["rollout/groups_unfinished"] >= 0
 
 
 def test_one_step_of_staleness_overlaps_and_only_loopback_is_listened_on(tiny, tmp_path):

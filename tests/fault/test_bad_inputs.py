@@ -38,11 +38,11 @@ def model(tiny, tmp_path):
 def test_yaml_typos_name_the_nearest_keys(tiny, fails, tmp_path):
     config = tmp_path / "typo.yaml"
     config.write_text(
-        tiny.config.read_text().replace("prompts_per_step", "prompt_per_step").replace("steps:", "stpes:")
+        tiny.config.read_text().replace("prompts_per_batch", "prompt_per_step").replace("steps:", "stpes:")
     )
     finished = fails(config=config, process=True)
     assert finished.code == CONFIGURATION
-    assert "prompt_per_step" in finished.stderr and "prompts_per_step" in finished.stderr
+    assert "prompt_per_step" in finished.stderr and "prompts_per_batch" in finished.stderr
     assert "stpes" in finished.stderr and "steps" in finished.stderr
 
 
@@ -64,8 +64,8 @@ def test_wrong_numbers_are_all_reported_at_once(fails):
     ("overrides", "names"),
     [
         pytest.param(
-            ["trainer.updates_per_batch=5"],
-            ["trainer.updates_per_batch", "got 5", "16 samples"],
+            ["trainer.minibatches_per_batch=5"],
+            ["trainer.minibatches_per_batch", "got 5", "16 samples"],
             id="batch-not-divisible",
         ),
         pytest.param(

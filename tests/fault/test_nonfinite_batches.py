@@ -9,7 +9,7 @@ import safetensors.numpy
 from cli_runs import checkpoint, different_files, last_step, run_cli, trained
 
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.rollout.recorder import Recorder, read_groups, read_step, read_update
+from megatron_daro.rollout.recorder import Recorder, read_groups, read_minibatch, read_step
 
 BAD_STEP = 3
 NONFINITE = 3
@@ -25,7 +25,7 @@ def poisoned(reference, tmp_path_factory):
         by_outcome[used].append(group)
     victim = by_outcome["trained"][1].rollouts[2]
     victim.logprobs[0] = np.nan
-    Recorder(run_dir).write_step(BAD_STEP, by_outcome, read_update(reference, BAD_STEP))
+    Recorder(run_dir).write_step(BAD_STEP, by_outcome, read_minibatch(reference, BAD_STEP))
     return run_dir
 
 

@@ -102,6 +102,33 @@ def training(
     return Outcome(worst, 1e-4, "relative, worst of gradients and steps")
 
 
+def training_bf16(device: torch.device, directory: Path, *, family: str = "qwen2", **layout: int) -> Outcome:
+    """bf16 gradients of ranks that share a model, with Transformer Engine's layers on GPUs, against this process alone:
+    the direction of each parameter's."""
+    from policy_tasks import loss_terms
+    from small_models import random_batch, save_model
+
+    from megatron_daro.actor.device import has_transformer_engine
+    from megatron_daro.actor.parallel import Layout
+
+    if device.type == "cuda" and not has_transformer_engine():
+        raise NotHereError("Transformer Engine is not installed")
+    save_model(family, directory)
+    got: dict[str, np.ndarray] = {}
+    for part in _ranks(device, directory, layout, "gradients"):
+        got |= part
+    alone = loss_terms(directory, Layout(), random_batch(), 3, {"name": "daro"}, precision="bf16")["gradients"]
+    if set(got) != set(alone):
+        raise RuntimeError(f"parameters of the ranks and of one process differ: {sorted(set(got) ^ set(alone))[:4]}")
+    return Outcome(max(_turned(got[name], alone[name]) for name in alone), 0.01, "1 - cosine, worst of gradients")
+
+
+def _turned(a: np.ndarray, b: np.ndarray) -> float:
+    """Return 1 - cosine of the angle between two gradients."""
+    a, b = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    return float(1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
 def gpu_of(rank: int, environment: Mapping[str, str]) -> str:
     """Return the GPU of a rank as CUDA_VISIBLE_DEVICES names it: of those that this process was given."""
     given = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -188,6 +215,11 @@ def _rank_main(directory: str, rank: str, task: str, layout: str, options: str) 
     parallel.initialize(parallel.Layout(**sizes), rank=int(rank), init_method=meeting, seed=1, timeout_s=LIMIT_S)
     if task == "training":
         found = _training(place, sizes, place / "checkpoint", **given)
+    elif task == "gradients":
+        from policy_tasks import loss_terms
+
+        layout_of_ranks = parallel.Layout(**sizes)
+        found = loss_terms(place, layout_of_ranks, random_batch(), 3, {"name": "daro"}, precision="bf16")["gradients"]
     else:
         batch = random_batch()
         logprobs = _policy(place, sizes, precision="bf16").logprobs(batch, [list(range(len(batch)))])

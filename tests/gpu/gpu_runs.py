@@ -176,7 +176,7 @@ def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:
     return {
         "actor": {"data_parallel": servers if colocate else 1, "precision": "bf16" if on_gpu else "fp32"},
         "engine": {"kind": "sglang", "replicas": servers, "colocate": colocate, "sglang": sglang},
-        "rollout": {"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
+        "rollout": {"prompts_per_batch": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
         | {"max_refill_rounds": 20},
         "trainer": {"steps": STEPS, "save_every_steps": 0, "eval_every_steps": 0},
     }

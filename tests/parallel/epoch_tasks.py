@@ -27,7 +27,7 @@ def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
     old log-probs and values of before the first. Groups of the batch are neighbours."""
     from megatron_daro.actor.advantages import with_advantages
     from megatron_daro.data.batch import with_columns_of
-    from megatron_daro.rollout.update_plan import epoch_order
+    from megatron_daro.rollout.minibatches import epoch_order
 
     policy, size = build_policy(path, layout, algorithm, **options), batch.rollouts_per_prompt
     number = len(batch) // size

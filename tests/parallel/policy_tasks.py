@@ -73,13 +73,16 @@ def loss_settings(policy: Any, algorithm: dict[str, Any], *, temperature: float 
     """Objective and output layer of a policy that was built with these."""
     from megatron_daro.actor.forward import OutputSettings
     from megatron_daro.actor.policy import objective_settings
+    from megatron_daro.algo.weighting import make_algorithm
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
 
     actor = ActorSection(**{"precision": "fp32", **options})
     chunks = actor.logprob_chunk_tokens, actor.logprob_chunk_vocab
     output = OutputSettings(policy.shape.vocab, temperature, *chunks, actor.logprob_kernel)
-    return objective_settings(AlgorithmSection(**algorithm)), output
+    section = AlgorithmSection(**algorithm)
+    own = make_algorithm(**section.arguments(rollouts_per_prompt=4, max_response_tokens=32))
+    return objective_settings(section, own), output
 
 
 def summed_gradients(

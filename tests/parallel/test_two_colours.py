@@ -64,7 +64,7 @@ class planted:  # noqa: N801  (read as a statement)
         from megatron_daro.actor import loss
 
         original = loss.StepLoss.micro_batch
-        reduce = loss.handed_to_all_stages
+        reduce = loss.reduced_on_all_stages
 
         def micro_batch(self: Any, model: Any, packed: Any, hidden_T1D: Any) -> Any:
             if kind == "item":
@@ -82,7 +82,7 @@ class planted:  # noqa: N801  (read as a statement)
 
         self._patches = [
             mock.patch.object(loss.StepLoss, "micro_batch", micro_batch),
-            mock.patch.object(loss, "handed_to_all_stages", handed),
+            mock.patch.object(loss, "reduced_on_all_stages", handed),
         ]
 
     def __enter__(self) -> None:
@@ -144,7 +144,7 @@ def test_a_policy_keeps_device_and_host_apart(rank_pool, models, tmp_path, famil
         ("mixed in the backward pass", r"aten.mul.Tensor in megatron/core.* mixes tensors of device and host"),
         (
             "group",
-            r"allreduce_ in megatron_daro/actor/loss.py:handed_to_all_stages is given tensors of the host",
+            r"allreduce_ in megatron_daro/actor/loss.py:reduced_on_all_stages is given tensors of the host",
         ),
     ],
 )

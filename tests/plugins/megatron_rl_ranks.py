@@ -75,7 +75,7 @@ def arguments() -> Namespace:
         rl_sequence_packing_algo="fifo",
         rl_skip_bos_token=True,
         grpo_group_size=batches.K,
-        grpo_prompts_per_step=batches.GROUPS,
+        grpo_prompts_per_batch=batches.GROUPS,
         grpo_iterations=1,
         grpo_kl_beta=0.0,
         grpo_entropy_term_weight=0.0,

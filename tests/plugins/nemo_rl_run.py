@@ -197,7 +197,7 @@ def command(script: str, config: str, out: Path, *overrides: str) -> list[str]:
         str(SOURCE / "examples" / script),
         "--config",
         str(SOURCE / "examples" / "configs" / config),
-        f"grpo.num_prompts_per_step={batches.GROUPS}",
+        f"grpo.num_prompts_per_batch={batches.GROUPS}",
         f"grpo.num_generations_per_prompt={batches.K}",
         f"policy.train_global_batch_size={batches.GROUPS * batches.K}",
         "grpo.use_leave_one_out_baseline=false",

@@ -78,7 +78,7 @@ def test_a_stale_run_gets_its_servers_back_and_ends_when_none_may_be_started_aga
     path = config(
         max_restarts=1,
         trainer={"steps": 100000, "save_every_steps": 0},
-        rollout={"prompts_per_step": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
+        rollout={"prompts_per_batch": 4, "rollouts_per_prompt": 4, "max_response_tokens": 4}
         | {"max_staleness": 1, "keep_surplus": True, "oversampling": 1.5},
         algorithm={"correction": {"kind": "tis"}},
     )

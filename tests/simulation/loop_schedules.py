@@ -159,7 +159,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         run_context(
             warn=lambda message: None,
             actor=ActorSection(data_parallel=2),
-            trainer={"updates_per_batch": schedule.updates},
+            trainer={"minibatches_per_batch": schedule.updates},
         ),
         SimpleNamespace(model_path=Path("/")),
         SimpleNamespace(passes=lambda columns: (), old_logprobs="rollout"),
@@ -179,9 +179,9 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         return version
 
     engine = Servers(loop, schedule.servers, sent)
-    section = TrainerSection(steps=STEPS, save_every_steps=1, updates_per_batch=schedule.updates)
+    section = TrainerSection(steps=STEPS, save_every_steps=1, minibatches_per_batch=schedule.updates)
     progress, phases = FakeProgress(), FakePhases()
-    rollout = {"prompts_per_step": 2, "oversampling": 2.0, "max_staleness": schedule.staleness}
+    rollout = {"prompts_per_batch": 2, "oversampling": 2.0, "max_staleness": schedule.staleness}
     sampler = make_sampler(
         engine,
         FakeSource(),

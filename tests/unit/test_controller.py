@@ -20,8 +20,8 @@ from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_
 
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.rollout.recorder import read_step, read_update
-from megatron_daro.rollout.update_plan import epoch_order
+from megatron_daro.rollout.minibatches import epoch_order
+from megatron_daro.rollout.recorder import read_minibatch, read_step
 from megatron_daro.routed_experts import ExpertsFolder
 
 
@@ -160,8 +160,8 @@ def test_batches_that_are_always_too_old_end_the_run(tmp_path):
     assert stack.policy.steps == 0
 
 
-def test_several_updates_per_batch_are_one_line_each(tmp_path):
-    stack = make_stack(tmp_path, rollout={"prompts_per_step": 5}, trainer={"updates_per_batch": 2, "steps": 7})
+def test_several_minibatches_per_batch_are_one_line_each(tmp_path):
+    stack = make_stack(tmp_path, rollout={"prompts_per_batch": 5}, trainer={"minibatches_per_batch": 2, "steps": 7})
     run_stack(stack)
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
@@ -181,14 +181,17 @@ def test_several_updates_per_batch_are_one_line_each(tmp_path):
     assert sum(used == "dropped" for _, used in read_step(tmp_path, 7)) >= 3
 
 
-EPOCHS = {"rollout": {"prompts_per_step": 5}, "trainer": {"updates_per_batch": 2, "epochs_per_batch": 3, "steps": 12}}
+EPOCHS = {
+    "rollout": {"prompts_per_batch": 5},
+    "trainer": {"minibatches_per_batch": 2, "epochs_per_batch": 3, "steps": 12},
+}
 
 
 def test_several_epochs_take_each_group_once_each_in_other_mini_batches(tmp_path):
     stack = make_stack(tmp_path, **EPOCHS)
     run_stack(stack)
     assert [line["rollout/epoch"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3] * 2
-    updates = {step: read_update(tmp_path, step) for step in range(1, 13)}
+    updates = {step: read_minibatch(tmp_path, step) for step in range(1, 13)}
     assert [one.first_step for one in updates.values()] == [1] * 6 + [7] * 6
     for first in (1, 7):
         epochs = [(*updates[step].group_ids, *updates[step + 1].group_ids) for step in (first, first + 2, first + 4)]
@@ -221,9 +224,9 @@ def test_a_group_is_counted_by_its_first_epoch(tmp_path):
     stack = make_stack(tmp_path, **{**EPOCHS, "trainer": trainer})
     stack.policy.nonfinite_steps = {2: "skip", 5: "skip"}
     run_stack(stack)
-    assert [read_update(tmp_path, step).applied for step in range(1, 7)] == [True, False, True, True, False, True]
+    assert [read_minibatch(tmp_path, step).applied for step in range(1, 7)] == [True, False, True, True, False, True]
     counts, outcomes = stack.sampler.ledger.counts(), [used for *_, used in recorded_once(tmp_path)]
-    assert counts["trained"] == outcomes.count("trained") == 2 and len(read_update(tmp_path, 2).group_ids) == 3
+    assert counts["trained"] == outcomes.count("trained") == 2 and len(read_minibatch(tmp_path, 2).group_ids) == 3
     check_books(tmp_path)
 
 
@@ -326,7 +329,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     run = tmp_path_factory.mktemp("any")
     options = {
         "rollout": {"max_staleness": staleness, **rollout},
-        "trainer": {"updates_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip", "steps": 7},
+        "trainer": {"minibatches_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip", "steps": 7},
         "filter_groups": filter_groups,
         "finish_early": early,
         "order_seed": order_seed,

@@ -28,8 +28,8 @@ def test_the_state_of_a_checkpoint(tmp_path):
 
 
 def test_a_resumed_run_that_is_finished_saves_nothing_twice(tmp_path):
-    run_stack(make_stack(tmp_path, trainer={"steps": 4, "updates_per_batch": 2}))
-    again = make_stack(tmp_path, trainer={"steps": 4, "updates_per_batch": 2})
+    run_stack(make_stack(tmp_path, trainer={"steps": 4, "minibatches_per_batch": 2}))
+    again = make_stack(tmp_path, trainer={"steps": 4, "minibatches_per_batch": 2})
     saved = step_directories(tmp_path / "checkpoints")[0]
     before = saved.stat().st_ino
     assert resume_stack(again).step == 4

@@ -20,7 +20,7 @@ from megatron_daro.rollout.recorder import read_waiting
 FLEET = {
     "engine_class": FleetEngine,
     "finish_early": True,
-    "rollout": {"prompts_per_step": 3, "oversampling": 2.0, "max_staleness": 1, "keep_surplus": True},
+    "rollout": {"prompts_per_batch": 3, "oversampling": 2.0, "max_staleness": 1, "keep_surplus": True},
 }
 
 
@@ -54,8 +54,8 @@ def test_unfinished_groups_go_through_training_and_checkpoints(tmp_path, crash_a
     for step, group, used in recorded:
         assert used != "trained" or (len(group.rollouts) == K and step - 1 - group.weight_version <= 1)
     last = read_metrics(tmp_path)[-1]
-    assert last["rollout/groups_partial"] > 0 and last["rollout/groups_resumed"] > 0
-    assert last["rollout/groups_outstanding"] >= last["rollout/groups_partial"]
+    assert last["rollout/groups_unfinished"] > 0 and last["rollout/groups_resumed"] > 0
+    assert last["rollout/groups_outstanding"] >= last["rollout/groups_unfinished"]
 
 
 def test_a_stop_ends_what_is_in_flight(tmp_path):

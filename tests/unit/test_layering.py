@@ -22,6 +22,7 @@ LEVEL = {
     "types": 0,
     "errors": 0,
     "options": 0,
+    "thinking": 0,
     "durable": 0,
     "backoff": 0,
     "ports": 0,

@@ -16,7 +16,7 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.data.packing import pack
 from megatron_daro.engine.sglang.replies import rollouts_of
 from megatron_daro.errors import DataError
-from megatron_daro.rollout.recorder import RecordedUpdate, Recorder, read_step
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder, read_step
 from megatron_daro.routed_experts import ExpertsFolder, Part, StoredExperts
 from megatron_daro.types import Group, GroupRequest, Prompt, SamplingParams, Verdict
 
@@ -55,7 +55,7 @@ def test_the_driver_has_their_place_only(tmp_path, monkeypatch):
     monkeypatch.setattr(StoredExperts, "read", lambda experts: read.append(experts) or original(experts))
 
     groups = pickle.loads(to_driver)
-    Recorder(tmp_path).write_step(1, {"trained": groups}, RecordedUpdate(1, 1, 1, (0, 1), True))
+    Recorder(tmp_path).write_step(1, {"trained": groups}, RecordedMiniBatch(1, 1, 1, (0, 1), True))
     groups = [group for group, _ in read_step(tmp_path, 1)]
     batch = build_batch(groups, make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=length))
     rows = [5, 0, 2, 7]

@@ -18,7 +18,7 @@ export MEGATRON_DARO_OPTIONS=${MEGATRON_DARO_OPTIONS:-daro.learning_rate=0.01}
 command=(uv run python "$here/examples/plugins/nemo_rl/run_grpo_daro.py" "$nemo/examples/run_grpo.py"
     --config "$nemo/examples/configs/grpo_math_8B.yaml"
     policy.model_name="$model"
-    grpo.num_prompts_per_step=64 grpo.num_generations_per_prompt=8 policy.train_global_batch_size=512
+    grpo.num_prompts_per_batch=64 grpo.num_generations_per_prompt=8 policy.train_global_batch_size=512
     policy.max_total_sequence_length=4096 policy.optimizer.kwargs.lr=1e-6
     grpo.use_leave_one_out_baseline=false grpo.normalize_rewards=true
     loss_fn.token_level_loss=true loss_fn.reference_policy_kl_penalty=0

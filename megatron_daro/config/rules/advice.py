@@ -90,7 +90,11 @@ def algorithm(config: Config) -> Iterator[Problem]:
     if section.name == "kimi" and updates == 1:
         allowed = "2 or more, as published: its tau weighs what moved since the batch began, with 1 nothing"
         yield wrong(
-            config, "trainer.updates_per_batch", allowed, "set trainer.updates_per_batch=4", beside="algorithm.name"
+            config,
+            "trainer.minibatches_per_batch",
+            allowed,
+            "set trainer.minibatches_per_batch=4",
+            beside="algorithm.name",
         )
     kl_in_loss = section.kl.coefficient > 0 and section.kl.place == "loss"
     if section.name == "grpo_sequence" and kl_in_loss and section.kl.mean == "tokens":

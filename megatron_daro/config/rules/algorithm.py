@@ -13,7 +13,7 @@ from megatron_daro.config.rules.layout import division
 from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
 
-STEPS_OF_A_BATCH = "trainer.updates_per_batch trainer.epochs_per_batch"
+STEPS_OF_A_BATCH = "trainer.minibatches_per_batch trainer.epochs_per_batch"
 
 
 def loss(config: Config) -> Iterator[Problem]:
@@ -95,8 +95,8 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         return
     if options.value_clip is not None and trainer.steps_per_batch == 1:
         allowed = "unset with one update per batch, before which no value has moved"
-        fix = "set algorithm.critic.value_clip=null, or trainer.updates_per_batch=4"
-        yield wrong(config, "algorithm.critic.value_clip", allowed, fix, beside="trainer.updates_per_batch")
+        fix = "set algorithm.critic.value_clip=null, or trainer.minibatches_per_batch=4"
+        yield wrong(config, "algorithm.critic.value_clip", allowed, fix, beside="trainer.minibatches_per_batch")
     if options.offload and trainer.replace_lost_ranks:
         allowed = "false with replace_lost_ranks, whose snapshots need both models on the GPUs"
         fix = "set trainer.replace_lost_ranks=false"

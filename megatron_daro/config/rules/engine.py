@@ -83,7 +83,7 @@ def _servers_over_nodes(config: Config) -> Iterator[Problem]:
 
 
 def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why the policy's weights could not go to the servers in this way."""
+    """Yield why the policy's weights could not go to the servers by this transport."""
     sglang, way, broadcast = config.engine.sglang, config.engine.sglang.transport, f"set {_SYNC}=distributed"
     if config.engine.kind != "sglang":
         return
@@ -243,7 +243,7 @@ def flash_rl(config: Config, shape: ModelShape | None, hardware: Hardware) -> It
         got = f"{_FLASH_RL} with a model of type {shape.family}"
         allowed = f"models of type {' or '.join(_FLASH_RL_FAMILIES)}: SGLang quantizes the updates of no other"
         yield wrong(config, _ARGUMENTS, allowed, bf16, beside="model.path", got=got)
-    if sglang.transport.files:
+    if sglang.transport.checkpoint:
         allowed = f"no files with {_FLASH_RL}: weights from these would be quantized twice"
         yield wrong(config, _SYNC, allowed, f"set {_SYNC}=distributed", beside=_ARGUMENTS)
     if config.actor.precision == "fp32":

@@ -11,27 +11,27 @@ from megatron_daro.config.sections import Config
 
 _MOST_ROLLOUTS = 2**22
 """Columns of one batch, as the driver holds them, stay within memory."""
-_SAMPLES = "rollout.prompts_per_step rollout.rollouts_per_prompt"
+_SAMPLES = "rollout.prompts_per_batch rollout.rollouts_per_prompt"
 _LENGTHS = "data.max_prompt_tokens rollout.max_response_tokens"
 
 
 def batch(config: Config) -> Iterator[Problem]:
-    """Yield what keeps the samples of a batch from being divided into updates and over the replicas."""
-    samples, updates = config.rollout.batch_rollouts, config.trainer.updates_per_batch
+    """Yield what keeps the samples of a batch from being divided into mini-batches and over the replicas."""
+    samples, parts = config.rollout.batch_rollouts, config.trainer.minibatches_per_batch
     if samples > _MOST_ROLLOUTS:
         allowed = f"at most {_MOST_ROLLOUTS} rollouts a batch; these are {samples}"
         beside = "rollout.rollouts_per_prompt"
-        yield wrong(config, "rollout.prompts_per_step", allowed, "lower one of the two", beside=beside)
-    if samples % updates:
+        yield wrong(config, "rollout.prompts_per_batch", allowed, "lower one of the two", beside=beside)
+    if samples % parts:
         allowed, fix = (
             f"a divisor of the {samples} samples of a batch",
-            "choose one, or change rollout.prompts_per_step",
+            "choose one, or change rollout.prompts_per_batch",
         )
-        yield wrong(config, "trainer.updates_per_batch", allowed, fix, beside=_SAMPLES)
-    elif samples // updates < config.actor.data_parallel:
-        allowed = f"at most {samples // updates}, the samples of an update"
-        fix = "raise rollout.prompts_per_step or lower actor.data_parallel"
-        yield wrong(config, "actor.data_parallel", allowed, fix, beside=f"{_SAMPLES} trainer.updates_per_batch")
+        yield wrong(config, "trainer.minibatches_per_batch", allowed, fix, beside=_SAMPLES)
+    elif samples // parts < config.actor.data_parallel:
+        allowed = f"at most {samples // parts}, the samples of a mini-batch"
+        fix = "raise rollout.prompts_per_batch or lower actor.data_parallel"
+        yield wrong(config, "actor.data_parallel", allowed, fix, beside=f"{_SAMPLES} trainer.minibatches_per_batch")
 
 
 def lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:

@@ -211,6 +211,12 @@ _ADDED = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",  # The end of the log is there when the process died.
     "PYTHONSAFEPATH": "1",  # A folder called `torch` in the working directory is no module. Python 3.11 and newer.
+    # DeepGEMM, which multiplies fp8 blocks, compiles a kernel when a batch needs it, in seconds. At true the first
+    # batch of a kind has all its kernels compiled: minutes without a token, and stall_timeout_s would end the server.
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
+    # A server of several GPUs takes what is free on the fullest one, and starts: beside ranks, or what a server before
+    # it left, one has more than another, which is an error by default.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
 CPU_SERVER = {
     # The C library keeps freed memory for the next bucket of weights; else the system clears every page of every bucket
@@ -247,7 +253,7 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
-    kept |= _ADDED | nccl_environment.nccl_of_both_ends(inherited)
+    kept |= _ADDED | nccl_environment.nccl_of_server(inherited)
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"

@@ -56,7 +56,7 @@ class SGLangEngine:
         Args:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
-            asker: asks servers; started and closed with this. warn: tells a person.
+            asker: asks servers; started and closed with this. warn: shows the user a warning.
             run_dir: for logs and weight files.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
@@ -79,7 +79,7 @@ class SGLangEngine:
             fleet=self.fleet,
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
-            layout=layout_of_servers(options, expected.model_path) if options.transport.rank_to_rank else None,
+            layout=layout_of_servers(options, expected.model_path) if options.transport.shard_plan else None,
             sync_dir=options.sync_dir or run_dir / "sync",
             probe=self._probe,
             death_of=self._supervision.death_of,

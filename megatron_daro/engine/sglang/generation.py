@@ -58,7 +58,7 @@ class ServerGeneration:
         vocabulary: int | None,
         warn: Callable[[str], None],
     ) -> None:
-        """Ask nothing. Args: asker: asks servers. vocabulary: of the model, see `rollouts_of`. warn: tells a person."""
+        """Args: asker: asks servers. vocabulary: of the model, see `rollouts_of`. warn: shows a warning."""
         self._fleet, self._supervision, self._asker, self._options = fleet, supervision, asker, options
         self._vocabulary, self._warn = vocabulary, warn
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()

@@ -16,9 +16,9 @@ from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.errors import EngineError, RefusedError
 
-MemoryTag = Literal["weights", "kv_cache"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 """What a server gives back, by SGLang's names."""
-_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
 _IDLE_POLL_S = 0.1
 
 
@@ -57,15 +57,15 @@ class SharedMemory:
         server.released = frozenset(_TAGS)
 
 
-async def resume(server: Server, tag: MemoryTag, *, timeout_s: float) -> None:
-    """Have a server take this memory again; nothing where it has it. What was in it is lost.
+async def resume(server: Server, *tags: MemoryTag, timeout_s: float) -> None:
+    """Have a server take this memory again; nothing where it has it. What was in it is lost, but for CUDA graphs.
 
     Raises:
         EngineError: it did not, and it is not known what it has.
     """
-    if tag in server.released:
-        await server.client.post("/resume_memory_occupation", {"tags": [tag]}, timeout_s=timeout_s)
-        server.released -= {tag}
+    if away := [tag for tag in tags if tag in server.released]:
+        await server.client.post("/resume_memory_occupation", {"tags": away}, timeout_s=timeout_s)
+        server.released -= set(away)
 
 
 async def _until_idle(server: Server, limit_s: float) -> None:

@@ -30,7 +30,7 @@ async def bring_up(
 
     Args:
         server: gets its new address and what it says of itself. handle: of its process. options: engine.sglang.
-        expected: what it must be. warn: tells a person what is waited for.
+        expected: what it must be. warn: shows the user what is waited for.
 
     Raises:
         EngineError: it did not start, or not in time. UnusableServerError: it is another one than the run needs.

@@ -49,7 +49,7 @@ class Supervision:
         join: Callable[[Server], Awaitable[None]],
     ) -> None:
         """Args: handles: by server name. join: gives a server the policy's weights (or leaves that to the next
-        update). warn: tells a person. loads: tells a person which server loads."""
+        update). warn: shows the user a warning. loads: shows which server loads."""
         self._loads = loads
         self._fleet, self._handles, self._options, self._expected = fleet, handles, options, expected
         self._warn, self._join = warn, join

@@ -56,7 +56,7 @@ class UpdateContext:
 
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
     for `sync: shards`. sync_dir: where files are written. probe: asks a server. death_of: why the process of one that
-    cannot be reached is gone. metrics: of the engine. warn: tells a person. written: directories of files, oldest
+    cannot be reached is gone. metrics: of the engine. warn: shows a warning. written: directories of files, oldest
     first. last_checksums: of each server.
     """
 
@@ -105,7 +105,7 @@ class ServerUpdate:
             servers = await self._opened()
         if not servers:
             return None
-        if self._transport.files:
+        if self._transport.checkpoint:
             self._directory = self._context.sync_dir / f"version_{self._version:06d}-{next(self._context.files)}"
         targets, offset = [], 1
         for server in servers:
@@ -173,7 +173,7 @@ class ServerUpdate:
         if report.digests:
             await self._phase("compare checksums", lambda server: self._compare_checksums(server, report.digests))
         await self._phase("set the version", self._stamp)
-        await self._phase("take the memory of the cache", lambda server: self._resume(server, "kv_cache"))
+        await self._phase("take the memory of the cache", lambda server: self._resume(server, "kv_cache", "cuda_graph"))
         await self._phase("continue", self._continue)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -259,8 +259,8 @@ class ServerUpdate:
         except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
             return await server.client.post(path, body, timeout_s=self._options.sync_timeout_s)
 
-    async def _resume(self, server: Server, tag: MemoryTag) -> None:
-        await resume(server, tag, timeout_s=self._options.sync_timeout_s)
+    async def _resume(self, server: Server, *tags: MemoryTag) -> None:
+        await resume(server, *tags, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
         # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in
@@ -269,7 +269,7 @@ class ServerUpdate:
         await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
-        if self._transport.files or not _facts(server).has_sessions:
+        if self._transport.checkpoint or not _facts(server).has_sessions:
             return
         try:
             await self._post(server, "/begin_weight_update")
@@ -278,7 +278,7 @@ class ServerUpdate:
             await self._post(server, "/begin_weight_update")
 
     async def _end(self, server: Server) -> None:
-        if not self._transport.files and _facts(server).has_sessions:
+        if not self._transport.checkpoint and _facts(server).has_sessions:
             await self._post(server, "/end_weight_update")
 
     async def _flush(self, server: Server) -> None:

@@ -37,7 +37,7 @@ import socket
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -248,7 +248,7 @@ class Engine:
         with self._lock:
             if blocks := self._free[num_bytes, str(device)]:
                 return blocks.pop()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _whole_segments():
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -267,6 +267,23 @@ class Engine:
         OSError."""
         if self._engine.transfer_sync_write(session, source.data_ptr(), address, source.nbytes):
             raise OSError(f"Mooncake's transfer engine could not write to {session}; its own log says more")
+
+
+@contextlib.contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Keep what is allocated out of expandable segments: RDMA cannot register more of them than one mapping, 20 MiB,
+    before Mooncake's #3538 (rdma_context.cpp, `exportDmabuf`: the driver names no more of their range).
+
+    Blocks of such segments are passed over then. All settings are given again, since torch puts those that a text
+    lacks back to their defaults.
+    Source: torch 2.13, CUDACachingAllocator.cpp, `get_free_block`; c10/core/AllocatorConfig.cpp, `parseArgs`.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:False"))))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 _engines: dict[tuple[str, str], Engine] = {}

@@ -176,7 +176,7 @@ def workload_of(
         fp8=actor.precision == "fp8",
         samples=rollout.batch_rollouts,
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
-        updates=config.trainer.updates_per_batch,
+        updates=config.trainer.minibatches_per_batch,
         staleness=rollout.max_staleness,
         extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
         critic=critic_shape(config, shape),

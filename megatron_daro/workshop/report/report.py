@@ -352,7 +352,7 @@ def _cards(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _version(run: RunData) -> str:
-    per_prompt, prompts = run.rollouts_per_prompt, run.setting("rollout", "prompts_per_step")
+    per_prompt, prompts = run.rollouts_per_prompt, run.setting("rollout", "prompts_per_batch")
     if per_prompt and isinstance(prompts, int):
         return f"{prompts} prompts x {per_prompt} rollouts each"
     return f"{per_prompt} rollouts per prompt" if per_prompt else ""

@@ -26,7 +26,7 @@ def made(batch, *, beta=BETA, place="reward", estimator="k1", **section):
     kl = {"coefficient": beta, "estimator": estimator, "place": place}
     section = AlgorithmSection(**{"name": "grpo", "kl": kl, **section})
     algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=ROLLOUTS, max_response_tokens=32))
-    return advantages.with_advantages(algorithm, batch, objective_settings(section))
+    return advantages.with_advantages(algorithm, batch, objective_settings(section, algorithm))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from single_rank import GRPO, policy_of, save_random_model
 
 from megatron_daro.actor import policy as policy_module
 from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape
@@ -17,13 +18,19 @@ from megatron_daro.errors import ConfigError, ModelError
 pytestmark = pytest.mark.usefixtures("world")
 
 
+def objective(section):
+    """Of a rank whose algorithm the section names."""
+    algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=8))
+    return policy_module.objective_settings(section, algorithm)
+
+
 def test_the_objective_is_that_of_the_section():
     options = {"clip_low": 0.11, "clip_high": 0.12, "dual_clip": 3.5, "entropy_coefficient": 0.13}
     correction = {"kind": "tis", "cap": 1.5, "low": 0.4, "high": 1.7, "level": "sequence"}
     section = AlgorithmSection(
         name="grpo", kl={"coefficient": 0.2, "mean": "rollouts", "estimator": "k2"}, correction=correction, **options
     )
-    found = policy_module.objective_settings(section)
+    found = objective(section)
     assert {name: getattr(found, name) for name in options} == options
     assert {n: getattr(found, f"correction_{n}") for n in ("cap", "low", "high", "level")} | {
         "kind": found.correction
@@ -35,16 +42,14 @@ def test_the_objective_is_that_of_the_section():
 @pytest.mark.parametrize(("place", "per_token"), [("reward", False), ("token_reward", True)])
 def test_kl_in_the_reward_is_none_in_the_loss(place, per_token):
     section = AlgorithmSection(name="ppo", kl={"coefficient": 0.2, "place": place, "estimator": "k1"})
-    found = policy_module.objective_settings(section)
+    found = objective(section)
     assert (found.kl_coefficient, found.reward_kl_coefficient, found.reward_kl_per_token) == (0.0, 0.2, per_token)
 
 
 def test_temperatures_of_a_trust_region_are_handed_on():
-    sapo = policy_module.objective_settings(
-        AlgorithmSection(name="grpo", trust_region="sapo", sapo={"positive": 1.2, "negative": 1.3})
-    )
+    sapo = objective(AlgorithmSection(name="grpo", trust_region="sapo", sapo={"positive": 1.2, "negative": 1.3}))
     assert (sapo.trust_region, sapo.sapo_positive, sapo.sapo_negative) == ("sapo", 1.2, 1.3)
-    kimi = policy_module.objective_settings(AlgorithmSection(name="kimi", options={"tau": 0.7}))
+    kimi = objective(AlgorithmSection(name="kimi", options={"tau": 0.7}))
     assert (kimi.trust_region, kimi.mirror_tau) == ("mirror", 0.7)
 
 
@@ -80,7 +85,7 @@ def test_weights_come_out_as_they_went_in(model):
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
-    for (_, values), parameter in zip(policy.shards(), parameters, strict=True):
+    for (_, values), parameter in zip(policy.weight_shards(), parameters, strict=True):
         assert values.data_ptr() == parameter.data_ptr() and values.shape == parameter.shape
         assert not values.requires_grad
 

@@ -99,7 +99,7 @@ def test_sync_has_a_row_for_the_recipe_and_for_each_choice(tmp_path, capsys):
 
 def test_a_job_costs_whole_batches(tmp_path, capsys):
     _, command = written(tmp_path)
-    options = ["trainer.steps=7", "trainer.updates_per_batch=2", "--mean-response", "100", "--mean-prompt", "50"]
+    options = ["trainer.steps=7", "trainer.minibatches_per_batch=2", "--mean-response", "100", "--mean-prompt", "50"]
     assert main([*command[:2], *options, *command[2:], "--json", "--best", "1"]) == 0
     record = json.loads(capsys.readouterr().out)
     (choice,) = record["choices"]

@@ -27,7 +27,7 @@ def test_a_good_run_passes_every_check_with_the_numbers_of_the_run(run_files, cp
     found = report(
         run_files,
         "actor.tensor_parallel=2 actor.pipeline_parallel=4 actor.data_parallel=4 actor.expert_parallel=2 "
-        "trainer.updates_per_batch=4 engine.kind=sglang engine.sglang.urls=[http://h:1,http://h:2] trainer.steps=9 "
+        "trainer.minibatches_per_batch=4 engine.kind=sglang engine.sglang.urls=[http://h:1,http://h:2] trainer.steps=9 "
         "cluster.nodes=4 cluster.gpus_per_node=8 algorithm.name=grpo rollout.rollouts_per_prompt=4",
     )
     passed = {subject: set(re.findall(r"\w+", text)) for subject, text in found.passed}
@@ -56,9 +56,9 @@ rollout.max_staleness=1 | algorithm.correction.kind |
 rollout.finish_batch=enough | rollout.finish_batch |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
-algorithm.name=kimi | trainer.updates_per_batch |
+algorithm.name=kimi | trainer.minibatches_per_batch |
 algorithm.name=grpo_sequence algorithm.kl.coefficient=0.1 | algorithm.kl.mean |
-algorithm.name=ha_dw trainer.updates_per_batch=2 | algorithm.options.every |
+algorithm.name=ha_dw trainer.minibatches_per_batch=2 | algorithm.options.every |
 algorithm.name=dgpo reward.correct_reward=2 | algorithm.options.deviation |
 algorithm.name=dgpo algorithm.overlong.kind=penalty reward.incorrect_reward=-1 | algorithm.options.deviation |
 algorithm.name=dgpo algorithm.length_reward.weight=0.1 | algorithm.options.deviation |

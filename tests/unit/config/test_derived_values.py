@@ -118,9 +118,9 @@ def test_a_group_may_go_on_over_its_segments_or_one_more_batch(options, segments
 
 
 def test_batches_count_prompts_times_rollouts_and_optimizer_steps():
-    rollout = RolloutSection(prompts_per_step=5, rollouts_per_prompt=3, oversampling=1.1)
+    rollout = RolloutSection(prompts_per_batch=5, rollouts_per_prompt=3, oversampling=1.1)
     assert (rollout.batch_rollouts, rollout.prompts_requested) == (15, 6)
-    assert TrainerSection(updates_per_batch=3, epochs_per_batch=2).steps_per_batch == 6
+    assert TrainerSection(minibatches_per_batch=3, epochs_per_batch=2).steps_per_batch == 6
 
 
 def test_a_run_has_its_models_below_its_directory():

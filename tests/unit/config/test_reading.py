@@ -66,7 +66,7 @@ def test_values_without_a_file_make_the_same_configuration(tmp_path):
         (["algorithm.overlong.max_tokens=50", "trainer.seed=4"], (50, 10, "forward", False, 4, "runs/x")),
         (["algorithm.overlong.cache_tokens=7", "engine.seed=5"], (4096, 7, "forward", False, 5, "runs/x")),
         (["algorithm.old_logprobs=rollout", "trainer.run_dir=a"], (4096, 819, "rollout", False, 0, "a")),
-        (["trainer.updates_per_batch=2"], (4096, 819, "recompute", False, 0, "runs/x")),
+        (["trainer.minibatches_per_batch=2"], (4096, 819, "recompute", False, 0, "runs/x")),
         (["trainer.epochs_per_batch=2"], (4096, 819, "recompute", False, 0, "runs/x")),
     ],
 )

@@ -124,8 +124,8 @@ data.eval=[{"name":"a","path":"TRAIN","rollouts_per_prompt":2}] | data.eval.0.te
   data.eval.0.rollouts_per_prompt=1
 trainer.eval_every_steps=1 | trainer.eval_every_steps |
 rollout.rollouts_per_prompt=1 | rollout.rollouts_per_prompt | rollout.rollouts_per_prompt=2
-rollout.prompts_per_step=99999999999999999999 | rollout.prompts_per_step | rollout.prompts_per_step=65536
-rollout.prompts_per_step=65536 rollout.rollouts_per_prompt=65 | rollout.prompts_per_step |
+rollout.prompts_per_batch=99999999999999999999 | rollout.prompts_per_batch | rollout.prompts_per_batch=65536
+rollout.prompts_per_batch=65536 rollout.rollouts_per_prompt=65 | rollout.prompts_per_batch |
   rollout.rollouts_per_prompt=64
 rollout.oversampling=.inf | rollout.oversampling | rollout.oversampling=100
 rollout.top_p=.nan | rollout.top_p | rollout.top_p=1
@@ -167,7 +167,7 @@ algorithm.trust_region=reinforce trainer.epochs_per_batch=2 | trainer.epochs_per
 algorithm.trust_region=gspo algorithm.correction.kind=tis | algorithm.correction.level |
 algorithm.correction.kind=mis algorithm.correction.low=2 | algorithm.correction.low | algorithm.correction.low=1.9
 algorithm.correction.kind=tis algorithm.old_logprobs=rollout | algorithm.correction.kind |
-algorithm.old_logprobs=forward trainer.updates_per_batch=2 | algorithm.old_logprobs |
+algorithm.old_logprobs=forward trainer.minibatches_per_batch=2 | algorithm.old_logprobs |
 algorithm.old_logprobs=forward trainer.epochs_per_batch=2 | algorithm.old_logprobs |
 algorithm.name=kimi algorithm.trust_region=gspo | algorithm.trust_region | algorithm.trust_region=clip
 algorithm.name=kimi algorithm.dual_clip=3 | algorithm.dual_clip | algorithm.dual_clip=null
@@ -179,7 +179,7 @@ PPO algorithm.options.bootstrap_truncated=true rollout.max_response_tokens=1 | a
   rollout.max_response_tokens=2
 algorithm.critic.learning_rate=1e-4 | algorithm.critic | algorithm.name=ppo
 trainer.export_critic=true | trainer.export_critic | algorithm.name=ppo
-PPO algorithm.critic.value_clip=0.2 | algorithm.critic.value_clip | trainer.updates_per_batch=4
+PPO algorithm.critic.value_clip=0.2 | algorithm.critic.value_clip | trainer.minibatches_per_batch=4
 PPO algorithm.critic.offload=true trainer.replace_lost_ranks=true | algorithm.critic.offload |
 PPO algorithm.critic.pretrain_steps=100 | algorithm.critic.pretrain_steps | algorithm.critic.pretrain_steps=99
 PPO algorithm.critic.warmup_steps=101 | algorithm.critic.warmup_steps | algorithm.critic.warmup_steps=100
@@ -218,11 +218,11 @@ actor.optimizer.betas=[0.9] | actor.optimizer.betas | actor.optimizer.betas=[0.9
 actor.optimizer.betas=[0.9,1.0] | actor.optimizer.betas.1 | actor.optimizer.betas=[0.9,0.9999]
 actor.optimizer.eps=1e-300 | actor.optimizer.eps | actor.optimizer.eps=1e-30
 actor.optimizer.grad_clip=1e-300 | actor.optimizer.grad_clip | actor.optimizer.grad_clip=0
-actor.optimizer.warmup_steps=101 trainer.updates_per_batch=2 | actor.optimizer.warmup_steps |
+actor.optimizer.warmup_steps=101 trainer.minibatches_per_batch=2 | actor.optimizer.warmup_steps |
   actor.optimizer.warmup_steps=100
 actor.sequence_parallel=true | actor.sequence_parallel | actor.sequence_parallel=null
-trainer.updates_per_batch=7 | trainer.updates_per_batch | trainer.updates_per_batch=8
-rollout.prompts_per_step=1 rollout.rollouts_per_prompt=2 actor.data_parallel=3 | actor.data_parallel |
+trainer.minibatches_per_batch=7 | trainer.minibatches_per_batch | trainer.minibatches_per_batch=8
+rollout.prompts_per_batch=1 rollout.rollouts_per_prompt=2 actor.data_parallel=3 | actor.data_parallel |
   actor.data_parallel=2
 actor.micro_batch_tokens=5119 | actor.micro_batch_tokens |
 actor.micro_batch_tokens=5000 data.max_prompt_tokens=1022 actor.context_parallel=2 | actor.micro_batch_tokens |
@@ -352,10 +352,10 @@ trainer..steps=3 | command line | -
 trainer.steps=[1 | command line trainer.steps:1:3 | -
 data.train.5=x | data.train.5 | -
 data.train.0.x=1 | data.train.0.x | -
-rollout.temperature=0 trainer.updates_per_batch=7 actor.pipeline_parallel=3 trainer.steps=x model.path=/nowhere |
-  trainer.steps model.path trainer.updates_per_batch rollout.temperature | -
-rollout.rollouts_per_prompt=1 trainer.updates_per_batch=7 | rollout.rollouts_per_prompt | -
-data.train=3 trainer.updates_per_batch=7 | data.train.0 trainer.updates_per_batch | -
+rollout.temperature=0 trainer.minibatches_per_batch=7 actor.pipeline_parallel=3 trainer.steps=x model.path=/nowhere |
+  trainer.steps model.path trainer.minibatches_per_batch rollout.temperature | -
+rollout.rollouts_per_prompt=1 trainer.minibatches_per_batch=7 | rollout.rollouts_per_prompt | -
+data.train=3 trainer.minibatches_per_batch=7 | data.train.0 trainer.minibatches_per_batch | -
 """
 
 

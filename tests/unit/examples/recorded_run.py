@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config import Config, to_yaml
-from megatron_daro.rollout.recorder import RecordedUpdate, Recorder
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 ROLLOUTS, STEPS, VOCAB = 4, 3, 24
@@ -21,7 +21,7 @@ def tiny_config(model: Path, run: Path) -> Config:
         {
             "model": {"path": model},
             "data": {"train": [run / "unused.jsonl"], "prompt_template": "plain"},
-            "rollout": {"prompts_per_step": 6, "rollouts_per_prompt": ROLLOUTS, "temperature": 0.8},
+            "rollout": {"prompts_per_batch": 6, "rollouts_per_prompt": ROLLOUTS, "temperature": 0.8},
             "algorithm": {
                 "old_logprobs": "forward",
                 "daro": {"learning_rate": 0.05, "magnitude": "token", "scale": "mean"},
@@ -76,7 +76,7 @@ def record(model: Path, run: Path) -> Path:
     for step in range(1, STEPS + 1):
         groups = random_groups(rng, 100 * step, [1, 2, 3, 1, 2, 2])
         trivial = random_groups(rng, 100 * step + 50, [0, ROLLOUTS])
-        update = RecordedUpdate(step, step, 1, tuple(group.group_id for group in groups), True)
+        update = RecordedMiniBatch(step, step, 1, tuple(group.group_id for group in groups), True)
         Recorder(run).write_step(step, {"trained": groups, "filtered": trivial}, update)
         trained.append(groups)
     process = multiprocessing.get_context("spawn").Process(target=_train, args=(config, trained, run))

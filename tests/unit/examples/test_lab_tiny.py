@@ -135,7 +135,7 @@ def test_the_ladders_runs_have_dapos_rewards_and_several_updates_for_each_batch(
     world = WORLDS["chains_ladder"]
     for arm in world.arms or ():
         config = tiny_run.config_of(world.dials, arm, 2e-4, 5, tmp_path, tmp_path / "run")
-        assert config.reward.incorrect_reward == -1.0 and config.trainer.updates_per_batch == 4
+        assert config.reward.incorrect_reward == -1.0 and config.trainer.minibatches_per_batch == 4
         assert config.trainer.steps == 4 * tiny_run.TinyDials().steps, "as many batches as in chains"
 
 

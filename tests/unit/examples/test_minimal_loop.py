@@ -155,7 +155,7 @@ def coin(tmp_path_factory):
 
 
 def coin_config(coin: Path) -> Config:
-    rollout = {"prompts_per_step": 4, "rollouts_per_prompt": 8, "max_response_tokens": 6}
+    rollout = {"prompts_per_batch": 4, "rollouts_per_prompt": 8, "max_response_tokens": 6}
     actor = {"precision": "fp32", "optimizer": {"learning_rate": 2e-3}}
     trainer = {"steps": 12, "seed": 0}
     return run_config(coin / "model", coin / "problems.jsonl", rollout=rollout, actor=actor, trainer=trainer)

@@ -87,7 +87,7 @@ def test_megatrons_recipe_has_what_the_launcher_asks_for(tmp_path):
 def test_nemo_rls_recipe_has_one_step_a_batch():
     words = command_of("nemo_rl/qwen2.5_math_7b.sh", "NEMO", "MODEL")
     given = dict(word.split("=", 1) for word in words if "=" in word)
-    prompts, each = int(given["grpo.num_prompts_per_step"]), int(given["grpo.num_generations_per_prompt"])
+    prompts, each = int(given["grpo.num_prompts_per_batch"]), int(given["grpo.num_generations_per_prompt"])
     assert int(given["policy.train_global_batch_size"]) == prompts * each
     assert given["data_plane.enabled"] == "false"
     assert Path(words[3]).is_file()

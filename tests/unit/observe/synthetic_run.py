@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_daro.observe import MetricsLog
-from megatron_daro.rollout.recorder import RecordedUpdate, Recorder
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 HOSTILE_TEXTS = (
@@ -31,7 +31,7 @@ def write_synthetic_run(
     *,
     steps: int = 200,
     rollouts_per_prompt: int = 8,
-    prompts_per_step: int = 32,
+    prompts_per_batch: int = 32,
     seed: int = 0,
     with_rollouts: bool = True,
     hostile: bool = False,
@@ -39,14 +39,14 @@ def write_synthetic_run(
     """Writes config.yaml, metrics.jsonl and rollouts/ under `run_dir` and returns it."""
     rng = np.random.default_rng(seed)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(_CONFIG.format(K=rollouts_per_prompt, prompts=prompts_per_step, steps=steps))
+    (run_dir / "config.yaml").write_text(_CONFIG.format(K=rollouts_per_prompt, prompts=prompts_per_batch, steps=steps))
     weights = np.ones(rollouts_per_prompt + 1)
     ledger = {"trained": 0, "filtered": 0, "dropped": 0}
     with MetricsLog(run_dir, tensorboard=False) as log:
         log.write(0, _evaluation(-1.2, rng))
         for step in range(1, steps + 1):
             ability = -1.2 + 3.0 * (1 - math.exp(-step / max(20, steps / 2.5)))
-            metrics = _step_metrics(step, ability, weights, rollouts_per_prompt, prompts_per_step, rng)
+            metrics = _step_metrics(step, ability, weights, rollouts_per_prompt, prompts_per_batch, rng)
             metrics |= _count_groups(ledger, metrics, step, rollouts_per_prompt)
             if step % 50 == 0 or step == steps:
                 metrics |= _evaluation(ability, rng)
@@ -158,7 +158,7 @@ def write_rollouts(
             _rollout(prompt, step * 100 + g, i, (a, b), v.correct, step, rng, hostile) for i, v in enumerate(verdicts)
         )
         made.append(Group(step * 100 + g, prompt, rollouts, verdicts))
-    update = RecordedUpdate(step, step, 1, tuple(group.group_id for group in made), True)
+    update = RecordedMiniBatch(step, step, 1, tuple(group.group_id for group in made), True)
     return Recorder(run_dir).write_step(step, {"trained": made}, update)
 
 
@@ -193,7 +193,7 @@ data:
   train: [arithmetic.jsonl]
   prompt_template: plain
 rollout:
-  prompts_per_step: {prompts}
+  prompts_per_batch: {prompts}
   rollouts_per_prompt: {K}
   temperature: 1.0
   max_response_tokens: 256

@@ -20,7 +20,7 @@ from synthetic_run import HOSTILE_TEXTS, write_rollouts, write_synthetic_run
 
 from megatron_daro.cli import main
 from megatron_daro.observe import MetricsLog, read_metrics
-from megatron_daro.rollout.recorder import RecordedUpdate, Recorder, read_groups
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder, read_groups
 from megatron_daro.types import Group, Prompt, Rollout, TurnReport, Verdict
 
 
@@ -231,7 +231,7 @@ def test_rollouts_of_another_shape_do_not_stop_the_report(tmp_path):
 def test_a_step_of_a_later_epoch_is_shown_by_the_groups_of_an_earlier_one(tmp_path):
     MetricsLog(tmp_path, tensorboard=False).close()
     write_rollouts(tmp_path, 1, 4, 0.0, np.random.default_rng(0))
-    Recorder(tmp_path).write_step(2, {}, RecordedUpdate(2, 1, 2, (100, 101), True))
+    Recorder(tmp_path).write_step(2, {}, RecordedMiniBatch(2, 1, 2, (100, 101), True))
     assert report_of(tmp_path).steps_with_samples == ["1"]
 
 
@@ -301,7 +301,7 @@ def test_turns_of_conversations_are_shown_with_probabilities_and_what_was_said_i
 
     verdicts = (Verdict(True, 1.0, "match", (("form", 0.5),)), Verdict(False, 0.0, "no_match"))
     group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (rollout(0), rollout(1)), verdicts)
-    Recorder(tmp_path).write_step(1, {"trained": [group]}, RecordedUpdate(1, 1, 1, (0,), True))
+    Recorder(tmp_path).write_step(1, {"trained": [group]}, RecordedMiniBatch(1, 1, 1, (0,), True))
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"accuracy/mean": 0.5})
     page = report_of(tmp_path)

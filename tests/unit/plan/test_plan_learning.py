@@ -40,7 +40,7 @@ SHAPE = read_model_shape(
 RECIPE = {
     "model": {"path": "not-here"},
     "data": {"train": ["x"], "max_prompt_tokens": 512},
-    "rollout": {"prompts_per_step": 64, "rollouts_per_prompt": 8, "max_response_tokens": 4096},
+    "rollout": {"prompts_per_batch": 64, "rollouts_per_prompt": 8, "max_response_tokens": 4096},
     "actor": {"tensor_parallel": 2, "data_parallel": 4, "micro_batch_tokens": 8192},
     "engine": {"kind": "sglang", "replicas": 4, "sglang": {"tensor_parallel": 2}},
 }
@@ -97,7 +97,7 @@ def test_a_run_teaches_lengths_and_factors(tmp_path):
 def test_other_splits_are_predicted_within_15_percent(tmp_path, changed):
     recorded(tmp_path, TRUTH)
     constants = fitted(read_history(tmp_path), SHAPE, H100)
-    config = config_of(tmp_path, rollout={"prompts_per_step": changed.get("prompts", 64)})
+    config = config_of(tmp_path, rollout={"prompts_per_batch": changed.get("prompts", 64)})
     workload = read_history(tmp_path).workload(config, SHAPE)
     replicas, data = changed.get("replicas", 4), changed.get("data", 4)
 

@@ -43,7 +43,7 @@ H100 = GPUS["h100-80g"]
 
 
 def workload(**rollout: object):
-    sizes = {"prompts_per_step": 512, "rollouts_per_prompt": 16, "max_response_tokens": 8192, **rollout}
+    sizes = {"prompts_per_batch": 512, "rollouts_per_prompt": 16, "max_response_tokens": 8192, **rollout}
     made = Config.model_validate({"model": {"path": "x"}, "data": {"train": ("x",)}, "rollout": sizes})
     return workload_of(made, read_model_shape(QWEN_32B))
 
@@ -146,7 +146,7 @@ def test_parts_of_a_stage_divide_the_bubble_and_cost_messages():
 
 
 def test_micro_batches_that_only_fill_up_the_schedule_cost_their_time():
-    asked, known = workload(prompts_per_step=32, rollouts_per_prompt=8), Constants()
+    asked, known = workload(prompts_per_batch=32, rollouts_per_prompt=8), Constants()
     one = ModelLayout(1, 16, 1, "full", 9216)
     plain, parted = (train_times(asked, replace(one, virtual=n), 64, H100, known) for n in (1, 2))
     assert micro_batches_of(asked, one, 64) < 16
@@ -154,7 +154,7 @@ def test_micro_batches_that_only_fill_up_the_schedule_cost_their_time():
 
 
 def test_parts_are_proposed_where_the_bubble_is_long():
-    asked = workload(prompts_per_step=128, rollouts_per_prompt=8)
+    asked = workload(prompts_per_batch=128, rollouts_per_prompt=8)
     shape = replace(asked.shape, hidden=12288, heads=96, ffn=49152, layers=96)  # only deep pipelines hold it
     plan = search(replace(asked, shape=shape), H100, 1024, best=50)
     parted = [choice for choice in plan.choices if choice.trainers.layout.virtual > 1]
@@ -199,7 +199,7 @@ def with_engine(**engine: object):
         {
             "model": {"path": "x"},
             "data": {"train": ("x",)},
-            "rollout": {"prompts_per_step": 64, "rollouts_per_prompt": 16, "max_response_tokens": 4096},
+            "rollout": {"prompts_per_batch": 64, "rollouts_per_prompt": 16, "max_response_tokens": 4096},
             "engine": options,
         }
     )

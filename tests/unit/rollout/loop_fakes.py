@@ -341,7 +341,7 @@ class FakeProgress:
 
 def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0, updates=1, **options) -> Sampler:
     section = RolloutSection(
-        **({"prompts_per_step": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
+        **({"prompts_per_batch": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
     )
     bins, ledger = range(section.rollouts_per_prompt + 1), Ledger()
     kept_bins = bins[1:-1] if options.pop("filter_groups", True) else bins

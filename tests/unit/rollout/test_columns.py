@@ -15,7 +15,7 @@ from loop_fakes import make_rollout
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import SCHEMA, RecordedGroup, decode, encode
 from megatron_daro.rollout.recorder import (
-    RecordedUpdate,
+    RecordedMiniBatch,
     Recorder,
     read_groups,
     read_recorded,
@@ -39,9 +39,9 @@ def group(group_id=5, *, prompt=PROMPT, right=(True, False), **changes) -> Group
     return Group(group_id, prompt, rollouts, tuple(Verdict(one, 0.5, "match") for one in right))
 
 
-def one_step(step: int) -> RecordedUpdate:
+def one_step(step: int) -> RecordedMiniBatch:
     """Of a batch that is one step."""
-    return RecordedUpdate(step, step, 1, (), True)
+    return RecordedMiniBatch(step, step, 1, (), True)
 
 
 def rows(*records: RecordedGroup) -> list[dict]:

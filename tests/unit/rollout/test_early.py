@@ -47,7 +47,7 @@ def test_groups_count_in_the_order_in_which_they_end():
 
 
 def test_filtered_groups_are_replaced_while_others_are_still_generated():
-    parts = setup(filter_groups=True, rollout={"prompts_per_step": 3, "oversampling": 1.0})
+    parts = setup(filter_groups=True, rollout={"prompts_per_batch": 3, "oversampling": 1.0})
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="easy" if int(p.id[1:]) < 2 else "mixed") for p in give(n)
     ]
@@ -63,7 +63,7 @@ def test_filtered_groups_are_replaced_while_others_are_still_generated():
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 def test_prompts_are_bounded_and_a_short_batch_is_said(rounds):
-    rollout = {"prompts_per_step": 10, "oversampling": 1.2, "max_refill_rounds": rounds}
+    rollout = {"prompts_per_batch": 10, "oversampling": 1.2, "max_refill_rounds": rounds}
     parts = setup(filter_groups=True, rollout=rollout)
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="mixed" if int(p.id[1:]) == 5 else "hard") for p in give(n)
@@ -76,7 +76,7 @@ def test_prompts_are_bounded_and_a_short_batch_is_said(rounds):
 
 
 def test_a_batch_begins_with_as_many_groups_as_the_last_one_came_to_need():
-    parts = setup(filter_groups=True, rollout={"prompts_per_step": 8, "oversampling": 1.0, "max_refill_rounds": 9})
+    parts = setup(filter_groups=True, rollout={"prompts_per_batch": 8, "oversampling": 1.0, "max_refill_rounds": 9})
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="mixed" if int(p.id[1:]) % 3 == 0 else "hard") for p in give(n)
     ]
@@ -172,7 +172,7 @@ def test_a_fleet_in_which_nothing_ends_is_named():
 
 def test_the_deadline_is_for_the_next_group_and_not_for_each():
     """Four groups of 0.1 s one after the other, with a deadline of 0.3 s: no wait is that long."""
-    parts = setup(rollout={"prompts_per_step": 4, "oversampling": 1.0}, deadlines=replace(FAST, generate=0.3))
+    parts = setup(rollout={"prompts_per_batch": 4, "oversampling": 1.0}, deadlines=replace(FAST, generate=0.3))
     slots, generate = asyncio.Semaphore(1), parts.engine.generate
 
     async def one_at_a_time(requests):
@@ -209,7 +209,7 @@ FATES = st.sampled_from(["fast", "slow", "flaky", "dead"])
 @settings(max_examples=30, deadline=None)
 def test_the_books_add_up_whatever_the_engine_does(fates, paces, filter_groups, resumes, keep, oversampling, restart):
     """Every group is in exactly one place, and every generated token is in it or was counted as thrown away."""
-    rollout = {"prompts_per_step": 3, "oversampling": oversampling, "max_refill_rounds": 9} | (KEEP if keep else {})
+    rollout = {"prompts_per_batch": 3, "oversampling": oversampling, "max_refill_rounds": 9} | (KEEP if keep else {})
     ended: list = []
     parts, generated, lost, received = setup(filter_groups, rollout), 0, 0, 0
     for version in range(4):

@@ -49,7 +49,7 @@ def trained(scorer, prompts, text="#### 2", **options):
     engine, source = FakeEngine(), FakeSource()
     engine.version, source.next = 0, lambda n: prompts[:n]
     engine.answer = lambda r: tuple(answering(r.group_id, i, r.prompt, text) for i in r.indices)
-    rollout = {"prompts_per_step": len(prompts), "oversampling": 1.0, "rollouts_per_prompt": 2}
+    rollout = {"prompts_per_batch": len(prompts), "oversampling": 1.0, "rollouts_per_prompt": 2}
     parts = engine, source, FakeProgress(), FakePhases()
     sampler = make_sampler(*parts, scorer=scorer, rollout=rollout, filter_groups=False, **options)
     return asyncio.run(sampler.sample(0)).groups

@@ -9,7 +9,8 @@ from loop_fakes import K, make_rollout
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.recorder import RecordedUpdate, Recorder
+from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.types import Group, Prompt, Verdict
 
@@ -24,10 +25,10 @@ def group(group_id, size=K) -> Group:
 def record(run, step, update, **outcomes) -> None:
     """A step with groups of these ids by outcome. update: (first step, epoch, ids, applied)."""
     groups = {outcome: [group(i) for i in ids] for outcome, ids in outcomes.items()}
-    Recorder(run).write_step(step, groups, RecordedUpdate(step, *update))
+    Recorder(run).write_step(step, groups, RecordedMiniBatch(step, *update))
 
 
-def source(run, size=K, deadlines=None, **section) -> ReplaySource:
+def source(run, size=K, deadlines=Deadlines(), **section) -> ReplaySource:
     return ReplaySource(run, section=TrainerSection(**section), rollouts_per_prompt=size, deadlines=deadlines)
 
 
@@ -43,10 +44,10 @@ def test_a_batch_has_what_trained_and_beside_it_what_did_not(tmp_path):
     record(tmp_path, 3, (3, 1, (5, 1), True), trained=[5, 1], filtered=[2], dropped=[3])
     record(tmp_path, 4, (3, 1, (4,), False), trained=[4], filtered=[6])
     record(tmp_path, 5, (5, 1, (7,), True), trained=[7])
-    one = source(tmp_path, updates_per_batch=2)
+    one = source(tmp_path, minibatches_per_batch=2)
     batch = sampled(one)
     assert (ids(batch.groups), ids(batch.filtered), ids(batch.dropped)) == ([5, 1], [2, 6], [3, 4])
-    assert batch.recorded == (RecordedUpdate(3, 3, 1, (5, 1), True),), "a step of one epoch that failed is left out"
+    assert batch.recorded == (RecordedMiniBatch(3, 3, 1, (5, 1), True),), "a step of one epoch that failed is left out"
     assert batch.snapshot.source == {"last_step": 4}
     assert one.ledger.counts() == {"admitted": 6, "trained": 0, "filtered": 2, "dropped": 2, "outstanding": 2}
     assert one.stale(batch.groups, 99) == ()
@@ -76,7 +77,7 @@ def test_a_batch_that_trained_nothing_is_passed_over_and_one_beyond_the_last_ste
 def test_steps_beyond_the_last_one_of_a_batch_are_left_out(tmp_path):
     record(tmp_path, 1, (1, 1, (0,), True), trained=[0, 1])
     record(tmp_path, 2, (1, 1, (1,), True))
-    batch = sampled(source(tmp_path, steps=1, updates_per_batch=2))
+    batch = sampled(source(tmp_path, steps=1, minibatches_per_batch=2))
     assert len(batch.recorded) == 1 and ids(batch.groups) == [0] and ids(batch.dropped) == [1]
 
 
@@ -100,10 +101,10 @@ def test_a_gap_is_named_by_its_first_step(tmp_path):
 @pytest.mark.parametrize(
     ("section", "refused"),
     [
-        ({"updates_per_batch": 2, "epochs_per_batch": 2}, False),
-        ({"updates_per_batch": 4, "epochs_per_batch": 1}, True),
-        ({"updates_per_batch": 1, "epochs_per_batch": 3}, True),
-        ({"updates_per_batch": 3, "epochs_per_batch": 3}, False),
+        ({"minibatches_per_batch": 2, "epochs_per_batch": 2}, False),
+        ({"minibatches_per_batch": 4, "epochs_per_batch": 1}, True),
+        ({"minibatches_per_batch": 1, "epochs_per_batch": 3}, True),
+        ({"minibatches_per_batch": 3, "epochs_per_batch": 3}, False),
     ],
 )
 def test_a_batch_of_more_steps_or_epochs_than_this_runs_is_refused(tmp_path, section, refused):
@@ -112,7 +113,7 @@ def test_a_batch_of_more_steps_or_epochs_than_this_runs_is_refused(tmp_path, sec
     if not refused:
         assert len(sampled(source(tmp_path, **section)).recorded) == 4
         return
-    with pytest.raises(DataError, match=r"step 1 .*trainer\.updates_per_batch.*trainer\.epochs_per_batch"):
+    with pytest.raises(DataError, match=r"step 1 .*trainer\.minibatches_per_batch.*trainer\.epochs_per_batch"):
         source(tmp_path, **section)
 
 

@@ -21,12 +21,12 @@ from loop_fakes import K, make_rollout
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup, blocks, decode, encode
 from megatron_daro.rollout.recorder import (
-    UPDATE,
-    RecordedUpdate,
+    MINIBATCH,
+    RecordedMiniBatch,
     Recorder,
     read_groups,
+    read_minibatch,
     read_step,
-    read_update,
     recorded_steps,
     write_groups,
 )
@@ -40,9 +40,9 @@ def make_group(group_id=5, correct=(True, False, True, False), prompt=None) -> G
     return Group(group_id, prompt, rollouts, tuple(Verdict(c, float(c), "match") for c in correct))
 
 
-def one_step(step: int) -> RecordedUpdate:
+def one_step(step: int) -> RecordedMiniBatch:
     """Of a batch that is one step."""
-    return RecordedUpdate(step, step, 1, (), True)
+    return RecordedMiniBatch(step, step, 1, (), True)
 
 
 def same(a: Group, b: Group) -> bool:
@@ -307,12 +307,12 @@ def test_skipped_batches_have_files_of_their_own_until_the_step_is_recorded(tmp_
     "torn", ["no JSON", '{"step": 7}', '{"step":8,"first_step":5,"epoch":2,"group_ids":[9],"applied":true}', "[]"]
 )
 def test_what_a_step_was_made_of_comes_back_and_a_torn_record_is_named(tmp_path, torn):
-    recorder, update = Recorder(tmp_path), RecordedUpdate(7, 5, 2, (9, 4), False)
+    recorder, update = Recorder(tmp_path), RecordedMiniBatch(7, 5, 2, (9, 4), False)
     path = recorder.write_step(7, {}, update)
-    assert read_update(tmp_path, 7) == update and read_step(tmp_path, 7) == []
-    write_groups(path, (), metadata={UPDATE: torn})
+    assert read_minibatch(tmp_path, 7) == update and read_step(tmp_path, 7) == []
+    write_groups(path, (), metadata={MINIBATCH: torn})
     with pytest.raises(DataError, match=r"step_000007\.parquet"):
-        read_update(tmp_path, 7)
+        read_minibatch(tmp_path, 7)
 
 
 def test_failed_batches_keep_nan(tmp_path):

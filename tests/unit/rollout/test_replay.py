@@ -24,7 +24,7 @@ from megatron_daro.rollout.replay import ReplaySource
 
 
 def source_of(run, section=None, size=K):
-    return ReplaySource(run, section=section or TrainerSection(), rollouts_per_prompt=size)
+    return ReplaySource(run, section=section or TrainerSection(), rollouts_per_prompt=size, deadlines=Deadlines())
 
 
 def replay(recorded, run, steps=6, trainer=None, **changes):
@@ -52,7 +52,7 @@ def replay(recorded, run, steps=6, trainer=None, **changes):
 )
 def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates, epochs, skipped):
     """Also where old log-probs belong to steps that were not finite, but whose groups a later epoch trained."""
-    trainer = {"updates_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip"}
+    trainer = {"minibatches_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip"}
     original = make_stack(tmp_path / "a", trainer=trainer)
     original.policy.nonfinite_steps = dict.fromkeys(skipped, "skip")
     run_stack(original)
@@ -129,7 +129,7 @@ def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):
     """With servers a slow group is trained batches after groups with higher ids."""
     from fleet_fakes import FleetEngine
 
-    rollout = {"prompts_per_step": 3, "oversampling": 3.0, "max_staleness": 2, "keep_surplus": True}
+    rollout = {"prompts_per_batch": 3, "oversampling": 3.0, "max_staleness": 2, "keep_surplus": True}
     original = make_stack(tmp_path / "a", engine_class=FleetEngine, finish_early=True, rollout=rollout)
     original.engine.pace = lambda group_id: 6 if group_id % 5 == 0 else 1
     run_stack(original)
@@ -140,8 +140,8 @@ def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):
 
 
 def test_a_replay_of_fewer_steps_ends_within_a_batch(tmp_path):
-    trainer = {"updates_per_batch": 2, "epochs_per_batch": 2}
-    original = make_stack(tmp_path / "a", rollout={"prompts_per_step": 4}, trainer={**trainer, "steps": 8})
+    trainer = {"minibatches_per_batch": 2, "epochs_per_batch": 2}
+    original = make_stack(tmp_path / "a", rollout={"prompts_per_batch": 4}, trainer={**trainer, "steps": 8})
     run_stack(original)
     parts, outcome = replay(tmp_path / "a", tmp_path / "b", steps=5, trainer=trainer)
     assert outcome.step == 5 and parts.policy.batches == original.policy.batches[:5]

@@ -116,7 +116,7 @@ def test_a_group_that_stays_incomplete_is_dropped_and_refilled():
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_refills_are_bounded_and_a_short_batch_is_said(rounds):
-    parts = setup(rollout={"prompts_per_step": 40, "oversampling": 1.0, "max_refill_rounds": rounds})
+    parts = setup(rollout={"prompts_per_batch": 40, "oversampling": 1.0, "max_refill_rounds": rounds})
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="mixed" if int(p.id[1:]) % 20 == 1 else "hard") for p in give(n)
     ]
@@ -135,7 +135,7 @@ def test_batches_without_a_trainable_group_are_skipped_and_then_an_error():
 
 
 def test_an_empty_batch_is_counted_and_its_groups_are_handed_on():
-    parts = setup(rollout={"max_refill_rounds": 0, "prompts_per_step": 2, "oversampling": 1.0})
+    parts = setup(rollout={"max_refill_rounds": 0, "prompts_per_batch": 2, "oversampling": 1.0})
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="easy" if int(p.id[1:]) < 2 else "mixed") for p in give(n)
     ]
@@ -253,7 +253,7 @@ def test_a_batch_says_what_it_took_and_what_was_counted_since_the_beginning():
     again = next(r for r in batch.groups[0].rollouts if r.index == 1)
     assert again.attempt == 1 and batch.response_tokens >= tokens
     assert batch.counters == {
-        "rollout/batches_empty": 0, "rollout/groups_partial": 0, "rollout/groups_aborted": 0,
+        "rollout/batches_empty": 0, "rollout/groups_unfinished": 0, "rollout/groups_aborted": 0,
         "rollout/groups_resumed": 0, "rollout/aborted_tokens": batch.response_tokens - tokens,
         "reward/failed_worker_starts": 0,
     }  # fmt: skip

@@ -88,7 +88,7 @@ def test_a_checkpoint_keeps_what_is_set_aside():
 
 def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
     """Rounds repeat exactly, whoever is set aside."""
-    options = {"engine_class": RoundsEngine, "rollout": {"prompts_per_step": 3, **ROLLOUT}, "filter_groups": False}
+    options = {"engine_class": RoundsEngine, "rollout": {"prompts_per_batch": 3, **ROLLOUT}, "filter_groups": False}
     whole = make_stack(tmp_path / "whole", **options)
     run_stack(whole)
     stack = make_stack(tmp_path / "crashed", crash=("train", 4, "exit"), **options)
@@ -113,7 +113,7 @@ def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
 def test_a_batch_is_not_given_up_before_its_longest_groups_can_have_ended(early, monkeypatch):
     """Every second problem is easy and its answers short: the filter takes these out while the others go on."""
     monkeypatch.setattr(fleet_fakes, "length_of", lambda group_id, index: LONGEST if group_id % 2 else 1)
-    rollout = {"prompts_per_step": 4, "oversampling": 1.0, "segment_tokens": 1, "max_response_tokens": LONGEST}
+    rollout = {"prompts_per_batch": 4, "oversampling": 1.0, "segment_tokens": 1, "max_response_tokens": LONGEST}
     engine = FleetEngine() if early else RoundsEngine()
     parts = setup(True, rollout | {"max_staleness": LONGEST}, engine, finish_early=early)
     parts.source.next = lambda n, give=parts.source.next: [

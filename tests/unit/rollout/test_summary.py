@@ -10,6 +10,7 @@ from loop_fakes import GRPO, K, make_rollout
 
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
 from megatron_daro.rollout.summary import (
     group_bins,
@@ -17,9 +18,8 @@ from megatron_daro.rollout.summary import (
     mean_staleness,
     pass_at_k,
     sample_metrics,
-    update_metrics,
+    step_metrics,
 )
-from megatron_daro.rollout.update_plan import Update
 from megatron_daro.types import Group, Prompt, Verdict
 
 PROMPT = Prompt("p", "42", "unit", text="6 * 7?", tokens=(1, 2))
@@ -87,8 +87,8 @@ def test_an_update_says_all_of_it(first, tokens):
     groups = (group(1, [3] * K, (0,), turns=turns), group(2, [3] * K, (1,), turns=turns))
     filtered = (group(3, [3] * K),)
     batch = sampled(*groups, filtered=filtered, response_tokens=60)
-    update = Update(8, 7, groups, 8, first=first, epoch=2, filtered=filtered)
-    metrics = update_metrics(batch, update, build_batch(groups, GRPO), 2)
+    update = MiniBatch(8, 7, groups, 8, first=first, epoch=2, filtered=filtered)
+    metrics = step_metrics(batch, update, build_batch(groups, GRPO), 2)
     assert metrics["rollout/epoch"] == 2.0 and metrics["rollout/generated_tokens"] == tokens
     assert metrics["rollout/staleness_mean"] == 2.0 and metrics["accuracy/mean"] == 2 / 12
     assert metrics["difficulty/groups/1"] == 2.0 and metrics["difficulty/groups/0"] == 1.0
@@ -103,8 +103,8 @@ def test_the_divergence_from_a_teacher_is_that_of_the_models_own_tokens():
         1, [3] * K, (0,), loss_mask=mask, logprobs=logprobs, teacher_logprobs=np.array([-1.5, 0, -3.5], np.float32)
     )
     plain = group(2, [3] * K, (0,))
-    metrics = update_metrics(
-        sampled(taught, plain), Update(1, 1, (taught, plain), 1), build_batch([taught, plain], GRPO), 1
+    metrics = step_metrics(
+        sampled(taught, plain), MiniBatch(1, 1, (taught, plain), 1), build_batch([taught, plain], GRPO), 1
     )
     assert metrics["distill/reverse_kl"] == 1.0
 

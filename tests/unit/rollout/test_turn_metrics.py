@@ -33,8 +33,8 @@ def test_turns_and_limits_by_hand():
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_every_generated_token_is_counted_once(tmp_path, updates):
-    trainer = {"steps": 6, "updates_per_batch": updates}
-    run_stack(make_stack(tmp_path, rollout={"prompts_per_step": 6}, trainer=trainer))
+    trainer = {"steps": 6, "minibatches_per_batch": updates}
+    run_stack(make_stack(tmp_path, rollout={"prompts_per_batch": 6}, trainer=trainer))
     lines = read_metrics(tmp_path)
     told = [line["rollout/generated_tokens"] for line in lines]
     groups = [group for line in lines for group, _ in read_step(tmp_path, line["step"])]

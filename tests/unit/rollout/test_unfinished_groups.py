@@ -28,7 +28,7 @@ from megatron_daro.types import SamplingParams, Verdict
 def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     first, group_0, turns = kept_in_part(parts)
-    assert first.counters["rollout/groups_partial"] == 1 and not first.dropped
+    assert first.counters["rollout/groups_unfinished"] == 1 and not first.dropped
     train(parts, first)
     parts.engine.version, parts.engine.asked = 1, []
     second = sample(parts, 1)
@@ -86,7 +86,7 @@ def test_an_unfinished_group_that_is_too_old_at_use_is_dropped(use_version, usab
 
 
 def test_unfinished_groups_that_are_not_needed_wait_on():
-    parts = setup(rollout=KEEP | {"prompts_per_step": 1, "oversampling": 4.0})
+    parts = setup(rollout=KEEP | {"prompts_per_batch": 1, "oversampling": 4.0})
     parts.engine.pace = lambda group_id: 1 if group_id in (0, 3) else 5
     first = sample(parts)
     assert ids(first.groups) == [0] and ids(first.snapshot.carry) == [3] and ids(first.snapshot.unfinished) == [1, 2]
@@ -110,7 +110,7 @@ def test_a_group_aborted_before_its_first_token_is_kept_whole():
 
 def test_an_answer_cut_before_its_first_token_or_after_its_last_cannot_go_on():
     """Nothing is there to go on from, or no token is left to be asked for: the next attempt starts over."""
-    parts = setup(filter_groups=False, rollout={"oversampling": 1.0, "prompts_per_step": 1})
+    parts = setup(filter_groups=False, rollout={"oversampling": 1.0, "prompts_per_batch": 1})
     longest = SamplingParams().max_new_tokens
 
     async def generate(requests):

@@ -212,7 +212,9 @@ class World:
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
         monkeypatch.setattr(ranks, "actor_class", lambda _: made)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        placement = SimpleNamespace(has_gpus=has_gpus, rank=lambda rank: {}, take_gpus=lambda gpus: None)
+        placement = SimpleNamespace(
+            has_gpus=has_gpus, shares_gpus=False, rank=lambda rank: {}, take_gpus=lambda gpus: None
+        )
         self.policy = policy_group.PolicyGroup(
             run_context(
                 warn=self.warnings.append, run_dir=folder, deadlines=deadlines, actor=self.actor, trainer={"seed": 5}
@@ -223,7 +225,7 @@ class World:
             healing=limits,
         )
 
-    def _start(self, rank, logs):
+    def _start(self, rank, logs, shares_gpu):
         process = Rank(self, rank)
         process.waits = rank in self.no_place
         self.started.append(process)

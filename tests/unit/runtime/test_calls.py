@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_daro.runtime.supervisor import gather, unhurried
+from megatron_daro.runtime.supervisor import gather, yielding_to_event_loop
 
 
 async def turns_during(work) -> int:
@@ -27,7 +27,7 @@ async def turns_during(work) -> int:
 
 def test_calls_to_thousands_of_ranks_are_made_in_many_turns():
     async def calls() -> list[int]:
-        return [rank async for rank in unhurried(range(4096))]
+        return [rank async for rank in yielding_to_event_loop(range(4096))]
 
     async def answers() -> None:
         async def answer(rank: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from shard_cases import CASES, checkpoint
 from megatron_daro.actor import parallel
 from megatron_daro.actor import policy as policy_module
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.nccl_environment import nccl_of_rank
 from megatron_daro.convert.mapping import hf_to_megatron, shard
 from megatron_daro.errors import SyncError
 from megatron_daro.runtime import shard_export, workers
@@ -48,7 +51,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(parallel, "pipeline_parallel_rank", lambda: 0)
     monkeypatch.setattr(policy_module, "MegatronPolicy", lambda *a, **k: made.append(Policy()) or made[-1])
     monkeypatch.setattr(workers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"):
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", *nccl_of_rank({})):
         monkeypatch.setenv(name, "before")
 
     def join(**options):
@@ -67,6 +70,25 @@ def test_only_where_lost_ranks_are_replaced_nccl_leaves_a_process_alive_whose_pe
     joined(heals=heals)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == ("0" if heals else "before")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+_FIRST_CALLS = """
+import os, torch
+first = []
+there = torch.cuda.is_available
+torch.cuda.is_available = lambda: first.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) or there()
+from megatron_daro.runtime import workers
+rank = workers.TrainWorker.__ray_metadata__.modified_class(0)
+rank.load_code()
+print(*first[:1])
+"""
+
+
+def test_a_rank_has_the_environment_of_cuda_before_it_first_calls_it(monkeypatch):
+    """A context reads it once, and imports make that context."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    done = subprocess.run([sys.executable, "-c", _FIRST_CALLS], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == ["1"]
 
 
 class Receiver:
@@ -160,4 +182,4 @@ def test_a_rank_takes_digests_of_tensors_that_it_has_whole(monkeypatch, tensor_p
     report = export.send(shards_plan(1, digest_dtype="bfloat16"), ("offer",), digests=True)
     names = {name.rpartition(".weight")[0].split(".")[-1] for name in report.digests}
     assert {name.removeprefix("input_layer").removeprefix("post_attention_layer") for name in names} == digested
-    assert sent[0].keys() == {local.rule.megatron_name for local, _ in policy.shards()}
+    assert sent[0].keys() == {local.rule.megatron_name for local, _ in policy.weight_shards()}

@@ -154,7 +154,7 @@ def test_only_problems_of_a_band_of_pass_rates(tmp_path, tokenizer):
 )
 def test_the_order_of_the_configuration(tmp_path, tokenizer, order, kind):
     data = section(tmp_path, RATED).model_copy(update={"order": order})
-    config = configured(data, trainer={"steps": 30, "updates_per_batch": 4}, rollout={"prompts_per_step": 5})
+    config = configured(data, trainer={"steps": 30, "minibatches_per_batch": 4}, rollout={"prompts_per_batch": 5})
     source = source_of(config, tokenizer, [], notices=Said())
     assert type(source) is kind and planned_prompts(config) == 40
     if order == "curriculum":

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from run_configuration import run_context
+from sglang_pool import required_environment
 
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
@@ -96,11 +97,14 @@ def test_servers_sample_differently_and_all_parts_of_one_alike(launched, tmp_pat
         assert (one.tensor_parallel, one.env, one.model_path) == (4, {"A": "b"}, tmp_path)
 
 
+SAVED = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
+
+
 @pytest.mark.parametrize(
     ("given", "gpus", "more"),
     [
-        ({}, "2,3", {"enable_memory_saver": True, "mem_fraction_static": 0.6}),
-        ({"mem-fraction-static": 0.8}, "2,3", {"enable_memory_saver": True, "mem_fraction_static": 0.8}),
+        ({}, "2,3", {**SAVED, "mem_fraction_static": 0.6}),
+        ({"mem-fraction-static": 0.8}, "2,3", {**SAVED, "mem_fraction_static": 0.8}),
         ({"device": "cpu"}, None, {"device": "cpu"}),
     ],
     ids=["by default", "as a person says", "on a CPU"],
@@ -109,6 +113,16 @@ def test_a_server_that_shares_gpus_with_ranks_leaves_them_room(launched, given, 
     first, second = launched(gpus=["2,3", "0,1"], arguments=given)
     assert first.arguments == second.arguments == {"dtype": "bfloat16", "skip_tokenizer_init": True, **more}
     assert first.gpus == gpus and (second.gpus == "0,1") == (gpus is not None)
+    assert first.env == ({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"} if gpus else {})
+
+
+def test_sglang_gives_back_the_graphs_of_the_decode_phase_and_refuses_those_of_the_other():
+    (srt,) = required_environment().glob("lib/python3*/site-packages/sglang/srt")
+    backends = srt / "model_executor" / "runner_backend"
+    decode, prefill = ((backends / f"{name}_cuda_graph_backend.py").read_text() for name in ("full", "breakable"))
+    assert 'get_bool_env_var("SGLANG_MEMORY_SAVER_CUDA_GRAPH")' in decode and "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in decode
+    assert '"Breakable CUDA graph is not compatible with memory saver mode"' in prefill
+    assert "cuda_graph_backend_prefill" in (srt / "arg_groups" / "fields" / "exec_.py").read_text()
 
 
 class Started:

@@ -111,7 +111,7 @@ def test_a_step_in_turns(tmp_path):
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_run_in_turns_writes_what_any_other_writes(tmp_path, updates):
-    trainer = {"updates_per_batch": updates, "eval_every_steps": 3}
+    trainer = {"minibatches_per_batch": updates, "eval_every_steps": 3}
     stack, _ = in_turns(tmp_path / "turns", trainer=trainer)
     run_stack(stack)
     run_stack(make_stack(tmp_path / "apart", trainer=trainer))

@@ -69,7 +69,7 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
 
 
 def test_every_way_has_a_sender_or_goes_from_rank_to_rank():
-    assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.rank_to_rank}
+    assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.shard_plan}
     assert set(get_args(SGLangTransport)) <= set(TRANSPORTS)
 
 

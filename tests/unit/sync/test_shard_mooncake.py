@@ -3,7 +3,9 @@ to addresses that it is told, and it listens on every address of its machine: so
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -154,3 +156,28 @@ def test_bundles_hold_every_piece_once_apart_and_aligned(sizes, slot):
             rows, columns, dtype = sizes[index]
             end = at + rows * columns * (4 if dtype == "float32" else 2)
         assert end <= loader.bundle_bytes(pieces, bundle) <= slot_bytes
+
+
+def test_memory_that_mooncake_registers_is_in_no_expandable_segment(monkeypatch):
+    """Elsewhere segments stay expandable, with all else that a person had set."""
+    settings, seen = "max_split_size_mb:64,expandable_segments:True", []
+    engine = SimpleNamespace(initialize=lambda *a: 0, get_rpc_port=lambda: 1, register_memory=lambda *a: 0)
+    package, module = ModuleType("mooncake"), ModuleType("mooncake.engine")
+    module.TransferEngine = lambda: engine
+    monkeypatch.setitem(sys.modules, "mooncake", package)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    zeros = torch.zeros
+
+    def allocating(*arguments, **options):
+        seen.append(torch._C._accelerator_getAllocatorSettings())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros", allocating)
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(settings)
+    try:
+        loader.Engine("127.0.0.1", "rdma").take(64, torch.device("cpu"))
+        after = torch._C._accelerator_getAllocatorSettings()
+    finally:
+        torch._C._accelerator_setAllocatorSettings(f"{before},expandable_segments:False".lstrip(","))
+    assert seen == [f"{settings},expandable_segments:False"] and after == settings

@@ -490,6 +490,37 @@ def test_a_servers_death_in_an_nccl_broadcast_aborts_the_communicator_and_ends_n
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
+def test_a_server_that_dies_before_its_first_bucket_costs_seconds_though_nccl_joins_for_ever(monkeypatch):
+    """NCCL joins at the first broadcast, without a limit, and nothing ends that: its thread is left behind."""
+    Cuda(monkeypatch)
+    for_ever, groups = threading.Event(), []
+
+    class Joining(Nccl):
+        def broadcast(self, data, source):
+            if self is groups[0]:
+                for_ever.wait(60)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+    monkeypatch.setattr(
+        c10d, "_new_process_group_helper", lambda *a, **k: (groups.append(Joining(*a, **k)) or groups[-1], 0)
+    )
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 0.5)
+
+    async def post(url, path, body, timeout_s):
+        if path == "/update_weights_from_distributed" and url == "http://dead":
+            raise EngineError("connection refused")
+
+    sender = BroadcastSender("127.0.0.1", "nccl", lambda: nullcontext(post))
+    started = time.monotonic()
+    report = sender.send(Stream(named(4)), plan_of(["alive", "dead"], timeout_s=300.0))
+    again = sender.send(Stream(named(4)), plan_of(["alive"], timeout_s=300.0))
+    assert time.monotonic() - started < 20
+    assert report.failures["dead"].kind == "unanswered" and not again.failures
+    for_ever.set()
+    sender.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_digest_on_the_device_changes_with_any_bit_and_any_order(dtype, monkeypatch):
     monkeypatch.setattr(digests, "_DIGEST_PART", 7)

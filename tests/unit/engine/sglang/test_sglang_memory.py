@@ -25,7 +25,7 @@ def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
             await fleet.engine.release_memory()
             for stub in fleet.stubs:
                 assert stub.order == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
-                assert stub.released == {"weights", "kv_cache"}
+                assert stub.released == {"weights", "kv_cache", "cuda_graph"}
                 assert stub.said["/pause_generation"] == [{"mode": "abort"}]
                 stub.order.clear()
             assert fleet.states == ["joining", "joining"], "they get no request"
@@ -37,7 +37,8 @@ def test_memory_goes_and_comes_in_the_order_that_servers_need(tmp_path):
                     *("/resume_memory_occupation", "/pause_generation", "/update_weights_from_disk", "/flush_cache"),
                     *("/update_weight_version", "/resume_memory_occupation", "/continue_generation", "/generate"),
                 ]
-                assert [body["tags"] for body in stub.said["/resume_memory_occupation"]] == [["weights"], ["kv_cache"]]
+                taken = [body["tags"] for body in stub.said["/resume_memory_occupation"]]
+                assert taken == [["weights"], ["kv_cache", "cuda_graph"]]
                 assert not stub.released
             assert len(await collect(fleet.engine, [group(0)])) == 4
             await fleet.publish(Weights(), 3)
@@ -93,7 +94,7 @@ def test_one_that_dies_in_the_trainers_turn_comes_back_in_the_servers(tmp_path):
             await asyncio.sleep(0.1)
             assert len(weights.plans) == 1, "nobody asks for weights that are on the host"
             await fleet.engine.release_memory()
-            assert fleet.stubs[0].released == fleet.stubs[1].released == {"weights", "kv_cache"}
+            assert fleet.stubs[0].released == fleet.stubs[1].released == {"weights", "kv_cache", "cuda_graph"}
             await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "serving"]
 

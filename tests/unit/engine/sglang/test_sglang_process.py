@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sglang_pool import required_environment
 from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
 
 from megatron_daro.engine.sglang.command import is_loopback, server_environment
@@ -197,14 +198,28 @@ def test_environment_is_clean_of_the_trainer():
         "CUDA_VISIBLE_DEVICES": "3",
         "NCCL_SOCKET_IFNAME": "eth0",
         "NCCL_CUMEM_ENABLE": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONSAFEPATH": "1",
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
         "GLOO_SOCKET_IFNAME": "lo",
         "no_proxy": "example.org,127.0.0.1,localhost",
         "NO_PROXY": "127.0.0.1,localhost",
     }
+
+
+def test_sglang_itself_reads_that_it_compiles_on_demand_and_takes_gpus_that_are_unevenly_full():
+    """By upstream's own names: one that it does not know is ignored."""
+    python = required_environment() / "bin" / "python"
+    names = ("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK")
+    code = f"from sglang.srt.environ import envs; print(*(getattr(envs, name).get() for name in {names}))"
+    env = server_environment({}, host="127.0.0.1", python=python, inherited=TRAINER)
+    done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 def test_the_users_variables_win():

@@ -1,6 +1,6 @@
 """Which groups of a batch train at which optimizer step.
 
-A sampled batch -> the controller's optimizer steps. Groups keep their order; with several updates per batch each gets
+A sampled batch -> the controller's optimizer steps. Groups keep their order; with several mini-batches each gets
 consecutive groups, as evenly as possible. Further epochs take all of the batch's groups again, in an order that follows
 from seed, batch and epoch. A replayed batch has the steps that were recorded. It measures and trains nothing.
 """
@@ -15,19 +15,19 @@ import numpy as np
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.rollout.ledger import Outcome
-from megatron_daro.rollout.recorder import RecordedUpdate
+from megatron_daro.rollout.recorder import RecordedMiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
 from megatron_daro.types import Group
 
 
 @dataclass(slots=True)
-class Update:
+class MiniBatch:
     """One optimizer step in the making.
 
     version: the policy's weight version when the batch began to train. filtered, dropped: what is recorded with this
-    step although it does not train (the first update of a batch has them all). first, last: whether it is the first and
-    the last update of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again:
-    ids of groups that a later update of the batch trains again. trains: false in a replay for a step that was not
+    step although it does not train (the first one of a batch has them all). first, last: whether it is the first and
+    the last of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again:
+    ids of groups that a later one of the batch trains again. trains: false in a replay for a step that was not
     finite, but whose groups were trained in a later epoch.
     """
 
@@ -46,10 +46,10 @@ class Update:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def record(self) -> RecordedUpdate:
+    def record(self) -> RecordedMiniBatch:
         """What a replay needs of it."""
         ids = tuple(group.group_id for group in self.groups)
-        return RecordedUpdate(self.step, self.first_step, self.epoch, ids, self.outcome == "trained")
+        return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, self.outcome == "trained")
 
 
 def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:
@@ -57,12 +57,12 @@ def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:
     dropped."""
     if batch.recorded:
         return batch.recorded[-1].step
-    return step + min(section.updates_per_batch, len(batch.groups)) * section.epochs_per_batch
+    return step + min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch
 
 
-def plan_updates(
+def plan_minibatches(
     batch: SampledBatch, stale: Sequence[Group], step: int, section: TrainerSection
-) -> tuple[list[Update], tuple[Group, ...]]:
+) -> tuple[list[MiniBatch], tuple[Group, ...]]:
     """Split what is fresh into one part per optimizer step.
 
     Args:
@@ -70,35 +70,35 @@ def plan_updates(
         step: optimizer steps done. section: parts, epochs, seed, and the optimizer steps of the whole run.
 
     Returns:
-        (updates, unused groups: the stale ones, and those for which the run has no more steps). No updates if
+        (mini-batches, unused groups: the stale ones, and those for which the run has no more steps). No mini-batches if
         everything is stale.
     """
     fresh = [group for group in batch.groups if group not in stale]
-    plan = _recorded_updates(batch, step) if batch.recorded else _updates(fresh, step, section)
-    plan = [update for update in plan if update.step <= section.steps]
+    plan = _recorded_minibatches(batch, step) if batch.recorded else _minibatches(fresh, step, section)
+    plan = [minibatch for minibatch in plan if minibatch.step <= section.steps]
     later: frozenset[int] = frozenset()
-    for update in reversed(plan):
-        update.again = later
-        later |= {group.group_id for group in update.groups}
-    if trained := [update for update in plan if update.trains]:
+    for minibatch in reversed(plan):
+        minibatch.again = later
+        later |= {group.group_id for group in minibatch.groups}
+    if trained := [minibatch for minibatch in plan if minibatch.trains]:
         trained[0].first = trained[-1].last = True
         trained[0].filtered = batch.filtered
     return plan, tuple(group for group in batch.groups if group.group_id not in later)
 
 
-def _updates(groups: Sequence[Group], step: int, section: TrainerSection) -> list[Update]:
+def _minibatches(groups: Sequence[Group], step: int, section: TrainerSection) -> list[MiniBatch]:
     """Split the groups in their own order for the first epoch, and in one of its own for each other."""
     parts: list[tuple[int, tuple[Group, ...]]] = []
     for epoch in range(1, section.epochs_per_batch + 1):
         ordered = groups if epoch == 1 else [groups[i] for i in epoch_order(len(groups), section.seed, step + 1, epoch)]
-        parts += [(epoch, part) for part in _split(ordered, section.updates_per_batch)]
-    return [Update(step + i, step, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
+        parts += [(epoch, part) for part in _split(ordered, section.minibatches_per_batch)]
+    return [MiniBatch(step + i, step, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
 
 
-def _recorded_updates(batch: SampledBatch, step: int) -> list[Update]:
+def _recorded_minibatches(batch: SampledBatch, step: int) -> list[MiniBatch]:
     groups = {group.group_id: group for group in batch.groups}
     return [
-        Update(
+        MiniBatch(
             one.step, step, tuple(groups[i] for i in one.group_ids), one.first_step, epoch=one.epoch, trains=one.applied
         )
         for one in batch.recorded
