@@ -223,7 +223,7 @@ class RolloutSection(Section):
 
     @property
     def prompts_requested(self) -> int:
-        """Prompts of the first round of a step."""
+        """Prompts of the first round of a batch."""
         return math.ceil(self.prompts_per_batch * self.oversampling)
 
     @property
@@ -433,7 +433,7 @@ class TrainerSection(Section):
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
     """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
     minibatches_per_batch: int = Field(default=1, ge=1)
-    """Mini-batches that a batch is split into, an optimizer step each; divides the samples of a batch."""
+    """Mini-batches of whole groups that a batch is split into, as even as can be; an optimizer step each."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """How often a batch is trained on; after the first time its mini-batches are drawn anew, from trainer.seed."""
     replace_lost_ranks: bool = False
