@@ -22,6 +22,7 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import hardware_of
+from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.convert.weights_check import check_weights
@@ -143,6 +144,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 
         for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
             lines.warn(remark)
+    _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, generates=replay is None and not elsewhere)
     if replay is None and elsewhere and config.engine.kind == "sglang":
@@ -160,6 +162,15 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     if resume:
         _compare_with_checkpoint(config, lines)
     return list(lines)
+
+
+def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
+    """Say which of Megatron's options ranks on GPUs add."""
+    actor = config.actor
+    experts = read_model_shape(config.model.path).experts is not None
+    if chosen := gpu_defaults(actor, experts=experts, transformer_engine=actor.precision != "fp32"):
+        named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
+        lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
 
 def _look_for_servers(config: Config, found: _Lines) -> None:
