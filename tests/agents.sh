@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of agents with clients of others: the package openai.
+# The tests of agents with clients of others: openai, litellm, openai-agents, mini-swe-agent.
 #
 #   bash tests/agents.sh                     arguments go to pytest
 #
@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-clients="openai==3.57.0"
+clients="openai==3.57.0 litellm==1.110.2 openai-agents==0.24.0 mini-swe-agent==2.4.6"
 base=${VIRTUAL_ENV:-$PWD/.venv}/bin/python
 place=${MEGATRON_DARO_AGENTS:-$PWD/.venv-agents}
 if [ "$(cat "$place/.made" 2>/dev/null)" != "$clients" ]; then

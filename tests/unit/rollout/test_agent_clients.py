@@ -1,11 +1,12 @@
 """Clients of somebody else's against the endpoint: what they read is what was said, and it is trained as sampled.
 
-Skipped without the package openai: bash tests/agents.sh
+Skipped without their packages: bash tests/agents.sh
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from agent_forms import assert_exact, run, tokenizer
@@ -76,3 +77,80 @@ def test_errors_are_those_that_the_client_knows(tokens):
 
     rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "Answer", indices=(0,), room=1000)
     assert_exact(rollouts, engine)
+
+
+def test_litellm_with_tools_and_its_error_of_a_context_that_is_too_long(tokens, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network as it is imported
+    litellm = pytest.importorskip("litellm", reason="the package litellm is not here: bash tests/agents.sh installs it")
+
+    async def agent(problem, api):
+        ask = {"model": "openai/policy", "api_base": api.base_url, "api_key": api.key, "max_retries": 0}
+        reply = await litellm.acompletion(messages=ASKED, tools=TOOLS, **ask)
+        message = reply.choices[0].message
+        [call] = message.tool_calls
+        assert message.content == "I compute." and message.reasoning_content == "It is a product."
+        history = [*ASKED, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        parts = [part async for part in await litellm.acompletion(messages=history, tools=TOOLS, stream=True, **ask)]
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == "42"
+        with pytest.raises(litellm.ContextWindowExceededError):
+            await litellm.acompletion(messages=[{"role": "user", "content": "long " * 5000}], **ask)
+
+    rollouts, engine, _, _ = run(tokens, agent, says)
+    assert_exact(rollouts, engine)
+    assert all(rollout.contexts == () and len(rollout.turns) == 2 for rollout in rollouts)
+
+
+def test_the_runner_of_openai_agents(tokens):
+    agents = pytest.importorskip(
+        "agents", reason="the package openai-agents is not here: bash tests/agents.sh installs it"
+    )
+
+    async def agent(problem, api):
+        @agents.function_tool
+        def mul(a: int, b: int) -> int:
+            """Multiply."""
+            return a * b
+
+        agents.set_tracing_disabled(True)
+        client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.key)
+        model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        solver = agents.Agent(name="solver", instructions="Be short.", model=model, tools=[mul])
+        return (await agents.Runner.run(solver, "6*7?")).final_output
+
+    rollouts, engine, counts, _ = run(tokens, agent, says)
+    assert_exact(rollouts, engine)
+    assert all(rollout.contexts == () and len(rollout.turns) == 2 for rollout in rollouts)
+    assert "\n<tool_response>\n42\n" in tokens.decode(rollouts[0].tokens.tolist()) and counts["environment/failed"] == 0
+
+
+def test_mini_swe_agent(tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
+    mini = pytest.importorskip("minisweagent", reason="mini-swe-agent is not here: bash tests/agents.sh installs it")
+    assert mini.__version__
+
+    def bash(read, request):
+        command = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 42" if "tool_response" in read else "expr 6 '*' 7"
+        call = json.dumps({"name": "bash", "arguments": {"command": command}})
+        return f"<think>So.</think>I run it.\n<tool_call>\n{call}\n</tool_call>"
+
+    def solve(api):
+        from minisweagent.agents.default import DefaultAgent
+        from minisweagent.environments.local import LocalEnvironment
+        from minisweagent.models.litellm_model import LitellmModel
+
+        options = {"api_base": api.base_url, "api_key": api.key}
+        model = LitellmModel(model_name="openai/policy", model_kwargs=options, cost_tracking="ignore_errors")
+        solver = DefaultAgent(
+            model, LocalEnvironment(cwd=str(tmp_path)), system_template="Use bash.", instance_template="{{task}}"
+        )
+        return solver.run("6*7?")["submission"].strip()
+
+    async def agent(problem, api):
+        return await asyncio.to_thread(solve, api)
+
+    rollouts, engine, counts, _ = run(tokens, agent, bash)
+    assert_exact(rollouts, engine)
+    assert all(rollout.contexts == () and len(rollout.turns) == 2 for rollout in rollouts)
+    assert counts["environment/failed"] == 0 and counts["environment/tool_calls"] == 4
