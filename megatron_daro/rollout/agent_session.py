@@ -19,7 +19,8 @@ from megatron_daro.errors import ConfigError
 from megatron_daro.rollout.context import Context
 from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
 from megatron_daro.rollout.rendering import CALL_BEGINS, Turns, calls_in
-from megatron_daro.types import THINK, THINKING_TAGS, SamplingParams, behind_thinking
+from megatron_daro.thinking import THINK, THINKING_TAGS, behind_thinking
+from megatron_daro.types import SamplingParams
 
 Message = dict[str, Any]
 _TAG = re.compile("|".join(map(re.escape, (*THINKING_TAGS, *THINKING_TAGS.values()))))

@@ -136,7 +136,8 @@ class BatchFiller:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.
 
         A batch that ends by another rule (a time, say) ends here, and says so in `_ends_early`; not before it keeps a
-        group, or the sampler begins again. Where no arrival brings the moment about, `flight.arrivals.put_nowait(None)` wakes the loop.
+        group, or the sampler begins again. Where no arrival brings the moment about,
+        `flight.arrivals.put_nowait(None)` wakes the loop.
         """
         enough = self._ends_early and len(batch.kept) >= self._section.prompts_per_batch
         return enough or not flight.calls

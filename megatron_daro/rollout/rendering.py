@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.errors import ConfigError, RolloutError
-from megatron_daro.types import is_thinking
+from megatron_daro.thinking import is_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
