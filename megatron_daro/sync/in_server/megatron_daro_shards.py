@@ -279,7 +279,10 @@ def _whole_segments() -> Iterator[None]:
     Source: torch 2.13, CUDACachingAllocator.cpp, `get_free_block`; c10/core/AllocatorConfig.cpp, `parseArgs`.
     """
     settings = torch._C._accelerator_getAllocatorSettings()
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, "expandable_segments:False"))))
+    if "expandable_segments" not in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
     try:
         yield
     finally:
