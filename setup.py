@@ -77,6 +77,7 @@ whole = {
             "pre-commit>=4,<5",
         ],
         "wandb": ["wandb>=0.20"],
+        "agents": ["openai>=3,<4"],
     },
     "entry_points": {
         "console_scripts": ["megatron-daro=megatron_daro.__main__:main"],

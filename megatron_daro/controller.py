@@ -317,7 +317,9 @@ class Controller:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
-        next(minibatch for minibatch in minibatches if minibatch.first).dropped, self._unrecorded = lost, ()
+        first = next(minibatch for minibatch in minibatches if minibatch.first)
+        first.dropped = lost
+        self._unrecorded = ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(batch, minibatch)

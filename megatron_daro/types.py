@@ -134,6 +134,9 @@ class Rollout:
     read. None where it was not asked.
     turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
+    contexts: of an agent that rewrote its history or branched off, the tokens of each sequence that the model read from
+    its first token on, in order; `tokens` has them end to end, what an earlier one said being observed in a later one.
+    Empty where all tokens are one sequence.
     reports: of a conversation, what the environment said of each answer, in order; may be empty. teacher_logprobs:
     float32 [R], of the model that the policy is distilled from, 0 where loss_mask is; None without one.
     verdict: what the environment said; None where a verifier judges. Recorded with the group, not here.
@@ -153,6 +156,7 @@ class Rollout:
     version_spans: tuple[tuple[int, int], ...] = ()
     routed_experts: StoredExperts | None = None
     turns: tuple[tuple[int, int], ...] = ()
+    contexts: tuple[int, ...] = ()
     reports: tuple[TurnReport, ...] = ()
     teacher_logprobs: np.ndarray | None = None
     verdict: Verdict | None = None
@@ -200,7 +204,7 @@ class Rollout:
                 f"group {self.group_id} rollout {self.index}: the continuation's prompt ({later.prompt_length} tokens) "
                 f"is not the {len(self.tokens)} tokens so far; the engine must be asked with exactly these"
             )
-        spans = _joined_spans((*self.spans, *later.spans))
+        spans = joined_spans((*self.spans, *later.spans))
         return replace(
             later,
             prompt_length=self.prompt_length,
@@ -252,7 +256,7 @@ class Rollout:
         )
 
 
-def _joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the same spans with neighbours of one version made one, and without empty ones."""
     joined: list[tuple[int, int]] = []
     for version, count in spans:
@@ -316,6 +320,7 @@ class TrainBatch:
     group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
     needs them. routed_experts_N: where the experts that the engine chose for the tokens of each sample are recorded;
     None for a sample of which it did not tell, and where no engine was asked.
+    contexts_N: tokens of each sequence that a sample consists of, see `Rollout.contexts`; None where each is one.
     opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
@@ -338,6 +343,7 @@ class TrainBatch:
     value_targets_R: np.ndarray | None = None
     group_lengths_NK: np.ndarray | None = None
     routed_experts_N: tuple[StoredExperts | None, ...] | None = None
+    contexts_N: tuple[tuple[int, ...], ...] | None = None
     opens_batch: bool = True
 
     def __len__(self) -> int:
@@ -353,6 +359,16 @@ class TrainBatch:
         """int64 [N], response tokens per sample that the loss mask keeps."""
         parts = _ragged(self.loss_mask_R, self.response_lengths_N)
         return np.array([part.sum(dtype=np.int64) for part in parts], dtype=np.int64)
+
+    def contexts_of(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the tokens of each sequence of each of these samples."""
+        whole = self.contexts_N or ((),) * len(self)
+        return [whole[i] or (int(self.lengths_N[i]),) for i in indices]
+
+    def padded_lengths_N(self, multiple: int) -> np.ndarray:
+        """int64 [N], tokens per sample where each of its sequences is padded to a multiple."""
+        rows = self.contexts_of(range(len(self)))
+        return np.array([sum(-(-tokens // multiple) * multiple for tokens in row) for row in rows], dtype=np.int64)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return the batch of the given samples, in the given order."""
@@ -372,7 +388,7 @@ class TrainBatch:
         """One batch of all samples, in order. All must have the same K and the same optional columns."""
         if len({b.rollouts_per_prompt for b in batches}) != 1:
             raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
-        others = ("rollouts_per_prompt", "opens_batch", "routed_experts_N")
+        others = ("rollouts_per_prompt", "opens_batch", "routed_experts_N", "contexts_N")
         columns = [f.name for f in fields(cls) if f.name not in others]
         joined: dict[str, Any] = {}
         for name in columns:
@@ -382,6 +398,8 @@ class TrainBatch:
         if any(b.routed_experts_N is not None for b in batches):
             rows = [b.routed_experts_N or (None,) * len(b) for b in batches]
             joined["routed_experts_N"] = tuple(experts for row in rows for experts in row)
+        if any(b.contexts_N is not None for b in batches):
+            joined["contexts_N"] = tuple(one for b in batches for one in b.contexts_of(range(len(b))))
         return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, opens_batch=opens_batch, **joined)
 
 

@@ -122,6 +122,7 @@ begin_proofs() {
         proof second_megatron bash tests/second_megatron.sh
         proof verl bash tests/host_environments.sh verl
         proof verifiers bash tests/verifiers_hub.sh
+        proof agents bash tests/agents.sh
     } </dev/null &
     proofs_pid=$!
     set +m
@@ -140,7 +141,7 @@ wait_for_proofs() {
     local name seconds result
     wait "$proofs_pid"
     proofs_pid=
-    for name in second_megatron verl verifiers; do
+    for name in second_megatron verl verifiers agents; do
         printf '\n=== %s ===\n' "$name"
         cat "$proofs/$name.log"
         read -r seconds result <"$proofs/$name.end" || { seconds=0 result=FAILED; }

@@ -102,7 +102,8 @@ def build(arm: str, *, rollouts: int, max_tokens: int) -> tuple[Algorithm, Objec
     """The product's algorithm and objective for an arm, as the driver and every rank make them."""
     section = section_of(arm)
     sizes = {"rollouts_per_prompt": rollouts, "max_response_tokens": max_tokens}
-    return make_algorithm(**section.arguments(**sizes)), objective_settings(section)
+    algorithm = make_algorithm(**section.arguments(**sizes))
+    return algorithm, objective_settings(section, algorithm)
 
 
 def command_line(arm: str) -> list[str]:

@@ -38,20 +38,20 @@ from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepSt
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.types import TrainBatch
 
-# Sums that a step adds up over its tokens, in the order of the reduced vector; see algo.objective.TokenObjective.
-TOKEN_SUMS = (
-    "tokens",
-    "ratio",
-    "clip_high",
-    "clip_low",
-    "dual_clip",
-    "entropy",
-    "kl_ref",
-    "logprob_abs_diff",
-    "mismatch_kl",
-    "corrected",
-)
-
+MEANS: Mapping[str, str] = {
+    "ratio": "ratio/mean",
+    "clip_high": "ratio/clip_fraction_high",
+    "clip_low": "ratio/clip_fraction_low",
+    "dual_clip": "ratio/dual_clip_fraction",
+    "entropy": "policy/entropy",
+    "kl_ref": "policy/kl_reference",
+    "logprob_abs_diff": "mismatch/logprob_abs_mean",
+    "mismatch_kl": "mismatch/kl",
+    "corrected": "mismatch/corrected_fraction",
+}
+"""Sums of algo.objective.TokenObjective that a step reports as means over its tokens -> metric."""
+TOKEN_SUMS = ("tokens", *MEANS)
+"""Sums that a step adds up over its tokens, in the order of the reduced vector."""
 
 CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
 """Sums that a step adds up per bin and class of lengths; see algo.algorithm.StepStats."""

@@ -41,7 +41,7 @@ from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY
+from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY, gpu_defaults
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
@@ -92,7 +92,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
     Raises:
         ConfigError: an option is unknown, of another type, or refused by upstream.
     """
-    options = split_megatron_options(actor.megatron)
+    options = _megatron_options(actor, shape)
     needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
     if needing and not uses_transformer_engine(actor):
         raise ConfigError(
@@ -102,6 +102,15 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
     _transformer_config(shape, actor, options["transformer"])
     data_parallel_config(distributed_optimizer=actor.optimizer.distributed, options=options["ddp"])
     optimizer_config(actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
+
+
+def _megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[str, Any]]:
+    """Return `actor.megatron` with what ranks on GPUs add, by the part of Megatron-core that it is for."""
+    chosen: Mapping[str, Any] = {}
+    if torch.cuda.is_available():
+        has_experts = shape.experts is not None
+        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor))
+    return split_megatron_options({**actor.megatron, **chosen})
 
 
 def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
@@ -151,7 +160,7 @@ class MegatronPolicy:
             actor.logprob_chunk_vocab,
             actor.logprob_kernel,
         )
-        options = split_megatron_options(actor.megatron)
+        options = _megatron_options(actor, self.shape)
         transformer_engine = uses_transformer_engine(actor)
         self.remarks = remarks(actor, transformer_engine)
         config = _transformer_config(self.shape, actor, options["transformer"])

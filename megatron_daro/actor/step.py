@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_daro.actor import device
 from megatron_daro.actor.advantages import with_advantages
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, packed_micro_batches, run_schedule
-from megatron_daro.actor.loss import StepLoss, StepSums
+from megatron_daro.actor.loss import MEANS, StepLoss, StepSums
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
     MegatronOptimizer,
@@ -242,23 +242,14 @@ def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | 
 def _metrics(sums: StepSums, check: GradientCheck, learning_rate: float, extra_loss: float) -> dict[str, float]:
     """Metric keys of docs/metrics.md that the train part knows."""
     tokens = max(sums.token_sums["tokens"], 1.0)
-    mean = {name: value / tokens for name, value in sums.token_sums.items()}
     metrics = {
         "loss/policy": sums.policy_loss,
         "loss/total": sums.policy_loss + sums.regularizer + extra_loss,
         "loss/grad_norm": check.grad_norm,
         "optimizer/learning_rate": learning_rate,
-        "ratio/mean": mean["ratio"],
-        "ratio/clip_fraction_high": mean["clip_high"],
-        "ratio/clip_fraction_low": mean["clip_low"],
-        "ratio/dual_clip_fraction": mean["dual_clip"],
-        "policy/entropy": mean["entropy"],
-        "policy/kl_reference": mean["kl_ref"],
-        "mismatch/logprob_abs_mean": mean["logprob_abs_diff"],
         "mismatch/logprob_abs_max": sums.max_logprob_diff,
-        "mismatch/kl": mean["mismatch_kl"],
-        "mismatch/corrected_fraction": mean["corrected"],
     }
+    metrics |= {metric: sums.token_sums[name] / tokens for name, metric in MEANS.items()}
     counts = sums.totals.tokens_per_bin.tolist()
     for k, count in enumerate(counts):
         metrics[f"difficulty/tokens/{k}"] = float(count)

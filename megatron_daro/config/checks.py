@@ -159,4 +159,8 @@ def _division_text(shape: ModelShape | None) -> str:
 def _batch_text(config: Config) -> str:
     samples, epochs = config.rollout.batch_rollouts, config.trainer.epochs_per_batch
     repeated = f", {epochs} epochs" if epochs > 1 else ""
-    return f"{samples} samples a batch, {samples // config.trainer.minibatches_per_batch} a mini-batch{repeated}"
+    most = (
+        -(-config.rollout.prompts_per_batch // config.trainer.minibatches_per_batch)
+        * config.rollout.rollouts_per_prompt
+    )
+    return f"{samples} samples a batch, {most} a mini-batch{repeated}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.problems import Problem, did_you_mean, nearest_paths, show
 
 SECTION = "actor.megatron"
@@ -133,6 +134,7 @@ REFUSED = {
     "overlap_p2p_comm": "actor.virtual_pipeline_parallel turns it on, and without that it has no effect",
     "use_ring_exchange_p2p": "torch.distributed as it is published has no ring exchange",
     "num_microbatches_with_partial_activation_checkpoints": "actor.recompute is the same for all micro-batches",
+    "tp_comm_overlap": "its buffers are made for one number of tokens, and packed micro-batches differ in theirs",
     "overlap_moe_expert_parallel_comm": _SCHEDULE,
     "delay_wgrad_compute": _SCHEDULE,
     "ep_overlap_early_attn_memory_release": _SCHEDULE,
@@ -219,6 +221,24 @@ nccl_ub symmetric_ar_type
 """
 TRANSFORMER_ENGINE_ONLY = frozenset(_TRANSFORMER_ENGINE_ONLY.split())
 """Allowed options that only Transformer Engine's layers, or NCCL, can honour."""
+
+
+def gpu_defaults(actor: ActorSection, *, experts: bool, transformer_engine: bool) -> dict[str, bool]:
+    """Return what ranks on GPUs add to `actor.megatron`, where it does not say otherwise: options of speed that change
+    kernels and when gradients are sent, and not what is computed.
+
+    Args:
+        experts: whether the model has any. transformer_engine: whether its layers are used. Routing that is replayed
+            needs the router that is not fused.
+    """
+    chosen = {}
+    if actor.data_parallel * actor.context_parallel > 1:
+        chosen["overlap_grad_reduce"] = True
+    if experts and transformer_engine:
+        chosen["moe_permute_fusion"] = True
+        if not actor.routing_replay:
+            chosen["moe_router_fusion"] = True
+    return {name: value for name, value in chosen.items() if name not in actor.megatron}
 
 
 def option_problems(options: Mapping[str, Any], installed: Collection[str] = ALLOWED) -> Iterator[Problem]:

@@ -223,7 +223,7 @@ class RolloutSection(Section):
 
     @property
     def prompts_requested(self) -> int:
-        """Prompts of the first round of a step."""
+        """Prompts of the first round of a batch."""
         return math.ceil(self.prompts_per_batch * self.oversampling)
 
     @property
@@ -374,15 +374,20 @@ class RewardSection(Section):
 class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
-    kind: Annotated[str, OneOf(("single_turn",))] = "single_turn"
-    """single_turn: one answer, scored by reward.verifier; module:Class: an environment of your own, with several
-    turns; verifiers:NAME: one of the package verifiers."""
+    kind: Annotated[str, OneOf(("single_turn", "agent"))] = "single_turn"
+    """single_turn: one answer, scored by reward.verifier; agent: a program that speaks OpenAI's API; module:function:
+    a coroutine that does; module:Class: an environment of your own, with several turns; verifiers:NAME: one of the
+    package verifiers."""
+    command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Program and arguments of kind agent, run once for each rollout."""
     options: dict[str, Any] = {}
-    """Options of an environment of your own: keyword arguments of its constructor, or of its load_environment."""
+    """Options of an environment of your own: keyword arguments of its constructor, of its coroutine, or of its
+    load_environment; of kind agent: a part of the problem that it reads."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
-    """Worker processes of an environment with `step`, in all; each node has at least one."""
+    """Worker processes of an environment with `step`, in all; each node has at least one. Of kind agent: programs at
+    once, on the driver's machine."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
     """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
@@ -398,8 +403,8 @@ class EnvironmentSection(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether `kind` is module:Class, or verifiers:NAME."""
-        return ":" in self.kind
+        """Whether `kind` is another than single_turn."""
+        return self.kind != "single_turn"
 
     @property
     def of_verifiers(self) -> bool:
@@ -433,7 +438,7 @@ class TrainerSection(Section):
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
     """Factor of every deadline in the loop (optimizer step 4 h, sync 30 min, ...)."""
     minibatches_per_batch: int = Field(default=1, ge=1)
-    """Mini-batches that a batch is split into, an optimizer step each; divides the samples of a batch."""
+    """Mini-batches of whole groups that a batch is split into, as even as can be; an optimizer step each."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """How often a batch is trained on; after the first time its mini-batches are drawn anew, from trainer.seed."""
     replace_lost_ranks: bool = False

@@ -109,6 +109,7 @@ def build_batch(
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
         routed_experts_N=_routed_experts(rollouts),
+        contexts_N=contexts_of(rollouts),
     )
     if by_turn:
         batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
@@ -195,6 +196,11 @@ def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
     """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
     lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
+
+
+def contexts_of(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the tokens of each sequence of each rollout; None if each is one."""
+    return tuple(r.contexts for r in rollouts) if any(r.contexts for r in rollouts) else None
 
 
 def _routed_experts(rollouts: Sequence[Rollout]) -> tuple[StoredExperts | None, ...] | None:

@@ -7,8 +7,9 @@ Refuses samples without a prompt token (their first response token has no positi
 unknown sample indices, and multiples below one. It never truncates and never drops a token.
 
 Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
-tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, G segments (samples, and
-one more where the end is padding).
+tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, C sequences of the
+samples (one each, but several of an agent that rewrote its history: `TrainBatch.contexts_N`), G the same and one more
+where the end is padding.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class PackedMicroBatch:
     """One micro-batch as position-aligned columns.
 
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
-    every segment. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
+    every sequence. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
-    included; max_seqlen the longest segment. sample_indices int64 [M], rows of the batch. advantages_M float32,
+    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32,
     bins_M int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T,
     ref_logprobs_T, token_advantages_T, values_T, value_targets_T float32, 0 outside responses; None where the batch
     has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64: where they
@@ -147,8 +148,8 @@ def pack(
         batch: where the samples are.
         indices: rows of the batch, in the order wanted; none for a micro-batch of padding alone, which trains and
             reports nothing.
-        sequence_multiple: tokens; each sample is padded at its end to a multiple of it (2 * CP for context parallel).
-        total_multiple: tokens; the pack is padded to a multiple of it by one more segment (TP * CP under sequence
+        sequence_multiple: tokens; each sequence is padded at its end to a multiple of it (2 * CP for context parallel).
+        total_multiple: tokens; the pack is padded to a multiple of it by one more sequence (TP * CP under sequence
             parallel).
         pad_token_id: a valid token id.
 
@@ -160,24 +161,27 @@ def pack(
     """
     indices_M = _checked_indices(batch, indices, sequence_multiple, total_multiple)
     lengths_M, prompts_M = batch.lengths_N[indices_M], batch.prompt_lengths_N[indices_M]
-    padded_M = -(-lengths_M // sequence_multiple) * sequence_multiple
-    starts_M = np.cumsum(padded_M) - padded_M
+    lengths_C = np.array([n for row in batch.contexts_of(indices_M.tolist()) for n in row], dtype=np.int64)
+    padded_C = -(-lengths_C // sequence_multiple) * sequence_multiple
     step = math.lcm(sequence_multiple, total_multiple)
-    used = int(padded_M.sum())
+    used = int(padded_C.sum())
     total = max(-(-used // step), 1) * step
-    padded_G = np.append(padded_M, total - used) if total > used else padded_M
+    padded_G = np.append(padded_C, total - used) if total > used else padded_C
+    positions_T = _within(padded_G)
 
-    token_slots = np.repeat(starts_M, lengths_M) + _within(lengths_M)
+    token_slots = np.repeat(np.cumsum(padded_C) - padded_C, lengths_C) + _within(lengths_C)
     segment_T = np.full(total, -1, dtype=np.int64)
     segment_T[token_slots] = np.repeat(np.arange(len(indices_M)), lengths_M)
     tokens_T = np.full(total, pad_token_id, dtype=np.int64)
     tokens_T[token_slots] = batch.tokens_T[_flat_slots(batch.lengths_N, indices_M)]
     labels_T = np.zeros(total, dtype=np.int64)
-    predicts = np.flatnonzero((segment_T[:-1] >= 0) & (segment_T[:-1] == segment_T[1:]))
+    predicts = np.flatnonzero((segment_T[:-1] >= 0) & (segment_T[:-1] == segment_T[1:]) & (positions_T[1:] > 0))
     labels_T[predicts] = tokens_T[predicts + 1]
 
     responses_M = lengths_M - prompts_M
-    response_slots_P = np.repeat(starts_M + prompts_M - 1, responses_M) + _within(responses_M)
+    # Where the token before stands; before the first of a later sequence, which is never trained, that of another one.
+    before_P = np.repeat(np.cumsum(lengths_M) - responses_M - 1, responses_M) + _within(responses_M)
+    response_slots_P = token_slots[before_P]
     batch_slots_P = _flat_slots(batch.response_lengths_N, indices_M)
 
     def column(values_R: np.ndarray | None) -> Tensor | None:
@@ -188,7 +192,7 @@ def pack(
     return PackedMicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
         labels_T=torch.from_numpy(labels_T),
-        positions_T=torch.from_numpy(_within(padded_G)),
+        positions_T=torch.from_numpy(positions_T),
         mask_T=mask_T,
         segment_T=torch.from_numpy(segment_T),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(padded_G)]).astype(np.int32)),

@@ -35,10 +35,15 @@ Files, in the order to read them:
     environment.py          one conversation of several turns, and what an environment of your own offers
     conversations.py        many of them
     environment_thread.py   the thread of the user's coroutines
+    context.py              one sequence of tokens of a conversation, as aligned columns
     turn_requests.py        what conversations ask of engine and verifiers
     stepping.py             environments that answer turn by turn, in worker processes
     step_worker.py          the program of such a process
     rendering.py            what an environment says, as tokens
+    agents.py               agents: coroutines and programs that speak OpenAI's API, and how they went
+    agent_worker.py         the program of a process that runs one after the other
+    agent_endpoint.py       OpenAI's API over HTTP
+    agent_session.py        the chats of one rollout: which tokens a request goes on from
     own_environment.py      what `environment.kind` names
     verifiers_hub.py        environments of the package verifiers
 """

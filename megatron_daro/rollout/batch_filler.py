@@ -130,13 +130,14 @@ class BatchFiller:
         kept = [*flight.to_resume, *(entry.kept(i) for i, entry in flight.unfinished.items())]
         return tuple(sorted(kept, key=lambda group: group.group_id))
 
-    # Decisions: nothing but these depends on how the batch is filled.
+    # Decisions: these, `may_leave_unfinished` and nothing else depend on how the batch is filled.
 
     def _is_complete(self, batch: BatchSoFar, flight: _Flight) -> bool:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.
 
-        A batch that ends by another rule (a time, say) ends here; not before it keeps a group, or the sampler begins
-        again. Where no arrival brings the moment about, `flight.arrivals.put_nowait(None)` wakes the loop.
+        A batch that ends by another rule (a time, say) ends here, and says so in `_ends_early`; not before it keeps a
+        group, or the sampler begins again. Where no arrival brings the moment about,
+        `flight.arrivals.put_nowait(None)` wakes the loop.
         """
         enough = self._ends_early and len(batch.kept) >= self._section.prompts_per_batch
         return enough or not flight.calls

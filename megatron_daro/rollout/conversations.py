@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.errors import DaroError, RolloutError
+from megatron_daro.rollout.agents import AgentConversations
 from megatron_daro.rollout.environment import Conversation, ConversationSettings, Environment, OutOfRoomError
 from megatron_daro.rollout.environment_thread import EnvironmentThread
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
@@ -30,6 +31,8 @@ _GRACE_S = 5.0
 _MOST_FAILURES = 64
 """Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
+_REASONS = tuple(f"{_FAILED}/{reason}" for reason in ("crash", "memory", "no_call", "outcome"))
+"""Why agents failed."""
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
 
@@ -135,7 +138,7 @@ class Conversations:
     def __init__(
         self,
         section: EnvironmentSection,
-        environment: Environment | SteppedConversations,
+        environment: Environment | SteppedConversations | AgentConversations,
         engine: Engine,
         scorer: Scorer,
         *,
@@ -154,12 +157,13 @@ class Conversations:
             one call, as fits one that works on one batch at a time. notices: told about failures.
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
-        self._stepped = environment if isinstance(environment, SteppedConversations) else None
+        self._held = environment if isinstance(environment, SteppedConversations | AgentConversations) else None
         self._shared = ConversationSettings(section.kind, decode, vocabulary, reward, section.reward_weights)
         self._together, self._notices = together, notices
         self._thread: EnvironmentThread | None = None
         self._calls: set[_Call] = set()
-        self._counts = dict.fromkeys((_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS), 0)
+        names = (_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS)
+        self._counts = dict.fromkeys((*names, *(_REASONS if isinstance(environment, AgentConversations) else ())), 0)
         self._failures_in_a_row = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
@@ -212,7 +216,7 @@ class Conversations:
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long;
         tool calls of the others; and pools of nodes that were started again."""
-        restarts = self._stepped.pool_restarts if self._stepped else 0
+        restarts = self._held.pool_restarts if self._held else 0
         return self._counts | {_POOLS: self._counts[_POOLS] + restarts}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
@@ -224,8 +228,8 @@ class Conversations:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
-        if self._stepped:
-            await self._stepped.close()
+        if self._held:
+            await self._held.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
         async with call.begins:  # one at a turn of the event loop, which a thousand groups at once would hold
@@ -285,6 +289,8 @@ class Conversations:
         elif isinstance(error, StepTimeoutError):
             self._failed(_TIMEOUTS, str(error))
         elif isinstance(error, StepFailedError):
+            if f"{_FAILED}/{error.reason}" in self._counts:
+                self._counts[f"{_FAILED}/{error.reason}"] += 1
             self._failed(_FAILED, f"failed in {error}")
         elif not conversation.aborted:
             text = f"{type(error).__name__}: {error}" if error else "CancelledError"

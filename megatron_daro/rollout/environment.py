@@ -16,13 +16,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import RolloutError
-from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, TurnReport, Verdict
+from megatron_daro.rollout.context import Context, joined
+from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams, TurnReport, Verdict
 
 _MOST_REASON = 40
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
@@ -34,12 +35,13 @@ class Completion:
     """What the model said in one turn.
 
     tokens: ids, a stop token that was sampled included. text: decoded, for reading only. finish_reason: "length" where
-    the turn was cut.
+    the turn was cut. logprobs: of each token, natural log.
     """
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    logprobs: tuple[float, ...] = ()
 
 
 class OutOfRoomError(RolloutError):
@@ -98,6 +100,14 @@ class Asking(Protocol):
         """Return the verifier's verdict."""
         ...
 
+    def stand_back(self) -> None:
+        """Let no other conversation wait for this one, which asks nothing before `come_back`."""
+        ...
+
+    def come_back(self) -> None:
+        """Let them wait for it again."""
+        ...
+
 
 class Conversation:
     """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop."""
@@ -105,14 +115,14 @@ class Conversation:
     def __init__(self, request: GroupRequest, index: int, call: Asking, shared: ConversationSettings) -> None:
         """Say nothing yet. Made by `Conversations`."""
         self._request, self._index, self._call, self._shared = request, index, call, shared
-        self._rollout: Rollout | None = None
-        self._observed: list[int] = []
-        self._turns: list[tuple[int, int]] = []
-        self._asked = 0
-        self._busy = self._closed = False
+        self._first = self._last = Context(request.prompt.tokens)
+        self._contexts = [self._first]
+        self._asked = self._reserved = self._away = 0
+        self._settled = asyncio.Event()
+        self._closed = False
+        self._task: asyncio.Task[Any] | None = None
         self._own_s, self._since, self._answered_s = 0.0, 0.0, 0.0
-        self._reports: list[TurnReport] = []
-        self._before = TurnReport()
+        self.last_text = ""
         self._rewards: dict[str, float] = {}
         self._rewarded = False
         self.fault: RolloutError | None = None
@@ -127,20 +137,31 @@ class Conversation:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt's token ids and all since."""
-        return tuple(self._all_tokens().tolist())
+        return tuple(self._first.tokens.tolist())
 
     @property
     def last_token(self) -> int:
         """The last of `tokens`."""
-        if self._observed:
-            return self._observed[-1]
-        return self._request.prompt.tokens[-1] if self._rollout is None else int(self._rollout.tokens[-1])
+        return int(self._first.tokens[-1])
 
     @property
     def room(self) -> int:
         """Tokens that still fit: rollout.max_response_tokens less those generated and observed."""
-        said = 0 if self._rollout is None else self._rollout.response_length
-        return self._request.sampling.max_new_tokens - said - len(self._observed)
+        return self._request.sampling.max_new_tokens - sum(context.length for context in self._contexts)
+
+    @property
+    def request(self) -> GroupRequest:
+        """What was asked for; its sampling is the run's."""
+        return self._request
+
+    @property
+    def out_of_room(self) -> bool:
+        """Whether something did not fit, or the last answer took all the room."""
+        return self._cut
+
+    def first_context(self) -> Context:
+        """Return that which begins with the prompt's tokens."""
+        return self._first
 
     async def generate(self, max_tokens: int | None = None) -> Completion:
         """Let the model go on from all tokens so far.
@@ -151,7 +172,7 @@ class Conversation:
         Raises:
             OutOfRoomError: there is no room for a token.
         """
-        if self._busy or self._closed:
+        if self._first.busy or self._closed:
             raise self.refuse("generate was called", "one call at a time, before rollout returns")
         if max_tokens is not None and max_tokens < 1:
             raise self.refuse(f"generate got max_tokens {max_tokens}", "at least 1")
@@ -159,30 +180,91 @@ class Conversation:
             self._cut = True
             raise OutOfRoomError(f"no room for an answer: {self._limit()}")
         most = self.room if max_tokens is None else min(max_tokens, self.room)
-        tokens = self._all_tokens()
+        sampling = replace(self._request.sampling, max_new_tokens=most)
+        return self._taken(self._first, await self._ask(self._first, self._first.tokens, sampling))
+
+    async def answer(
+        self,
+        context: Context,
+        shown: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        trained: bool = True,
+        draw: int | None = None,
+    ) -> Completion:
+        """Show the model tokens at the end of a context, and let it go on there. Several may be on their way at once.
+
+        Args:
+            context: the first one, or one of `Context()`, which is part of the rollout once the model has answered.
+            shown: token ids; only those of an answer that came are kept. sampling: max_new_tokens is that of the answer
+                at most. trained: whether its tokens are. draw: names the random numbers; None: the answer's number.
+
+        Raises:
+            OutOfRoomError: there is no room for them and a token.
+        """
+        context.busy = True
+        try:
+            while (free := self.room - self._reserved - len(shown)) < 1:
+                if not self._reserved or self.room - len(shown) < 1:
+                    self._cut = True
+                    raise OutOfRoomError(f"no room for {len(shown)} tokens and an answer: {self._limit()}")
+                self._settled.clear()
+                with self.uncounted():  # others take all the room for now
+                    await self._settled.wait()
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, free))
+            tokens = np.concatenate([context.tokens, np.array(shown, dtype=np.int32)])
+            reserved = len(shown) + sampling.max_new_tokens
+            self._reserved += reserved
+            try:
+                answer = await self._ask(context, tokens, sampling, draw)
+            finally:
+                self._reserved -= reserved
+                self._settled.set()
+            if self._closed:
+                raise asyncio.CancelledError("the conversation has ended")
+            context.observed += shown
+            if context not in self._contexts:
+                self._contexts.append(context)
+            if not trained:
+                answer = replace(answer, loss_mask=np.zeros_like(answer.loss_mask))
+            return self._taken(context, answer)
+        finally:
+            context.busy = False
+
+    async def _ask(
+        self, context: Context, tokens: np.ndarray, sampling: SamplingParams, draw: int | None = None
+    ) -> Rollout:
+        """Return the engine's answer to these tokens."""
         request = replace(
             self._request,
-            turn=self._asked,
+            turn=self._asked if draw is None else draw,
             prompt=replace(self._request.prompt, tokens=tuple(tokens.tolist())),
             indices=(self._index,),
-            sampling=replace(self._request.sampling, max_new_tokens=most),
+            sampling=sampling,
             partial={},
         )
         self._count_seconds()
         self._asked += 1
-        self._busy = True
+        context.busy = True
         try:
             with self.uncounted():
-                answer = await self._call.ask(request, tokens)
+                return await self._call.ask(request, tokens)
         finally:
-            self._busy = False
-        self._take(answer)
+            context.busy = False
+
+    def _taken(self, context: Context, answer: Rollout) -> Completion:
+        context.take(answer)
+        self._last = context
         if answer.finish_reason == "abort" or self.aborted:
             self.aborted = True
+            if self._task is not None and self._task is not asyncio.current_task():
+                self._task.cancel()
             raise asyncio.CancelledError("the engine gave this conversation up")
         self._cut = answer.finish_reason == "length" and self.room < 1
+        self.last_text = answer.text
+        logprobs = tuple(answer.logprobs.tolist())
         ids = answer.tokens[answer.prompt_length :].tolist()
-        return Completion(tuple(ids), answer.text, answer.finish_reason)
+        return Completion(tuple(ids), answer.text, answer.finish_reason, logprobs)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Show the model tokens of the environment. They are not trained; the next `generate` goes on after them.
@@ -198,12 +280,12 @@ class Conversation:
         wrong = [token for token in ids if not 0 <= token < self._shared.vocabulary]
         if wrong:
             raise self.refuse(f"observe got the token {wrong[0]}", f"ids from 0 to {self._shared.vocabulary - 1}")
-        if self._busy or self._closed:
+        if self._first.busy or self._closed:
             raise self.refuse("observe was called", "calls between two turns, before rollout returns")
         if len(ids) > self.room:
             self._cut = True
             raise OutOfRoomError(f"no room for {len(ids)} observed tokens: {self._limit()}")
-        self._observed += ids
+        self._first.observed += ids
 
     async def verify(self, text: str) -> Verdict:
         """Return what `reward.verifier` says of an answer to the prompt, in its limited worker processes."""
@@ -247,7 +329,7 @@ class Conversation:
         for name, value in named.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + value
         self._rewarded = self._rewarded or bool(named) or reward is not None
-        self._add(TurnReport(total, tool_calls, tool_errors, seconds))
+        self._last.add(TurnReport(total, tool_calls, tool_errors, seconds))
 
     def verdict(self, correct: bool, reason: str, reward: float | None = None) -> Verdict:
         """Return a verdict.
@@ -259,7 +341,7 @@ class Conversation:
         section = self._shared.reward
         own = section.correct_reward if correct else section.incorrect_reward
         if reward is None and self._rewarded:
-            own = math.fsum(one.reward for one in (self._before, *self._reports))
+            own = math.fsum(one.reward for context in self._contexts for one in (context.before, *context.reports))
         return Verdict(correct, own if reward is None else reward, reason, tuple(self._rewards.items()))
 
     @property
@@ -270,7 +352,7 @@ class Conversation:
 
     async def hold(self, environment: Environment) -> Rollout:
         """Return the rollout of the whole conversation. Raises what the environment raises; RolloutError."""
-        self._since = time.monotonic()
+        self._since, self._task = time.monotonic(), asyncio.current_task()
         try:
             verdict = await environment.rollout(self._request.prompt, self)
         except OutOfRoomError:
@@ -292,89 +374,44 @@ class Conversation:
     @property
     def generated(self) -> int:
         """Tokens that the model generated so far."""
-        return sum(count for _, count in self._turns)
+        return sum(count for context in self._contexts for _, count in context.turns)
 
     def ended(self, reason: FinishReason, verdict: Verdict | None = None) -> Rollout:
         """Return all of it as one rollout."""
-        if self._rollout is None:  # nothing was generated
+        if not self.generated:
             return replace(nothing_said(self._request), index=self._index)
-        whole, turns, count = self._rollout, list(self._turns), len(self._observed)
-        if count:  # after the last answer: of the same weights, since none else read them
-            spans = [*whole.spans[:-1], (whole.spans[-1][0], whole.spans[-1][1] + count)]
-            whole = replace(
-                whole,
-                tokens=np.concatenate([whole.tokens, np.array(self._observed, dtype=np.int32)]),
-                loss_mask=np.concatenate([whole.loss_mask, np.zeros(count, dtype=np.uint8)]),
-                logprobs=np.concatenate([whole.logprobs, np.zeros(count, dtype=np.float32)]),
-                version_spans=tuple(spans),
-                routed_experts=whole.routed_experts and whole.routed_experts.longer(count),
-            )
-            turns.append((count, 0))
-        spans_of_all = whole.spans if len(whole.spans) > 1 else ()
+        said = [context for context in self._contexts[1:] if context.rollout is not None]
+        whole = joined([self._first, *said])
         text = self._shared.decode(whole.tokens[whole.prompt_length :].tolist())
-        return replace(
-            whole,
-            attempt=self._request.attempt,
-            finish_reason=reason,
-            text=text,
-            version_spans=spans_of_all,
-            turns=tuple(turns),
-            reports=tuple(self._reports),
-            verdict=verdict,
-        )
-
-    def _all_tokens(self) -> np.ndarray:
-        """Return int32, the prompt's token ids and all since."""
-        before = self._request.prompt.tokens if self._rollout is None else self._rollout.tokens
-        return np.concatenate([np.asarray(before, dtype=np.int32), np.array(self._observed, dtype=np.int32)])
-
-    def _take(self, answer: Rollout) -> None:
-        """Add an answer, with the tokens that were observed before it as its untrained beginning."""
-        generated, count = answer.response_length, len(self._observed)
-        if not generated:
-            return
-        version, first = answer.spans[0]
-        spans = ((version, first + count), *answer.spans[1:])
-        later = replace(
-            answer,
-            prompt_length=answer.prompt_length - count,
-            loss_mask=np.concatenate([np.zeros(count, dtype=np.uint8), answer.loss_mask]),
-            logprobs=np.concatenate([np.zeros(count, dtype=np.float32), answer.logprobs]),
-            version_spans=spans,
-        )
-        self._rollout = later if self._rollout is None else self._rollout.extended(later, "")
-        self._turns.append((count, generated))
-        self._reports.append(self._before)
-        self._before, self._observed = TurnReport(), []
-
-    def _add(self, more: TurnReport) -> None:
-        """Add to what is said of the last answer, or of the first where there is none yet."""
-        old = self._reports[-1] if self._reports else self._before
-        new = TurnReport(
-            old.reward + more.reward,
-            old.tool_calls + more.tool_calls,
-            old.tool_errors + more.tool_errors,
-            old.seconds + more.seconds,
-        )
-        if self._reports:
-            self._reports[-1] = new
-        else:
-            self._before = new
+        attempt = self._request.attempt
+        return replace(whole, attempt=attempt, finish_reason=reason, text=text, verdict=verdict)
 
     def _count_seconds(self) -> None:
         """Count the environment's time since the last answer as that answer's."""
         now = self.own_s
-        self._add(TurnReport(seconds=now - self._answered_s))
+        self._last.add(TurnReport(seconds=now - self._answered_s))
         self._answered_s = now
+
+    @contextmanager
+    def standing_back(self) -> Iterator[None]:
+        """Ask nothing in here: it has not begun, since others have its place. Nobody waits for it meanwhile."""
+        self._call.stand_back()
+        try:
+            with self.uncounted():
+                yield
+        finally:
+            self._call.come_back()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Let what is awaited here not count as time of the environment."""
         self._own_s, self._since = self.own_s, 0.0
+        self._away += 1
         try:
             yield
         finally:
-            self._since = time.monotonic()
+            self._away -= 1
+            self._since = 0.0 if self._away else time.monotonic()
 
     def _limit(self) -> str:
         most, room = self._request.sampling.max_new_tokens, self.room

@@ -84,6 +84,7 @@ SCHEMA = pa.schema(
         pa.field("reports", _list(_REPORT)),
         pa.field("rewards", _list(_REWARD)),
         pa.field("teacher_logprobs", _list(pa.float32())),
+        pa.field("contexts", _list(pa.int64())),
     ]
 )
 """The columns; docs/data.md says what each holds."""
@@ -166,6 +167,7 @@ def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.R
             [{"observed": seen, "generated": generated} for seen, generated in r.turns] if r and r.turns else None
             for r in rollouts
         ],
+        "contexts": [list(r.contexts) if r and r.contexts else None for r in rollouts],
         "reports": [[asdict(one) for one in r.reports] if r and r.reports else None for r in rollouts],
         "rewards": [
             [{"name": name, "value": value} for name, value in v.rewards] if v and v.rewards else None for v in verdicts
@@ -279,6 +281,9 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: P
     turns = tuple((turn["observed"], turn["generated"]) for turn in row["turns"] or ())
     if turns and sum(map(sum, turns)) != length:
         raise ValueError(f"rollout {row['index']}: the turns {turns} are not {length} tokens long")
+    contexts = tuple(row["contexts"] or ())
+    if contexts and sum(contexts) != len(prefix) + length:
+        raise ValueError(f"rollout {row['index']}: the contexts {contexts} are not {len(prefix) + length} tokens long")
     return Rollout(
         prompt_id=prompt.id,
         group_id=row["group_id"],
@@ -294,6 +299,7 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: P
         version_spans=tuple((span["weight_version"], span["tokens"]) for span in row["version_spans"]),
         routed_experts=_experts(row, len(prefix) + length, run_dir),
         turns=turns,
+        contexts=contexts,
         reports=tuple(TurnReport(**one) for one in row["reports"] or ()),
         teacher_logprobs=None if taught is None else taught.copy(),
     )

@@ -136,7 +136,7 @@ class Policy(Protocol):
     """The policy under training."""
 
     async def prepare(self, batch: TrainBatch) -> PreparedBatch:
-        """Return the batch with the old and reference log-probs that it needs, under the weights as they are now."""
+        """Return the batch with the log-probs and values that it needs, under the weights as they are now."""
         ...
 
     async def train(self, prepared: PreparedBatch, step: int) -> StepResult:

@@ -6,11 +6,15 @@ is ever encoded again. It refuses templates that cannot go on after an answer.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.thinking import is_thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +23,9 @@ _USER = {"role": "user", "content": "x"}
 _ANSWER = "What-the-model-said"
 _OBSERVATION = "WhatTheEnvironmentSaid"
 _SHOWN = 60
+CALL_BEGINS = "<tool_call>"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_TRIED = {"name": "f", "arguments": {"x": "1 <2>"}}
 
 
 class Turns:
@@ -30,6 +37,26 @@ class Turns:
         self._tried: set[tuple[str, ...]] = set()
         if chat:
             self._behind_answer([_USER])
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether what the template writes before an answer of the model begins its thinking."""
+        before = self._rendered([_USER], generate=False)
+        return is_thinking(self._rendered([_USER], generate=True).removeprefix(before))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @cached_property
+    def reads_calls(self) -> bool:
+        """Whether the template writes calls of tools as `calls_in` reads them."""
+        return calls_in(self.says_calls({"type": "function", "function": _TRIED}))[0] == [_TRIED]
+
+    def text_of(self, token: int) -> str:
+        """Return one token as text."""
+        return str(self._tokenizer.decode([token]))
 
     def first(self, text: str) -> list[int]:
         """Return what stands between the prompt and the first answer. Raises RolloutError: of a chat, nothing."""
@@ -158,3 +185,15 @@ class Turns:
 
     def _encoded(self, text: str) -> list[int]:
         return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def calls_in(text: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the tools that an answer calls, each with name and arguments, and how many calls cannot be read."""
+    calls, unreadable = [], 0
+    for part in _CALL.findall(text):
+        try:
+            call = json.loads(part)
+            calls.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            unreadable += 1
+    return calls, unreadable

@@ -63,7 +63,11 @@ class StepEnvironment(Protocol):
 
 
 class StepFailedError(Exception):
-    """A worker did not do a step; the conversation is thrown away."""
+    """A worker did not do a step, or an agent failed; the conversation is thrown away. reason: a word, for counts."""
+
+    def __init__(self, message: str, reason: str = "step") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class StepTimeoutError(StepFailedError):

@@ -22,7 +22,7 @@ from megatron_daro.rollout.rollouter import judge
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _TurnRequest:
     """A request for one rollout. tokens: int32, of its prompt. answer: to come, on the environments' loop."""
 
@@ -80,6 +80,18 @@ class TurnRequests:
             work.close()
             raise
 
+    def one_began(self) -> None:
+        """Let the others wait for one conversation more."""
+        self._conversations += 1
+
+    def stand_back(self) -> None:
+        """Let nobody wait for a conversation that asks nothing before `come_back`; on the environments' loop."""
+        self._thread.to_run.post(self.one_ended)
+
+    def come_back(self) -> None:
+        """Let the others wait for it again."""
+        self._thread.to_run.post(self.one_began)
+
     def one_ended(self) -> None:
         """Let the others wait for one conversation fewer."""
         self._conversations -= 1
@@ -125,7 +137,7 @@ class TurnRequests:
     def _begin_if_all_wait(self) -> None:
         if len(self._waiting) < self._conversations:  # most of the time
             return
-        waiting = sum(not turn.answer.done() for turn in self._waiting)
+        waiting = len({turn.key for turn in self._waiting if not turn.answer.done()})
         if waiting and waiting >= self._conversations:
             self._begin()
 
@@ -133,10 +145,16 @@ class TurnRequests:
         self._begins_soon = False
         if self._closing:
             return
-        waiting = [turn for turn in self._waiting if not turn.answer.done()]
-        self._waiting = []
-        if waiting:
-            task = asyncio.ensure_future(self._answer(waiting))
+        waiting: dict[tuple[int, int, int], _TurnRequest] = {}
+        for turn in self._waiting:  # one of each rollout: an engine knows them by its number
+            if not turn.answer.done():
+                waiting.setdefault(turn.key, turn)
+        chosen = list(waiting.values())
+        self._waiting = [turn for turn in self._waiting if turn not in chosen and not turn.answer.done()]
+        if self._waiting and not self._together:
+            self._thread.run_loop.call_soon(self._begin)
+        if chosen:
+            task = asyncio.ensure_future(self._answer(chosen))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
 
@@ -158,6 +176,8 @@ class TurnRequests:
             self._fail(error)
         for turn in unanswered.values():
             self._thread.to_environment.post(turn.settle, nothing_said(turn.request))
+        if self._together and not self._closing:
+            self._begin_if_all_wait()
 
 
 def _merged(requests: Sequence[GroupRequest]) -> list[GroupRequest]:

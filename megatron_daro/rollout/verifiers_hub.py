@@ -28,15 +28,13 @@ from megatron_daro.data.prompts import prompt_of, unique_ids
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.errors import ConfigError, DaroError
 from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
-from megatron_daro.rollout.rendering import Turns
+from megatron_daro.rollout.rendering import CALL_BEGINS, Turns, calls_in
 from megatron_daro.types import Prompt, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLITS = ("train", "eval")
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_TRIED = {"name": "f", "arguments": {"x": "1 <2>"}}
 _DEFAULTS: Mapping[str, object] = {"n": 1, "extra_body": {}}
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _NO_ANSWER = "-"
@@ -121,7 +119,7 @@ class HubEnvironment:
         info = row.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
         tools = [_tool(self._vf.Tool.model_validate(t)) for t in info.get("tool_defs") or self._own.tool_defs or ()]
-        if tools and _calls(self._turns.says_calls({"type": "function", "function": _TRIED}))[0] != [_TRIED]:
+        if tools and not self._turns.reads_calls:
             raise _unserved(
                 self._section, "has tools", "models whose chat template writes calls as <tool_call>{...}</tool_call>"
             )
@@ -191,7 +189,7 @@ class _Talk:
 
     def calls(self, completion: Completion) -> list[dict[str, Any]]:
         """Return the tools that an answer calls, which are counted."""
-        calls, unreadable = _calls(completion.text) if self._tools else ([], 0)
+        calls, unreadable = calls_in(completion.text) if self._tools else ([], 0)
         self._conversation.report(tool_calls=len(calls), tool_errors=unreadable)
         return calls
 
@@ -272,7 +270,7 @@ def _client(vf: ModuleType, conversation: Conversation, talk: _Talk) -> _Client:
                 for i, one in enumerate(calls)
             ]
             message = vf.types.ResponseMessage(
-                content=response.text[: response.text.index("<tool_call>")].rstrip() if calls else response.text,
+                content=response.text[: response.text.index(CALL_BEGINS)].rstrip() if calls else response.text,
                 tool_calls=tool_calls or None,
                 finish_reason="length" if cut else "tool_calls" if tool_calls else "stop",
                 is_truncated=cut,
@@ -308,18 +306,6 @@ def _tool(tool: _Tool) -> dict[str, Any]:
     """Return a tool as chat templates take it."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
-
-
-def _calls(text: str) -> tuple[list[dict[str, Any]], int]:
-    """Return the tools that an answer calls, each with name and arguments, and how many calls cannot be read."""
-    calls, unreadable = [], 0
-    for part in _CALL.findall(text):
-        try:
-            call = json.loads(part)
-            calls.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            unreadable += 1
-    return calls, unreadable
 
 
 def _message(conversation: Conversation, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +26,7 @@ from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, tr
 from megatron_daro.data.tokenizer import TokenizeReport, load_tokenizer, tokenize_prompts
 from megatron_daro.errors import ConfigError, DataError, ModelError
 from megatron_daro.rollout import protocol
+from megatron_daro.rollout.own_environment import is_agent
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import provenance
 from megatron_daro.types import Prompt
@@ -148,6 +149,8 @@ def training_prompts(
     )
     _say(notices, "training data", report.summary())
     prompts, written = _tokenised(section, problems, tokenizer, "data")
+    if is_agent(config.environment):
+        prompts = _begun(prompts)
     _say(notices, "training data", written.summary())
     return prompt_source(config, prompts, report.pass_rates, notices), written
 
@@ -174,6 +177,11 @@ def _held_out(
             f"be that of another set: {why}; repair the rows, or set {field}.drop_unusable=true to score the rest"
         )
     return HeldOut(one, tuple(prompts), trained_with(section), written.opens_thinking)
+
+
+def _begun(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts of which the model is shown the first token only: an agent writes all others by itself."""
+    return [replace(prompt, tokens=prompt.tokens[:1]) for prompt in prompts]
 
 
 def _tokenised(
@@ -228,6 +236,8 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
     )
     stops = answer_stops(config, tokenizer)
     held_out = held_out_sets(config.data, tokenizer, notices)
+    if is_agent(config.environment):
+        held_out = [replace(one, prompts=tuple(_begun(one.prompts))) for one in held_out]
     prompts, written = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
     _check_vocabulary(
         config, tokenizer, shape.vocab, [written.largest_id, *(max(p.tokens) for s in held_out for p in s.prompts)]
@@ -261,14 +271,14 @@ def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
     without_tokenizer = config.engine.sglang.named_arguments.get("skip_tokenizer_init")
     if config.engine.kind == "sglang" and without_tokenizer and ends_at_texts(config, stops):
         raise ConfigError(
-            "engine.sglang.arguments.skip_tokenizer_init: got true, but answers end at texts (rollout.stop, or a "
-            "template's such as </answer>), which SGLang finds with its tokenizer only; allowed: false; fix: leave it "
-            "out"
+            "engine.sglang.arguments.skip_tokenizer_init: got true, but answers end at texts (rollout.stop, a "
+            "template's such as </answer>, or an agent's), which SGLang finds with its tokenizer only; allowed: false; "
+            "fix: leave it out"
         )
     return stops
 
 
 def ends_at_texts(config: Config, stops: Stops) -> bool:
-    """Whether some answer of the run ends at a text. Args: stops: of its training."""
+    """Whether some answer of the run may end at a text: an agent names its own. Args: stops: of its training."""
     of_sets = [TEMPLATES[one.template].stop for one in config.data.eval if one.template != "data"]
-    return bool(stops.texts or any(of_sets))
+    return bool(stops.texts or any(of_sets) or is_agent(config.environment))

@@ -208,9 +208,17 @@ def rollouter_of(
     if not config.environment.is_own:
         return SingleTurn(engine, scorer)
     section, chat = config.environment, config.data.prompt_template == "chat"
+    environment = make_environment(
+        section,
+        tokenizer,
+        chat=chat,
+        warn=run.progress.warn,
+        pools=partial(StepPools, run),
+        correct_reward=config.reward.correct_reward,
+    )
     return Conversations(
         section,
-        make_environment(section, tokenizer, chat=chat, warn=run.progress.warn, pools=partial(StepPools, run)),
+        environment,
         engine,
         scorer,
         reward=config.reward,

@@ -25,6 +25,7 @@ from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.convert.mapping import critic_config
+from megatron_daro.data.batch import contexts_of
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
@@ -321,6 +322,7 @@ def _scored_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         advantages_N=zeros,
         truncated_N=counts.astype(np.uint8),
         rollouts_per_prompt=1,
+        contexts_N=contexts_of(rollouts),
     )
 
 

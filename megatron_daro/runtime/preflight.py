@@ -22,22 +22,21 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import hardware_of
+from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
-from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
-from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError, RolloutError
+from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.own_environment import environment_class, is_stepped
+from megatron_daro.rollout.own_environment import try_environment
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
-from megatron_daro.rollout.stepping import pool_of
-from megatron_daro.rollout.verifiers_hub import load
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
@@ -143,6 +142,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 
         for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
             lines.warn(remark)
+    _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, generates=replay is None and not elsewhere)
     if replay is None and elsewhere and config.engine.kind == "sglang":
@@ -160,6 +160,15 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     if resume:
         _compare_with_checkpoint(config, lines)
     return list(lines)
+
+
+def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
+    """Say which of Megatron's options ranks on GPUs add."""
+    actor = config.actor
+    experts = read_model_shape(config.model.path).experts is not None
+    if chosen := gpu_defaults(actor, experts=experts, transformer_engine=actor.precision != "fp32"):
+        named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
+        lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
 
 def _look_for_servers(config: Config, found: _Lines) -> None:
@@ -228,7 +237,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
     if generates and config.environment.is_own:
-        _try_own_environment(config.environment)
+        try_environment(config.environment)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
@@ -265,20 +274,6 @@ def _plan_shards(config: Config) -> None:
     shape = read_model_shape(config.model.path)
     trainer = trainer_layout(shape, config.actor, fused_norms=True, grouped_experts=True)
     ShardPlan(shape, trainer, layout_of_servers(config.engine.sglang, config.model.path), 1)
-
-
-def _try_own_environment(section: EnvironmentSection) -> None:
-    """Compare the user's class with what it must offer; one that runs in workers is made in one. Raises ConfigError."""
-    if section.of_verifiers:
-        load(section)
-        return
-    environment_class(section)
-    if is_stepped(section.kind):
-        try:
-            with pool_of(section, workers=1):
-                pass
-        except RolloutError as error:
-            raise ConfigError(str(error)) from None
 
 
 def _make_own_verifier(section: RewardSection) -> None:

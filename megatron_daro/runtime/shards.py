@@ -40,12 +40,13 @@ def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[S
     Raises:
         DataError: the batch does not split.
     """
+    sequence_multiple = 2 * actor.context_parallel if actor.context_parallel > 1 else 1
     plan = schedule(
-        batch.lengths_N,
+        batch.padded_lengths_N(sequence_multiple),
         actor.data_parallel,
         actor.micro_batch_tokens,
         cost=cost,
-        sequence_multiple=2 * actor.context_parallel if actor.context_parallel > 1 else 1,
+        sequence_multiple=sequence_multiple,
         total_multiple=actor.sequence_multiple,
     )
     numbered = [renumbered(micro_batches) for micro_batches in plan.ranks]

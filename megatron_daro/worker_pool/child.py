@@ -89,18 +89,20 @@ def send(replies: BinaryIO, reply: dict[str, Any]) -> None:
     replies.flush()
 
 
-def main(argument: str, load: Callable[[dict[str, Any]], Answer]) -> int:
+def main(argument: str, load: Callable[[dict[str, Any]], Answer], *, bounds_addresses: bool = True) -> int:
     """Set limits, load, say `ready`, serve.
 
     Args:
         argument: the only one of the command line. load: makes what answers of the program's settings; a DaroError
-            that it raises is for the user, and ends the run.
+            that it raises is for the user, and ends the run. bounds_addresses: whether the address space is bounded;
+            not for programs that are handed on to others, some of which (Node, Java) reserve far more than they use.
     """
     limits = json.loads(argument)
     settings = limits.pop("settings")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(limits.pop("parent_pid"))
-    limit_resources(limits["memory_mib"])
+    if bounds_addresses:
+        limit_resources(limits["memory_mib"])
     # The protocol keeps its own descriptor: whatever a library prints must not reach it.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

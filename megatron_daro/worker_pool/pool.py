@@ -43,7 +43,7 @@ _MAX_CRASHES = 2
 _MAX_UNREACHED = 3
 _JOIN_TIMEOUT_S = 10.0
 _FAILURES = ("verifier_failed", "failed")
-_Task = tuple[dict[str, Any], "Future[dict[str, Any]]"]
+_Task = tuple[dict[str, Any], "Future[dict[str, Any]]", threading.Event]
 
 
 def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
@@ -162,12 +162,15 @@ class WorkerPool:
 
         Raises: the program's error when the pool is closed, its workers no longer start, or are too few by far.
         """
-        [future], bound_s = self._submit([request])
+        given_up = threading.Event()
+        [future], bound_s = self._submit([request], given_up)
         try:
             async with asyncio.timeout(bound_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             raise self._too_slow(1, bound_s) from None
+        finally:
+            given_up.set()
 
     def close(self) -> None:
         """End all workers, busy ones too, and wait for them. Requests that wait raise the program's error."""
@@ -185,16 +188,18 @@ class WorkerPool:
     def _ask_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not requests:
             return []
-        futures, bound_s = self._submit(requests)
+        futures, bound_s = self._submit(requests, threading.Event())
         if wait(futures, timeout=bound_s).not_done:
             raise self._too_slow(len(futures), bound_s)
         return [future.result() for future in futures]
 
-    def _submit(self, requests: Sequence[dict[str, Any]]) -> tuple[list[Future[dict[str, Any]]], float]:
+    def _submit(
+        self, requests: Sequence[dict[str, Any]], given_up: threading.Event
+    ) -> tuple[list[Future[dict[str, Any]]], float]:
         """Queue requests. Returns their replies to come, and the seconds within which a live pool has them."""
         futures: list[Future[dict[str, Any]]] = [Future() for _ in requests]
-        for task in zip(requests, futures, strict=True):
-            self._tasks.put(task)
+        for request, future in zip(requests, futures, strict=True):
+            self._tasks.put((request, future, given_up))
         self._fail_if_over()
         return futures, longest_wait_s(self._tasks.qsize(), self._workers, self._timeout_s)
 
@@ -232,11 +237,11 @@ class WorkerPool:
             worker = self._new_worker(slot, attempts=1)
             ready.set_result(None)
             while (task := self._tasks.get()) is not None:
-                request, future = task
+                request, future, given_up = task
                 if not future.set_running_or_notify_cancel():
                     continue  # nobody waits for it any more
                 try:
-                    reply, worker = self._serve(slot, worker, request)
+                    reply, worker = self._serve(slot, worker, request, given_up)
                     future.set_result(reply)
                 except Exception as error:
                     future.set_exception(error)
@@ -253,16 +258,22 @@ class WorkerPool:
             self._discard(slot, worker)
 
     def _serve(
-        self, slot: int, worker: WorkerProcess | None, request: dict[str, Any]
+        self, slot: int, worker: WorkerProcess | None, request: dict[str, Any], given_up: threading.Event
     ) -> tuple[dict[str, Any], WorkerProcess | None]:
         """Return the reply to one request and the worker for the next one (None: to be started then)."""
         crashes = unreached = 0
-        while crashes < _MAX_CRASHES and unreached < _MAX_UNREACHED:
+        once = self._program.once
+        most_crashes = 1 if once else _MAX_CRASHES
+
+        def stopping() -> bool:
+            return self._closing.is_set() or (once and given_up.is_set())
+
+        while crashes < most_crashes and unreached < _MAX_UNREACHED:
             if self._closing.is_set():
                 raise self._error("closed while an answer was being scored; close it after scoring")
             worker = worker or self._replacement(slot)
             try:
-                reply = worker.ask(request, self._closing.is_set)
+                reply = worker.ask(request, stopping)
             except WorkerTimeoutError:
                 reply = {"reason": "timeout"}
             except WorkerMemoryError:
@@ -274,11 +285,13 @@ class WorkerPool:
                 worker = None
                 continue
             except WorkerCrashError:
+                self._discard(slot, worker)
+                worker = None
+                if once and given_up.is_set():
+                    return {"reason": "given_up"}, None
                 crashes += 1
                 if not self._closing.is_set():
                     self._count(crashes=1)
-                self._discard(slot, worker)
-                worker = None
                 continue
             reason = reply["reason"]
             if reason == REFUSED:
@@ -296,7 +309,7 @@ class WorkerPool:
             return reply, worker
         if self._closing.is_set():
             raise self._error("closed while an answer was being scored; close it after scoring")
-        return {"reason": "crash" if crashes == _MAX_CRASHES else "unreached"}, None
+        return {"reason": "crash" if crashes == most_crashes else "unreached"}, None
 
     def _replacement(self, slot: int) -> WorkerProcess:
         worker = self._new_worker(slot, attempts=_RESTART_ATTEMPTS)

@@ -32,7 +32,7 @@ START_TIMEOUT_S = 60.0
 # the machine that was slow, not the answer.
 CPU_SHARE = 0.5
 PATIENCE = 3
-MEMORY_POLL_S = 0.02
+MEMORY_POLL_S, ONCE_POLL_S = 0.02, 0.25  # hundreds of whole programs may run at once, each looked at in /proc
 _STDERR_CHARS = 600
 
 
@@ -58,7 +58,8 @@ class Program:
 
     module: started as `python -m`, with one argument: JSON of `settings`, timeout_s, memory_mib and parent_pid.
     name: of the pool and its workers, for messages. section: of the configuration that holds `memory_mib` and the like.
-    needs: what to say of the memory that one needs. error: what the pool raises.
+    needs: what to say of the memory that one needs. error: what the pool raises. once: a request is a program of
+    its own: it is not given to another worker when its own ends with it, and is ended when nobody waits for it.
     """
 
     module: str
@@ -67,6 +68,7 @@ class Program:
     section: str
     needs: str
     error: type[DaroError]
+    once: bool = False
 
 
 class WorkerProcess:
@@ -176,6 +178,7 @@ class WorkerProcess:
         process, deadline = self._process, time.monotonic() + limit_s
         assert process is not None and process.stdout is not None
         descriptor = process.stdout.fileno()
+        poll_s = ONCE_POLL_S if self._program.once else MEMORY_POLL_S
         poller = select.poll()
         poller.register(descriptor, select.POLLIN | select.POLLHUP)
         # CPU time before this request, less the first 20 ms of it: most replies come sooner and need no look at /proc.
@@ -184,8 +187,8 @@ class WorkerProcess:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self._check_overdue(limit_s, -left_s, cpu_before_s)
-                left_s = MEMORY_POLL_S
-            if not poller.poll(1000 * min(left_s, MEMORY_POLL_S)):
+                left_s = poll_s
+            if not poller.poll(1000 * min(left_s, poll_s)):
                 if stopping():
                     raise WorkerCrashError("the pool is closing")
                 cpu_before_s = activity(process.pid)[1] if cpu_before_s is None else cpu_before_s

@@ -64,9 +64,9 @@ def test_wrong_numbers_are_all_reported_at_once(fails):
     ("overrides", "names"),
     [
         pytest.param(
-            ["trainer.minibatches_per_batch=5"],
-            ["trainer.minibatches_per_batch", "got 5", "16 samples"],
-            id="batch-not-divisible",
+            ["trainer.minibatches_per_batch=500"],
+            ["trainer.minibatches_per_batch", "got 500", "prompts of a batch"],
+            id="more-minibatches-than-prompts",
         ),
         pytest.param(
             ["actor.tensor_parallel=3"], ["actor.tensor_parallel", "got 3", "attention heads"], id="heads-not-divisible"

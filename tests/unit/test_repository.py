@@ -32,7 +32,13 @@ HOSTS = [
 ]
 MACHINE_PATHS = [r"(?<![\w.])/" + name + r"\b" for name in ("work", "root")]
 WORKPLACE = [
-    a + b for a, b in ((r"\bag", r"ents?\b"), (r"\bbrief", r"ing\b"), (r"\bBRIEF", r"\.md"), (r"\.lib", r"rary\b"))
+    a + b
+    for a, b in (
+        (r"(?i)\b(?:sub-?|AI |coding )ag", r"ents?\b"),
+        (r"\bbrief", r"ing\b"),
+        (r"\bBRIEF", r"\.md"),
+        (r"\.lib", r"rary\b"),
+    )
 ]
 FORBIDDEN = [re.compile(pattern) for pattern in [*map(re.escape, HOSTS), *MACHINE_PATHS, *WORKPLACE]]
 
@@ -40,6 +46,7 @@ FORBIDDEN = [re.compile(pattern) for pattern in [*map(re.escape, HOSTS), *MACHIN
 NOT_REQUIRED = {
     "transformer_engine": "extra gpu",
     "wandb": "extra wandb",
+    "openai": "extra agents",
     "pydantic_core": "pinned by pydantic",
     "annotated_types": "part of pydantic's interface",
     "markupsafe": "part of jinja2's interface",
@@ -118,7 +125,7 @@ def setup_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_setup_and_requirements_agree(setup_arguments):
     assert setup_arguments["install_requires"] == list(declared().values())
-    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb"}
+    assert set(setup_arguments["extras_require"]) == {"gpu", "dev", "wandb", "agents"}
     assert all(re.search(r"[=<>]", line) for line in declared().values()), "every requirement has a tested range"
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     packages = {ROOT / name.replace(".", "/") for name in setup_arguments["packages"]}

@@ -34,7 +34,10 @@ def loss(config: Config) -> Iterator[Problem]:
         allowed, fix = "unset with name kimi, which has a surrogate of its own", "remove algorithm.dual_clip"
         yield wrong(config, "algorithm.dual_clip", allowed, fix, beside="algorithm.name")
     if section.old_logprobs == "forward" and config.trainer.steps_per_batch > 1:
-        allowed, fix = "recompute or rollout with several updates per batch", "set algorithm.old_logprobs=recompute"
+        allowed, fix = (
+            "recompute or rollout with several mini-batches per batch",
+            "set algorithm.old_logprobs=recompute",
+        )
         yield wrong(config, "algorithm.old_logprobs", allowed, fix, beside=STEPS_OF_A_BATCH)
     if correction.kind == "mis" and not correction.low < correction.high:
         allowed = "below algorithm.correction.high"

@@ -16,20 +16,19 @@ _LENGTHS = "data.max_prompt_tokens rollout.max_response_tokens"
 
 
 def batch(config: Config) -> Iterator[Problem]:
-    """Yield what keeps the samples of a batch from being divided into mini-batches and over the replicas."""
+    """Yield what keeps a batch from being divided into mini-batches and over the replicas."""
     samples, parts = config.rollout.batch_rollouts, config.trainer.minibatches_per_batch
     if samples > _MOST_ROLLOUTS:
         allowed = f"at most {_MOST_ROLLOUTS} rollouts a batch; these are {samples}"
         beside = "rollout.rollouts_per_prompt"
         yield wrong(config, "rollout.prompts_per_batch", allowed, "lower one of the two", beside=beside)
-    if samples % parts:
-        allowed, fix = (
-            f"a divisor of the {samples} samples of a batch",
-            "choose one, or change rollout.prompts_per_batch",
-        )
-        yield wrong(config, "trainer.minibatches_per_batch", allowed, fix, beside=_SAMPLES)
-    elif samples // parts < config.actor.data_parallel:
-        allowed = f"at most {samples // parts}, the samples of a mini-batch"
+    prompts = config.rollout.prompts_per_batch
+    least = prompts // parts * config.rollout.rollouts_per_prompt
+    if parts > prompts:
+        allowed, fix = f"at most {prompts}, the prompts of a batch", "lower it, or raise rollout.prompts_per_batch"
+        yield wrong(config, "trainer.minibatches_per_batch", allowed, fix, beside="rollout.prompts_per_batch")
+    elif least < config.actor.data_parallel:
+        allowed = f"at most {least}, the samples of a mini-batch"
         fix = "raise rollout.prompts_per_batch or lower actor.data_parallel"
         yield wrong(config, "actor.data_parallel", allowed, fix, beside=f"{_SAMPLES} trainer.minibatches_per_batch")
 

@@ -31,6 +31,12 @@ def reward(config: Config) -> Iterator[Problem]:
 def environment(config: Config) -> Iterator[Problem]:
     """Yield what belongs to an environment of your own, and what the run hands to one by itself."""
     section, kind = config.environment, "environment.kind"
+    if (section.kind == "agent") != bool(section.command):
+        allowed = "a program and its arguments, with kind agent, and only with it"
+        yield wrong(config, "environment.command", allowed, "set both, or neither", beside=kind)
+    if section.kind == "agent" and config.data.prompt_template != "chat":
+        allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
+        yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
     if not section.is_own:
         for name in ("options", "reward_weights"):
             if getattr(section, name):

@@ -16,9 +16,10 @@ from typing import Literal
 from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
 from megatron_daro.errors import DeadlineError, EngineError
 
-State = Literal["starting", "joining", "serving", "updating", "fenced"]
+State = Literal["starting", "joining", "serving", "updating", "suspect", "fenced"]
 """starting: its process loads; joining: it answers, but has not the policy's weights; serving: it gets requests;
-updating: its weights change; fenced: given up until it was started again."""
+updating: its weights change; suspect: its requests fail, and it is looked why; fenced: given up until it was started
+again."""
 
 # Before any answer came, one is taken to be this part of the longest.
 _FIRST_GUESS = 0.25
@@ -126,13 +127,13 @@ class Fleet:
 
     def end_if_all_gone(self) -> None:
         """End the fleet where no server answers and none is awaited."""
-        if not self.of("serving", "updating", "joining") and not self.awaits():
+        if not self.of("serving", "updating", "suspect", "joining") and not self.awaits():
             last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
             self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
 
     def awaits(self) -> bool:
-        """Whether a server is being started again that the run may wait for."""
-        return any(server.is_awaited for server in self.of("fenced", "starting"))
+        """Whether there is a server that the run may wait for: it is being started again, or may be."""
+        return bool(self.of("suspect")) or any(server.is_awaited for server in self.of("fenced", "starting"))
 
     async def returned(self) -> list[Server]:
         """Wait until a server that is awaited can take weights; empty where none is awaited. EngineError: all are

@@ -38,7 +38,7 @@ class SharedMemory:
         """
         self._supervision.hold_starts()
         await self._supervision.settled()
-        await asyncio.gather(*(self._release(server) for server in self._fleet.of("serving", "joining")))
+        await asyncio.gather(*(self._release(server) for server in self._fleet.of("serving", "suspect", "joining")))
         await self._supervision.settled()
         self._fleet.check()
 

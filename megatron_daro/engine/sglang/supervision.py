@@ -140,21 +140,21 @@ class Supervision:
     async def examine(self, server: Server) -> None:
         """Fence the server now if its process is gone."""
         reason = await self._handles[server.name].death()
-        if reason and server.state in ("serving", "updating", "joining"):
+        if reason and server.state in ("serving", "updating", "suspect", "joining"):
             self._fleet.fence(server, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
         """Fence a server whose requests fail. If its process turns out to be gone that is the reason: its log says
         more than a connection that broke; but the end of all its children takes a moment."""
         if self._handles[server.name].restartable:
-            self._fleet.set_state(server, "joining")  # it gets no request meanwhile
+            self._fleet.set_state(server, "suspect")
             self._run(self._give_up(server, reason))
         else:
             self._fleet.fence(server, reason)
 
     async def _give_up(self, server: Server, reason: str) -> None:
         death = await self.death_of(server)
-        if server.state == "joining":
+        if server.state == "suspect":
             self._fleet.fence(server, death or reason)
 
     async def death_of(self, server: Server) -> str:

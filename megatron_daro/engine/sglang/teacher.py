@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,22 +45,28 @@ class Teacher:
         Raises:
             EngineError: a server refused, said nothing in 8 tries, or answered of other tokens.
         """
-        tokens = rollout.tokens.tolist()
+        tokens, ends = rollout.tokens.tolist(), np.cumsum(rollout.contexts or [len(rollout.tokens)]).tolist()
+        parts = [await self._of_sequence(tokens[: ends[0]], rollout.prompt_length)]
+        for start, end in pairwise(ends):  # nothing predicts the first token of a later sequence
+            parts += [np.zeros(1, np.float32), await self._of_sequence(tokens[start:end], 1)]
+        return np.where(rollout.loss_mask == 1, np.concatenate(parts), np.float32(0))
+
+    async def _of_sequence(self, tokens: list[int], first: int) -> np.ndarray:
+        """Return float32, the log-probs of the tokens from number `first` on. Raises as `logprobs`."""
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": rollout.prompt_length - 1,
+            "logprob_start_len": first - 1,
         }
         async with self._places:
             answer = await self._asked(body)
         try:
-            logprobs = read_given_logprobs(answer, tokens[rollout.prompt_length :])
+            return read_given_logprobs(answer, tokens[first:])
         except BadAnswerError as error:
             raise EngineError(
                 f"algorithm.distill.urls: {error}; allowed: SGLang servers, none behind a router that changes requests"
             ) from error
-        return np.where(rollout.loss_mask == 1, logprobs, np.float32(0))
 
     async def close(self) -> None:
         """Drop all connections."""

@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 
 from megatron_daro.config import Config
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
@@ -196,7 +198,7 @@ def workload_of(
         colocated=config.engine.colocate,
         recomputed=_recomputed(actor.megatron),
         epochs=config.trainer.epochs_per_batch,
-        practice=_practice(actor.megatron),
+        practice=_practice(actor, shape),
     )
 
 
@@ -208,8 +210,11 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
     return frozenset(map(str, modules)) if isinstance(modules, (list, tuple)) else frozenset({"core_attn"})
 
 
-def _practice(options: Mapping[str, object]) -> Practice:
+def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
     """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
+    on_transformer_engine = actor.precision != "fp32"
+    chosen = gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_transformer_engine)
+    options: Mapping[str, object] = {"overlap_grad_reduce": True, **actor.megatron, **chosen}
     return Practice(
         fused=bool(options.get("moe_permute_fusion") and options.get("moe_router_fusion")),
         once=options.get("moe_token_dispatcher_type") == "flex",

@@ -221,7 +221,7 @@ actor.optimizer.grad_clip=1e-300 | actor.optimizer.grad_clip | actor.optimizer.g
 actor.optimizer.warmup_steps=101 trainer.minibatches_per_batch=2 | actor.optimizer.warmup_steps |
   actor.optimizer.warmup_steps=100
 actor.sequence_parallel=true | actor.sequence_parallel | actor.sequence_parallel=null
-trainer.minibatches_per_batch=7 | trainer.minibatches_per_batch | trainer.minibatches_per_batch=8
+trainer.minibatches_per_batch=65 | trainer.minibatches_per_batch | trainer.minibatches_per_batch=64
 rollout.prompts_per_batch=1 rollout.rollouts_per_prompt=2 actor.data_parallel=3 | actor.data_parallel |
   actor.data_parallel=2
 actor.micro_batch_tokens=5119 | actor.micro_batch_tokens |
@@ -352,10 +352,10 @@ trainer..steps=3 | command line | -
 trainer.steps=[1 | command line trainer.steps:1:3 | -
 data.train.5=x | data.train.5 | -
 data.train.0.x=1 | data.train.0.x | -
-rollout.temperature=0 trainer.minibatches_per_batch=7 actor.pipeline_parallel=3 trainer.steps=x model.path=/nowhere |
+rollout.temperature=0 trainer.minibatches_per_batch=65 actor.pipeline_parallel=3 trainer.steps=x model.path=/nowhere |
   trainer.steps model.path trainer.minibatches_per_batch rollout.temperature | -
-rollout.rollouts_per_prompt=1 trainer.minibatches_per_batch=7 | rollout.rollouts_per_prompt | -
-data.train=3 trainer.minibatches_per_batch=7 | data.train.0 trainer.minibatches_per_batch | -
+rollout.rollouts_per_prompt=1 trainer.minibatches_per_batch=65 | rollout.rollouts_per_prompt | -
+data.train=3 trainer.minibatches_per_batch=65 | data.train.0 trainer.minibatches_per_batch | -
 """
 
 

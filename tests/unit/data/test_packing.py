@@ -290,3 +290,51 @@ def test_a_tokens_advantage_is_its_own_where_the_batch_has_one():
     assert packed.advantages_T.tolist() == np.repeat(batch.advantages_N, [5, 3]).tolist()
     own = replace(batch, token_advantages_R=np.arange(1, 6, dtype=np.float32))
     assert pack(own, [0, 1]).advantages_T.tolist() == [0, 1, 2, 3, 0, 4, 5, 0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=5), st.sampled_from([1, 2, 3]))
+def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as_one(shapes, cp_size):
+    """Another sample stands before and behind it. What a later sequence begins with is not trained."""
+    sequence_multiple, total_multiple = pack_multiples(1, cp_size, False)
+    apart = make_batch([(2, 3), *shapes, (1, 2)])
+    ends = np.cumsum([2 + 3, *(sum(shape) for shape in shapes), 1 + 2])
+    fillers = [np.zeros(prompt, np.uint8) for prompt, _ in shapes]
+    parts = np.split(np.arange(len(apart.loss_mask_R)), np.cumsum(apart.response_lengths_N)[:-1])
+
+    def of_one(column_R):
+        inner = [np.concatenate([filler, column_R[part]]) for filler, part in zip(fillers, parts[1:-1], strict=True)]
+        inner[0] = inner[0][shapes[0][0] :]
+        return np.concatenate([column_R[parts[0]], *inner, column_R[parts[-1]]]).astype(column_R.dtype)
+
+    lengths = [int(ends[0]), int(ends[-2] - ends[0]), int(ends[-1] - ends[-2])]
+    together = replace(
+        apart.select([0, 1, len(apart) - 1]),
+        tokens_T=apart.tokens_T,
+        lengths_N=np.array(lengths),
+        prompt_lengths_N=np.array([2, shapes[0][0], 1]),
+        loss_mask_R=of_one(apart.loss_mask_R),
+        rollout_logprobs_R=of_one(apart.rollout_logprobs_R),
+        old_logprobs_R=of_one(apart.old_logprobs_R),
+        contexts_N=((), tuple(sum(shape) for shape in shapes), ()),
+    )
+    together = TrainBatch.concatenate([together.select([1]), together.select([2, 0])]).select([2, 0, 1])
+    one, each = (
+        pack(batch, range(len(batch)), sequence_multiple=sequence_multiple, total_multiple=total_multiple)
+        for batch in (together, apart)
+    )
+    assert together.padded_lengths_N(sequence_multiple).sum() == apart.padded_lengths_N(sequence_multiple).sum()
+    for rank in range(cp_size):
+        mine, theirs = (context_parallel_slice(packed, rank, cp_size) for packed in (one, each))
+        for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "cu_seqlens"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        kept = mine.mask_T == 1
+        for name in ("rollout_logprobs_T", "old_logprobs_T"):
+            assert torch.equal(getattr(mine, name)[kept], getattr(theirs, name)[kept]), name
+        inner = (theirs.segment_T > 0) & (theirs.segment_T <= len(shapes))
+        assert torch.equal(mine.segment_T == 1, inner)
+    sums = each.trained_tokens_M.tolist()
+    assert one.trained_tokens_M.tolist() == [sums[0], sum(sums[1:-1]), sums[-1]]
+    assert one.max_seqlen == each.max_seqlen
+    column = collect_responses([(one.rollout_logprobs_T, one)], len(together.loss_mask_R))
+    np.testing.assert_array_equal(column, together.rollout_logprobs_R)

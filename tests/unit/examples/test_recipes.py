@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,18 @@ def test_a_recipe_passes_its_dry_run_and_fits_its_gpus(recipe, place, capsys):
         workload, layout, shards=data * layout.context, micro_batches=micro_batches_of(workload, layout, data)
     )
     assert memory.total <= HEADROOM * gpu.memory_bytes
-    assert main(["plan", str(recipe), "--gpus", str(config.cluster.nodes * 8), "--best", "1"]) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:-1], ids=NAMES[:-1])
+def test_the_layout_of_a_recipe_is_the_planners_first_choice(recipe, place):
+    """Of the GPUs and lengths that its header names; else run the header's command with --write."""
+    save_recipe_model(recipe, place)
+    (command,) = re.findall(r"`megatron-daro plan (--gpus \d+ --gpu \S+)`", recipe.read_text())
+    copy = place / recipe.name
+    shutil.copy(recipe, copy)
+    assert main(["plan", str(copy), *command.split(), "--write"]) == 0
+    assert resolve(copy) == resolve(recipe)
+    assert int(command.split()[1]) == resolve(recipe).cluster.nodes * 8
 
 
 @pytest.mark.parametrize("options", BASELINES)
@@ -81,7 +93,7 @@ def test_the_baselines_pass_their_dry_run(options, place, capsys):
 
 
 def test_there_are_recipes_and_baselines():
-    assert len(RECIPES) == 7 and len(BASELINES) == 7 and len(LADDER) == 6
+    assert len(RECIPES) == 10 and len(BASELINES) == 8 and len(LADDER) == 6
 
 
 TECHNIQUES = [

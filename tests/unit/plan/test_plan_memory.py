@@ -254,10 +254,10 @@ def test_options_of_megatron_say_what_runs_beside_computation_in_fused_kernels_o
     layout, known = ModelLayout(1, 1, 1, "none", 4096, expert=1), times.Constants()
     # Of four bytes of a gradient and two of a weight, those of the gradient are hidden.
     kept = (4 * (1 - known.hidden) + 2) / 6
-    hidden, plain = train_s(layout, overlap_grad_reduce=True), train_s(layout)
+    hidden, plain = train_s(layout), train_s(layout, overlap_grad_reduce=False)
     assert hidden.communication == pytest.approx(kept * plain.communication)
-    fused = {"moe_permute_fusion": True, "moe_router_fusion": True}
-    assert train_s(layout, moe_permute_fusion=True).compute == plain.compute > train_s(layout, **fused).compute
+    loose = train_s(layout, moe_permute_fusion=False).compute
+    assert train_s(layout, moe_router_fusion=False).compute == loose > plain.compute
     two_nodes = replace(layout, expert=16)
     plain, by_all, by_flex = (
         train_s(two_nodes, data=16, **options).communication

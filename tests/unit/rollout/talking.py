@@ -35,6 +35,12 @@ class Model:
         ones, start = np.ones(len(ids), np.uint8), len(tokens) - len(ids)
         return Rollout(*place, tokens, start, ones, logprobs, reason, 5, self.decode(ids), **others)
 
+    def stand_back(self) -> None:
+        """Nobody waits for it."""
+
+    def come_back(self) -> None:
+        """Nobody waits for it."""
+
     async def verify(self, text: str, prompt: Prompt) -> Verdict:
         self.verified.append((text, prompt))
         return Verdict(text == prompt.answer, 1.0, "asked")

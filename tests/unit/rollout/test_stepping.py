@@ -217,7 +217,7 @@ def test_what_an_environment_says_of_itself_is_shown_once():
 def test_the_example_of_the_page_works():
     text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
     scope: dict = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], scope)
+    exec(text.partition("```python\n# second_try.py\n")[2].partition("```")[0], scope)
     environment = scope["SecondTry"](late=0.25)
     begun = environment.reset(requests()[0].prompt)
     wrong = environment.step(begun.state, r"\boxed{no}")

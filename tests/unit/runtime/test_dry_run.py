@@ -439,3 +439,14 @@ def test_what_passes_a_dry_run_can_be_put_together(configured, overrides):
         patch.setattr(launch, "cluster", lambda processes, **given: contextlib.nullcontext())
         patch.setattr(Placement, "start", start)
         launch.train(config)
+
+
+TWO_GPUS = ["cluster={{gpus_per_node: 2}}", "actor.data_parallel=2"]
+
+
+def test_it_says_what_ranks_on_gpus_add_to_megatrons_options(configured):
+    alone, two, own = (
+        " ".join(dry_run(configured(*options), resume=False, replay=None))
+        for options in ([], TWO_GPUS, [*TWO_GPUS, "actor.megatron={{overlap_grad_reduce: false}}"])
+    )
+    assert "overlap_grad_reduce=true" in two and "overlap_grad_reduce" not in alone + own

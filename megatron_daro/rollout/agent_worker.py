@@ -1,0 +1,53 @@
+"""The program of a worker that runs agents: one command a request, which ends with all that it started.
+
+CommandAgents -> (this) -> the agent -> its exit status and the last line that it printed. Limits and protocol are those
+of every worker (worker_pool/child.py), but for the address space, of which some interpreters reserve far more than they
+use.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from typing import IO, Any
+
+from megatron_daro.sandbox import descendants, kill_all
+from megatron_daro.worker_pool.child import Answer, main
+
+_LAST_BYTES = 65536
+_SHOWN = 600
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the agent. Its exit status, its last line, and the end of what it said on standard error."""
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+        try:
+            process = subprocess.Popen(
+                request["command"], stdin=subprocess.PIPE, stdout=said, stderr=complained, env=request["environment"]
+            )
+        except OSError as error:
+            return {"reason": "failed", "error": f"{request['command'][0]}: {error.strerror}"}
+        try:
+            process.communicate(request["problem"].encode())
+        finally:
+            while started := descendants(os.getpid()):  # the worker adopts what its parents leave
+                kill_all(started)
+                os.waitpid(-1, 0)
+        lines, words = _last(said).strip().splitlines(), " ".join(_last(complained).split())
+    return {"reason": "ok", "status": process.returncode, "line": lines[-1] if lines else "", "said": words[-_SHOWN:]}
+
+
+def _last(file: IO[bytes]) -> str:
+    file.seek(max(file.seek(0, os.SEEK_END) - _LAST_BYTES, 0))
+    return file.read().decode(errors="replace")
+
+
+def load(settings: dict[str, Any]) -> Answer:
+    """Need nothing."""
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], load, bounds_addresses=False))

@@ -1,0 +1,225 @@
+"""Agents as environments: what speaks OpenAI's API with a base URL and a key, and says at its end how it went.
+
+Prompt -> a session of the endpoint (agent_endpoint.py) -> the agent, a coroutine of the user's in the environments'
+thread or a command in a worker process (agent_worker.py) -> its outcome -> Verdict. One that fails costs its rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.rollout.agent_endpoint import AgentEndpoint
+from megatron_daro.rollout.environment import Conversation
+from megatron_daro.rollout.stepping import StepFailedError
+from megatron_daro.types import Prompt, Verdict
+from megatron_daro.worker_pool.pool import WorkerPool
+from megatron_daro.worker_pool.process import Program
+
+_FOREVER_S = 1e6
+"""Of a pool: the conversation counts an agent's own time, and ends it."""
+_OUTCOME = ("reward", "correct", "rewards", "answer")
+
+
+class Running(Protocol):
+    """What runs agents, one for each conversation."""
+
+    async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
+        """Return the outcome that the agent says, None where it says none. Raises StepFailedError: it failed."""
+        ...
+
+    async def close(self) -> None:
+        """End what it started. May be called twice."""
+        ...
+
+
+class AgentConversations:
+    """The Environment of agents."""
+
+    pool_restarts = 0
+
+    def __init__(self, endpoint: AgentEndpoint, running: Running, correct_reward: float) -> None:
+        """Start nothing. correct_reward: from which on a reward alone says that the problem is solved."""
+        self._endpoint, self._running, self._correct_reward = endpoint, running, correct_reward
+
+    async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
+        """Run one agent. Raises StepFailedError, RolloutError."""
+        url = await self._endpoint.url()
+        try:
+            with self._endpoint.session(conversation) as key:
+                outcome = await self._running.run(prompt, conversation, url, key)
+            if not conversation.generated:
+                raise StepFailedError("never asked the model", "no_call")
+            return await self._verdict(conversation, outcome)
+        except StepFailedError:
+            if conversation.out_of_room and conversation.generated:  # which it was told, and did not bear
+                return conversation.verdict(False, "out_of_room")
+            raise
+
+    async def close(self) -> None:
+        """End all agents."""
+        await self._running.close()
+
+    async def _verdict(self, conversation: Conversation, outcome: object) -> Verdict:
+        if isinstance(outcome, Verdict):
+            return outcome
+        if isinstance(outcome, str):
+            outcome = {"answer": outcome}
+        elif isinstance(outcome, int | float) and not isinstance(outcome, bool):
+            outcome = {"reward": outcome}
+        said = _checked(outcome or {})
+        if "reward" in said or "rewards" in said:
+            conversation.report(said.get("reward"), said.get("rewards"))
+        if "correct" in said:
+            correct: bool = said["correct"]
+            return conversation.verdict(correct, "match" if correct else "no_match")
+        if "reward" in said:
+            correct = said["reward"] >= self._correct_reward
+            return conversation.verdict(correct, "match" if correct else "no_match")
+        judged = await conversation.verify(said.get("answer", conversation.last_text))
+        return conversation.verdict(judged.correct, judged.reason)
+
+
+def _checked(outcome: object) -> Mapping[str, Any]:
+    """Return an outcome that can be trained on. Raises StepFailedError."""
+    kinds: Mapping[str, type | tuple[type, ...]] = {
+        "reward": (int, float),
+        "correct": bool,
+        "rewards": Mapping,
+        "answer": str,
+    }
+    if not isinstance(outcome, Mapping):
+        raise StepFailedError(
+            f"said {outcome!r:.80} at its end; allowed: an object with {', '.join(_OUTCOME)}", "outcome"
+        )
+    for name, value in outcome.items():
+        if not isinstance(value, kinds.get(name, object)) or (isinstance(value, bool) and name != "correct"):
+            raise StepFailedError(f"said {name} {value!r:.80} at its end", "outcome")
+    numbers = [outcome.get("reward", 0.0), *outcome.get("rewards", {}).values()]
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in numbers):
+        raise StepFailedError(f"said the rewards {numbers!r:.80} at its end; allowed: finite numbers", "outcome")
+    return outcome
+
+
+class CommandAgents:
+    """Agents that are commands, `environment.workers` at once."""
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        """Start nothing."""
+        program = Program(
+            "megatron_daro.rollout.agent_worker",
+            {},
+            "agent",
+            "environment",
+            "a worker needs about 30, what the agent needs comes on top",
+            RolloutError,
+            once=True,
+        )
+        self._section = section
+        self._pool = WorkerPool(program, section.workers, _FOREVER_S, section.memory_mib)
+        self._places = asyncio.Semaphore(section.workers)
+        self._started: asyncio.Future[None] | None = None
+
+    async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
+        """Run the command. Its outcome is its last line, if that is a JSON object."""
+        with conversation.standing_back():
+            await self._start()
+            await self._places.acquire()
+        try:
+            reply = await self._pool.ask(
+                {
+                    "command": list(self._section.command),
+                    "environment": {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **_DIRECT},
+                    "problem": json.dumps({**_fields(prompt), "options": self._section.options}),
+                }
+            )
+        finally:
+            self._places.release()
+        if reply["reason"] != "ok":
+            limit = f"more than environment.memory_mib={self._section.memory_mib} MiB"
+            why = {"memory": limit, "failed": str(reply.get("error"))}.get(reply["reason"], reply["reason"])
+            raise StepFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
+        if reply["status"]:
+            raise StepFailedError(f"an agent with exit status {reply['status']}; it said: {reply['said']}", "crash")
+        try:
+            outcome = json.loads(reply["line"])
+        except ValueError:
+            return None
+        return outcome if isinstance(outcome, dict) and {*outcome} & {*_OUTCOME} else None
+
+    async def close(self) -> None:
+        """End the workers."""
+        await asyncio.to_thread(self._pool.close)
+
+    async def _start(self) -> None:
+        """Start the workers, once for all that wait."""
+        if self._started is None:
+            self._started = asyncio.ensure_future(asyncio.to_thread(self._pool.start))
+        await asyncio.shield(self._started)
+
+
+_DIRECT = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+
+
+def _fields(prompt: Prompt) -> dict[str, Any]:
+    fields = asdict(replace(prompt, tokens=()))
+    del fields["tokens"]
+    return {**fields, "statement": prompt.statement}
+
+
+class FunctionAgents:
+    """Agents that are coroutines of the user's, all at once."""
+
+    def __init__(self, section: EnvironmentSection, function: Callable[..., Any]) -> None:
+        """Start nothing. Raises ConfigError: the package openai is not installed."""
+        self._section, self._function = section, function
+        self._openai = import_openai(section)
+        self._client: Any = None
+
+    async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
+        """Await the coroutine."""
+        if self._client is None:
+            openai = self._openai
+            transport = getattr(openai, "DefaultAsyncHttpx2Client", None) or openai.DefaultAsyncHttpxClient
+            limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None)
+            http = transport(trust_env=False, limits=limits, timeout=None)
+            self._client = openai.AsyncOpenAI(base_url=base_url, api_key=key, http_client=http, max_retries=0)
+        try:
+            return await self._function(prompt, self._client.with_options(api_key=key), **self._section.options)
+        except Exception as error:  # the border of the user's code: it costs one conversation, which is counted
+            raise StepFailedError(f"an agent: {type(error).__name__}: {error}", "crash") from error
+
+    async def close(self) -> None:
+        """End nothing: what is left ends with the environments' thread."""
+
+
+def import_openai(section: EnvironmentSection) -> Any:
+    """Return the package openai. Raises ConfigError: it is not installed."""
+    try:
+        import openai
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.kind: {section.kind} is a coroutine that gets a client of the package openai, which is not "
+            'installed; fix: pip install "megatron_daro[agents]"'
+        ) from error
+    return openai
+
+
+def check_function(section: EnvironmentSection, function: Callable[..., Any]) -> None:
+    """Raises ConfigError: it does not take a problem, a client and the options; or openai is not installed."""
+    try:
+        inspect.signature(function).bind(None, None, **section.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.kind: {section.kind}: {error}; allowed: async def agent(problem, client, **options); fix: "
+            "correct the function or environment.options"
+        ) from None
+    import_openai(section)

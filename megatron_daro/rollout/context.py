@@ -1,0 +1,125 @@
+"""One sequence of tokens in the making: what the model was shown and what it said, as aligned columns.
+
+A conversation has one, or several where an agent rewrites its history or branches off (environment.py). An engine's
+answer comes in, with the tokens that were shown before it; `joined` puts all of them into one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_daro.types import Rollout, TurnReport, joined_spans
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """base: the rollout's prompt; empty in all but the first. rollout: up to the last answer; None before one.
+    observed: what was shown since. turns: (observed, generated) tokens of each answer. reports: of each answer.
+    before: what is reported before there is one. busy: whether an answer is on its way.
+    """
+
+    base: tuple[int, ...] = ()
+    rollout: Rollout | None = None
+    observed: list[int] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    reports: list[TurnReport] = field(default_factory=list)
+    before: TurnReport = field(default_factory=TurnReport)
+    busy: bool = False
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32, all of them."""
+        said = self.base if self.rollout is None else self.rollout.tokens
+        return np.concatenate([np.asarray(said, dtype=np.int32), np.array(self.observed, dtype=np.int32)])
+
+    @property
+    def length(self) -> int:
+        """Tokens behind the prompt."""
+        return (0 if self.rollout is None else self.rollout.response_length) + len(self.observed)
+
+    def take(self, answer: Rollout) -> None:
+        """Add an answer, with the tokens that were observed before it as its untrained beginning."""
+        generated, count = answer.response_length, len(self.observed)
+        if not generated:
+            return
+        version, first = answer.spans[0]
+        spans = ((version, first + count), *answer.spans[1:])
+        later = replace(
+            answer,
+            prompt_length=answer.prompt_length - count,
+            loss_mask=np.concatenate([np.zeros(count, dtype=np.uint8), answer.loss_mask]),
+            logprobs=np.concatenate([np.zeros(count, dtype=np.float32), answer.logprobs]),
+            version_spans=spans,
+        )
+        self.rollout = later if self.rollout is None else self.rollout.extended(later, "")
+        self.turns.append((count, generated))
+        self.reports.append(self.before)
+        self.before, self.observed = TurnReport(), []
+
+    def add(self, more: TurnReport) -> None:
+        """Add to what is said of the last answer, or of the first where there is none yet."""
+        old = self.reports[-1] if self.reports else self.before
+        new = TurnReport(
+            old.reward + more.reward,
+            old.tool_calls + more.tool_calls,
+            old.tool_errors + more.tool_errors,
+            old.seconds + more.seconds,
+        )
+        if self.reports:
+            self.reports[-1] = new
+        else:
+            self.before = new
+
+    def whole(self) -> Rollout:
+        """Return it with what was observed behind the last answer, of the same weights, since none else read that."""
+        assert self.rollout is not None
+        whole, count = self.rollout, len(self.observed)
+        if not count:
+            return replace(whole, version_spans=whole.spans)
+        spans = (*whole.spans[:-1], (whole.spans[-1][0], whole.spans[-1][1] + count))
+        return replace(
+            whole,
+            tokens=np.concatenate([whole.tokens, np.array(self.observed, dtype=np.int32)]),
+            loss_mask=np.concatenate([whole.loss_mask, np.zeros(count, dtype=np.uint8)]),
+            logprobs=np.concatenate([whole.logprobs, np.zeros(count, dtype=np.float32)]),
+            version_spans=spans,
+            routed_experts=whole.routed_experts and whole.routed_experts.longer(count),
+        )
+
+    @property
+    def whole_turns(self) -> list[tuple[int, int]]:
+        """Return `turns`, with what was observed behind the last answer."""
+        return [*self.turns, *([(len(self.observed), 0)] if self.observed else [])]
+
+
+def joined(contexts: Sequence[Context]) -> Rollout:
+    """Return all of them as one rollout, in order. Experts that an engine chose are known of a single one only.
+
+    Args:
+        contexts: the conversation's first one, and those in which the model said something; at least one of these.
+    """
+    base, said = contexts[0].base, [context.whole() for context in contexts if context.rollout is not None]
+    alone = said[0]
+    if len(contexts) > 1:
+        unread = base if contexts[0].rollout is None else ()
+        lengths = (*([len(unread)] if unread else []), *(len(one.tokens) for one in said))
+        alone = replace(
+            alone,
+            tokens=np.concatenate([np.array(unread, np.int32), *(one.tokens for one in said)]),
+            prompt_length=len(base),
+            loss_mask=np.concatenate([one.loss_mask for one in said]),
+            logprobs=np.concatenate([one.logprobs for one in said]),
+            weight_version=min(one.weight_version for one in said),
+            version_spans=joined_spans([span for one in said for span in one.spans]),
+            routed_experts=None,
+            contexts=lengths,
+        )
+    return replace(
+        alone,
+        version_spans=alone.spans if len(alone.spans) > 1 else (),
+        turns=tuple(turn for context in contexts for turn in context.whole_turns),
+        reports=tuple(report for context in contexts for report in context.reports),
+    )

@@ -1,0 +1,124 @@
+"""An agent that is a program, through the command line: it trains on several sequences a rollout, replays, resumes."""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from books import assert_books_add_up
+from cli_runs import checkpoint, metric_lines, trained
+
+from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.rollout.recorder import read_step
+
+AGENT = Path(__file__).parents[1] / "toy_agent.py"
+# The tiny model knows "d=" -> "####d" or "####(d+1)": a user's message is the digit, and an answer begins with "=".
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def task(tiny, tmp_path_factory):
+    """Model with a chat template, and the options of a run."""
+    folder = tmp_path_factory.mktemp("agents")
+    model = shutil.copytree(tiny.model, folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    environment = {"kind": "agent", "command": [sys.executable, str(AGENT)], "workers": 4}
+    return [
+        tiny.config,
+        f"environment={json.dumps(environment)}",
+        f"model.path={model}",
+        "data.prompt_template=chat",
+        "rollout.max_response_tokens=24",
+        "actor.tensor_parallel=1",
+        "algorithm.filter=none",
+        "trainer.save_every_steps=2",
+        "trainer.eval_every_steps=3",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(task, tmp_path_factory):
+    """Three steps with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("run")
+    trained(["train", *task, "trainer.steps=3", f"trainer.run_dir={folder / 'run'}"], folder / "log")
+    return folder / "run"
+
+
+def steps(run):
+    return [line for line in read_metrics(run) if "loss/policy" in line]
+
+
+def test_the_trainer_finds_the_log_probs_of_every_sequence(run):
+    lines = steps(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["loss/grad_norm"] > 0 and line["mismatch/logprob_abs_max"] < 1e-4 for line in lines)
+    assert all(line["environment/failed"] == line["environment/restarted"] == 0 for line in lines)
+    assert all(line["environment/turns_mean"] == 3 for line in lines)
+    assert {line["step"] for line in read_metrics(run) if "eval/digits/accuracy" in line} == {0, 3}
+    for line in lines:
+        assert_books_add_up(line)
+    for group, _ in read_step(run, 1):
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True):
+            assert rollout.prompt_length == 1 and len(rollout.contexts) == 2 and len(rollout.turns) == 3
+            assert sum(rollout.contexts) == len(rollout.tokens) and verdict.rewards == ()
+            assert rollout.loss_mask.sum() == rollout.generated_length
+
+
+def test_a_replay_trains_the_same_and_needs_no_agent(run, task, tmp_path):
+    options = ["environment.command=[no-such-program]", "trainer.steps=3", f"trainer.run_dir={tmp_path / 'again'}"]
+    trained(["train", *task, *options, "--replay", str(run)], tmp_path / "log")
+    names = ("loss/policy", "loss/grad_norm", "accuracy/mean", "response/length_mean")
+    again, first = steps(tmp_path / "again"), steps(run)
+    assert [[line[name] for name in names] for line in again] == [[line[name] for name in names] for line in first]
+
+
+@pytest.mark.heavy
+def test_a_run_that_was_cut_goes_on(run, task, tmp_path):
+    resumed = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(checkpoint(resumed, 3))
+    (resumed / "rollouts" / "step_000003.parquet").unlink()
+    trained(["train", *task, f"trainer.run_dir={resumed}", "trainer.steps=3", "--resume"], tmp_path / "resumed")
+    assert [line["step"] for line in steps(resumed)] == [1, 2, 3] and metric_lines(resumed, [1, 2]) == metric_lines(
+        run, [1, 2]
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openai") is None,
+    reason="the package openai is not here: bash tests/agents.sh installs it",
+)
+def test_a_coroutine_with_a_client_of_openai_trains_on_the_same_sequences(run, task, tmp_path):
+    """The same requests as the program's, so the same draws: every token is the same."""
+    own = [option for option in task if not str(option).startswith("environment=")]
+    options = ["environment.kind=toy_agent:with_openai", "trainer.steps=3", f"trainer.run_dir={tmp_path / 'run'}"]
+    trained(["train", *own, *options], tmp_path / "log", {"PYTHONPATH": paths()})
+    assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in steps(tmp_path / "run"))
+    for one, other in zip(read_step(tmp_path / "run", 1), read_step(run, 1), strict=True):
+        for mine, theirs in zip(one[0].rollouts, other[0].rollouts, strict=True):
+            assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.contexts == theirs.contexts
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["environment.kind=agent"], "environment.command: got []"),
+        (["environment.kind=agent", "environment.command=[no-such-program]"], "data.prompt_template: got 'plain'"),
+        (
+            ["environment.kind=agent", "environment.command=[no-such-program]", "data.prompt_template=chat"],
+            "environment.command: got 'no-such-program'",
+        ),
+        (["environment.kind=toy_agent:user", "data.prompt_template=chat"], "which is no class"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, refused, monkeypatch, changes, words):
+    monkeypatch.syspath_prepend(AGENT.parent)
+    finished = refused(["train", tiny.config, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
+    assert finished.code == 2 and words in finished.stderr
+
+
+def paths():
+    """PYTHONPATH with the coroutine's module."""
+    return os.pathsep.join([str(AGENT.parent), os.environ.get("PYTHONPATH", "")])

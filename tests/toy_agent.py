@@ -1,0 +1,55 @@
+"""An agent for tests/tiny_task.py: two turns of one chat, then a chat anew, of which the first answer is judged.
+
+As a program it needs no package; `environment.options.at_once` makes it ask two chats at once, with a text that ends
+their answers. `with_openai` is a coroutine for `environment.kind: toy_agent:with_openai`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+
+def say(messages: list, **others) -> dict:
+    """Return the assistant's message, without a client."""
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 4, **others}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+
+async def with_openai(problem, client):
+    """Do the same with a client of the package openai, the second turn streamed."""
+    digit = problem.statement.strip("=")
+    first = await client.chat.completions.create(model="policy", messages=[user(digit)], max_tokens=4)
+    said = first.choices[0].message
+    stream = await client.chat.completions.create(model="policy", messages=[user(digit), said, user("7")], stream=True)
+    assert "".join([part.choices[0].delta.content or "" async for part in stream])
+    await client.chat.completions.create(model="policy", messages=[user(digit), user(digit)])
+    return said.content
+
+
+def user(text: str) -> dict:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}
+
+
+def main() -> None:
+    """Hold the conversation of one problem."""
+    problem = json.load(sys.stdin)
+    digit = problem["statement"].strip("=")
+    first = say([user(digit)])
+    say([user(digit), {"role": "assistant", "content": first["content"]}, user("7")])
+    say([user(digit), user(digit)])
+    if problem["options"].get("at_once"):
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda text: say([user(text), user("3")], stop=["####"]), (digit, "5")))
+    print(json.dumps({"answer": first["content"]}))
+
+
+if __name__ == "__main__":
+    main()
