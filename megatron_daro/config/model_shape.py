@@ -397,13 +397,8 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     )
 
 
-def without_further_layers(source: Path | Mapping[str, Any]) -> dict[str, int]:
-    """Return what config.json must say of a checkpoint without the layers that predict tokens after the next.
-
-    Args:
-        source: the folder with the model's config.json, or its content.
-    """
-    config = read_json(source / "config.json") if isinstance(source, Path) else source
+def without_further_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return what config.json must say of a checkpoint without the layers that predict tokens after the next."""
     family = families().get(str(config.get("model_type")))
     return {family.further_tokens: 0} if family and family.further_tokens else {}
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
-from megatron_daro.config.model_shape import dangling_link
+from megatron_daro.config.model_shape import dangling_link, without_further_layers
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.safetensors_file import DTYPES
@@ -387,16 +387,19 @@ def copy_model_files(
     dtype: str | None,
     *,
     always: bool = False,
+    further_layers: bool = True,
     changes: Mapping[str, Any] = {},
 ) -> None:
     """Copy config.json and what `copy_tokenizer` takes; with `dtype`, config.json then says that dtype (torch's name):
-    loaders would otherwise convert to that of the source. always: also where the source names none. changes: what
-    else config.json shall say. A source that is no folder is the content of config.json."""
+    loaders would otherwise convert to that of the source. always: also where the source names none.
+    further_layers: whether the target has those that predict tokens after the next. changes: what else config.json
+    shall say. A source that is no folder is the content of config.json."""
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     config = json.loads(text)
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
     named = {**({} if dtype is None else dict.fromkeys(keys, dtype)), **changes}
+    named |= {} if further_layers else without_further_layers(config)
     if folder is not None and config == {**config, **named}:
         shutil.copyfile(folder / "config.json", target / "config.json")
     else:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_daro import durable
-from megatron_daro.config.model_shape import without_further_layers
 from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
@@ -71,8 +70,7 @@ def complete_checkpoint(
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
-        changes = {**without_further_layers(model_path), **changes}
-        copy_model_files(model_path, partial, dtype, always=True, changes=changes)
+        copy_model_files(model_path, partial, dtype, always=True, further_layers=False, changes=changes)
         if plan.step is not None:
             (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
         durable.sync_folder(partial)

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from megatron_daro import durable
-from megatron_daro.config.model_shape import without_further_layers
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, write_index
 from megatron_daro.convert.plan import FURTHER_FILE, PART_BYTES, Job, Plan
@@ -154,8 +153,7 @@ def _complete(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
         further = dict.fromkeys(_keep_further_layers(plan, root), FURTHER_FILE)
         size = (root / FURTHER_FILE).stat().st_size if further else 0
         write_index(folder, weight_map | further, plan.num_bytes + size)
-        changes = {} if further else without_further_layers(plan.config)
-        copy_model_files(plan.config, root, _written_dtype(records), changes=changes)
+        copy_model_files(plan.config, root, _written_dtype(records), further_layers=bool(further))
         durable.sync_folder(folder)
         return
     if plan.format == "daro":
