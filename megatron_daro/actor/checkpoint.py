@@ -12,10 +12,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
+from megatron_daro.actor.lora import sharded_adapters
 from megatron_daro.actor.megatron import CheckpointingException, parallel_state
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
@@ -35,7 +38,7 @@ _METADATA = {
 
 
 _COPIED_BYTES = 2
-"""For each parameter of a rank: what a save may copy where the next update comes before the file is written."""
+"""For each trained parameter of a rank: what a save may copy where the next update comes before the file is written."""
 
 
 class PendingSave:
@@ -89,8 +92,8 @@ def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
             (directory / ALGORITHM_FILE).write_text(json.dumps(train_state.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
         raise _refused(directory, error) from error
-    parameters = sum(p.numel() for chunk in train_state.chunks for p in chunk.module.parameters())
-    return PendingSave(directory, file, most_copied=_COPIED_BYTES * parameters)
+    parameters = (p for chunk in train_state.chunks for p in chunk.module.parameters() if p.requires_grad)
+    return PendingSave(directory, file, most_copied=_COPIED_BYTES * sum(p.numel() for p in parameters))
 
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:
@@ -117,7 +120,7 @@ def load(train_state: TrainedModel, directory: Path) -> None:
     except (CheckpointingException, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
     for place, chunk in enumerate(train_state.chunks):
-        chunk.module.load_state_dict(state["model"][str(place)], strict=True)
+        chunk.module.load_state_dict(state["model"][str(place)] | _frozen(chunk.module), strict=True)
     options = group_options(train_state.optimizer)
     load_optimizer_state(
         train_state.optimizer, state["optimizer"], lambda: _fill(train_state, wanted["model"], directory)
@@ -146,11 +149,22 @@ def _fill(train_state: TrainedModel, model: dict[str, Any], directory: Path) -> 
         load_own_boxes(train_state.optimizer, model, directory)
 
 
+def _trained(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a part's sharded state without what is frozen: that is read from the model's files at each start."""
+    state, frozen = chunk.sharded_state_dict(metadata=metadata), _frozen(chunk)
+    # Upstream takes adapters for whole on every rank.
+    return {name: value for name, value in state.items() if name not in frozen} | sharded_adapters(chunk)
+
+
+def _frozen(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in chunk.named_parameters() if not p.requires_grad}
+
+
 def _state(train_state: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
     allocate_optimizer_state(train_state.optimizer)
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # The keys of the tensors count the layers of the whole model: parts of a rank are no part of them.
-    model = {str(place): c.module.sharded_state_dict(metadata=metadata) for place, c in enumerate(train_state.chunks)}
+    model = {str(place): _trained(chunk.module, metadata) for place, chunk in enumerate(train_state.chunks)}
     if is_distributed(train_state.optimizer):
         optimizer = common_state(train_state.optimizer)
     else:

@@ -45,7 +45,10 @@ with warnings.catch_warnings():
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         get_cuda_rng_tracker,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -73,6 +76,7 @@ __all__ = [
     "TransformerConfig",
     "YarnRotaryEmbedding",
     "apply_factory_merges",
+    "apply_swiglu_sharded_factory",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "determine_global_metadata",
@@ -92,6 +96,8 @@ __all__ = [
     "nested_values",
     "parallel_state",
     "param_group_identifier_keys",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "save_preprocess",
     "tensor_parallel",
     "validate_sharding_integrity",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -292,45 +292,64 @@ def _bare_chunk(
     return model
 
 
+class Adapter(Protocol):
+    """What stands beside a frozen weight; see `actor.lora.Adapter`."""
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight with what the adapter adds to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
     """A parameter of this rank, its rule, and the rules of the parameters that other expert-parallel ranks hold in its
-    place, by expert-parallel rank; of what is not an expert's, its own rule alone."""
+    place, by expert-parallel rank; of what is not an expert's, its own rule alone. adapter: that stands beside it."""
 
     parameter: torch.nn.Parameter
     rule: TensorRule
     peers: tuple[TensorRule, ...]
+    adapter: Adapter | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the model computes with: the parameter, or its sum with the adapter, which is a new tensor."""
+        values = self.parameter.detach()
+        return values if self.adapter is None else self.adapter.merged(values)
 
 
 def local_parameters(chunks: Chunks, shape: ModelShape) -> list[LocalParameter]:
     """Return this rank's parameters with their rules, in forward order; on all ranks of a stage the same order.
+    Adapters are none of them (actor/lora.py).
 
     Raises:
         ModelError: a parameter that no rule names.
     """
-    fused_norms, grouped = naming_of([name for chunk in chunks for name, _ in chunk.named_parameters()])
+    fused_norms, grouped = naming_of([name for _, name, _, _ in _named_parameters(chunks)])
     rules = _rules(shape, fused_norms, grouped, any(isinstance(chunk, ValueModel) for chunk in chunks))
     ranks = parallel_state.get_expert_model_parallel_world_size()
     own = parallel_state.get_expert_model_parallel_rank()
     experts = shape.experts.number // ranks if shape.experts else 0
     parameters = []
-    for first_layer, name, parameter in _named_parameters(chunks):
+    for first_layer, name, parameter, adapter in _named_parameters(chunks):
         of_ranks = [global_name(name, first_layer, rank * experts) for rank in range(ranks)]
         if of_ranks[own] not in rules:
             raise ModelError(f"parameter {of_ranks[own]} of the Megatron model has no Hugging Face counterpart")
         rule = rules[of_ranks[own]]
         peers = (rule,) if rule.expert is None else tuple(rules[other] for other in of_ranks)
-        parameters.append(LocalParameter(parameter, rule, peers))
+        parameters.append(LocalParameter(parameter, rule, peers, adapter))
     return parameters
 
 
-def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
-    """Yield the number in the model of a part's first layer, with each parameter's name within the part."""
+def _named_parameters(chunks: Chunks) -> Iterator[tuple[int, str, torch.nn.Parameter, Adapter | None]]:
+    """Yield the number in the model of a part's first layer, with each parameter's name within the part, and the
+    adapter beside it."""
     for chunk in chunks:
         layers = chunk.decoder.layers
         first_layer = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in chunk.named_parameters():
-            yield first_layer, name, parameter
+            owner, _, last = name.rpartition(".")
+            if not owner.endswith(".adapter"):
+                adapter = getattr(chunk.get_submodule(owner), "adapter", None) if last == "weight" else None
+                yield first_layer, name, parameter, adapter
 
 
 @lru_cache(maxsize=4)
@@ -355,9 +374,14 @@ def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:
         if local.rule.expert is not None:
             local.parameter.allreduce = False  # type: ignore[attr-defined]
         if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
-            marks = {"tensor_model_parallel": True, "partition_dim": local.rule.dim, "partition_stride": 1}
-            for name, value in marks.items():  # upstream's function for it refuses parameters with a stride
-                setattr(local.parameter, name, value)
+            mark_shard(local.parameter, local.rule.dim)
+
+
+def mark_shard(parameter: torch.nn.Parameter, dim: int) -> None:
+    """Tell Megatron that tensor-parallel ranks have different parts of a parameter, along `dim`."""
+    marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
+    for name, value in marks.items():  # upstream's function for it refuses parameters with a stride
+        setattr(parameter, name, value)
 
 
 def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:

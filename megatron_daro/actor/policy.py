@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_daro.actor import checkpoint, communicators, critic, device, snapshot
+from megatron_daro.actor import checkpoint, communicators, critic, device, lora, snapshot
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
@@ -143,7 +143,8 @@ class MegatronPolicy:
 
         Args:
             settings, actor, algorithm: of the run.
-            to_be_restored: `restore` comes next: only reference weights are read, where they are needed and not given.
+            to_be_restored: `restore` comes next: only frozen weights and those of the reference are read, these where
+                they are needed and not given.
             reference: of a policy that this one follows in the same process (`reference`).
 
         Raises:
@@ -174,10 +175,13 @@ class MegatronPolicy:
         self._objective = objective_settings(algorithm, own)
         passes = algorithm.passes(own.token_columns or ())
         needs_reference = "ref_logprobs" in passes
-        if not to_be_restored or (needs_reference and reference is None):
+        if not to_be_restored or settings.lora.rank or (needs_reference and reference is None):
             with self._first_weights(settings) as tensors:
                 load_hf_weights(self.chunks, self.shape, tensors)
-        self.reference = (reference or HostCopy(self._parameters())) if needs_reference else None
+        if settings.lora.rank:
+            lora.attach(self.chunks, self.shape, settings.lora, seed=settings.seed)
+            self.remarks += (lora.REMARK,)
+        self.reference = (reference or HostCopy(self._trained_parameters())) if needs_reference else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
         )
@@ -313,7 +317,8 @@ class MegatronPolicy:
         return batch
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's weights under Hugging Face names. Every tensor-parallel rank must iterate to the end."""
+        """Yield this stage's weights under Hugging Face names, with adapters added to them. Every tensor-parallel rank
+        must iterate to the end."""
         self._needs("weights")
         self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)
@@ -323,7 +328,13 @@ class MegatronPolicy:
         self._needs("weights")
         self._take_turn("policy")
         parameters = local_parameters(self.chunks, self.shape)
-        return [(local, device.shown(local.parameter.detach())) for local in parameters]
+        return [(local, device.shown(local.values)) for local in parameters]
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this stage's adapters under PEFT's names as `export` does weights."""
+        self._needs("weights")
+        self._take_turn("policy")
+        return lora.export_adapters(self.chunks)
 
     def export_critic(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the critic's weights as `export` does, where `AlgorithmSection.passes` has values."""
@@ -422,8 +433,8 @@ class MegatronPolicy:
             return HFCheckpoint(settings.model_path)
         return MegatronWeights(settings.weights, self.shape)
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -433,7 +444,7 @@ class MegatronPolicy:
             raise RuntimeError(
                 "reference log-probs were asked for, but neither algorithm.kl.coefficient nor token_columns do"
             )
-        parameters = self._parameters()
+        parameters = self._trained_parameters()
         current = [parameter.data for parameter in parameters]
         try:
             for parameter, value in zip(parameters, self.reference.on_device(), strict=True):

@@ -6,8 +6,10 @@ CUDA context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron_daro.config.lora import LoraSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,8 @@ class PolicySettings:
     model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
     of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
     learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
-    whether `device.expand_segments` may be called.
+    whether `device.expand_segments` may be called. lora: adapters, which alone are trained where it has a rank; seed:
+    that they are drawn from.
     """
 
     model_path: Path
@@ -27,3 +30,5 @@ class PolicySettings:
     total_steps: int
     weights: Path | None = None
     expandable_segments: bool = False
+    lora: LoraSection = field(default_factory=LoraSection)
+    seed: int = 0

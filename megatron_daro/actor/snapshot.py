@@ -83,7 +83,9 @@ def storages_of(memory: HostMemory, models: Sequence[TrainedModel]) -> Storages:
     """Return the storages of which a snapshot has copies; those of the optimizer are made where it took no step."""
     for model in models:
         allocate_optimizer_state(model.optimizer)
-    return {kind: memory.storages(kind) for kind in KINDS}
+    parameters = (p for model in models for chunk in model.chunks for p in chunk.module.parameters())
+    frozen = {p.untyped_storage()._cdata for p in parameters if not p.requires_grad}  # of the model's files
+    return {kind: [own for own in memory.storages(kind) if own._cdata not in frozen] for kind in KINDS}
 
 
 def layout_of(storages: Storages) -> Layout:

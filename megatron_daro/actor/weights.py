@@ -70,7 +70,7 @@ def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, 
     for local in local_parameters(chunks, shape):
         if shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
-        yield from gathered(local, device.shown(local.parameter.detach()))
+        yield from gathered(local, device.shown(local.values))
 
 
 def gathered(local: LocalParameter, values: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import OUT_OF_RANGE, ExpandedPath, OneOf, Section, Seed, Servers, Temperature, filled
+from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.transports import TRANSPORTS, SGLangTransport, Transport
 
 DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
@@ -431,6 +432,8 @@ class TrainerSection(Section):
     """After the last step write the model to RUN/hf (bf16 or fp32). With --resume also for a finished run."""
     export_critic: bool = False
     """The same for the critic: RUN/hf_critic, a sequence classifier with one label for transformers."""
+    export_adapter: bool = False
+    """The same for the adapters (section lora): RUN/adapter, for PEFT, vLLM and SGLang."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations on data.eval, also before the first and after the last; 0: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -467,6 +470,11 @@ class TrainerSection(Section):
     def critic_dir(self) -> Path:
         """Where the trained critic goes if it is exported."""
         return filled(self.run_dir) / "hf_critic"
+
+    @property
+    def adapter_dir(self) -> Path:
+        """Where the trained adapters go if they are exported."""
+        return filled(self.run_dir) / "adapter"
 
 
 class ClusterSection(Section):
@@ -517,6 +525,8 @@ class Config(Section):
     """The loss."""
     actor: ActorSection = ActorSection()
     """The policy under training."""
+    lora: LoraSection = LoraSection()
+    """Adapters in place of all weights."""
     engine: EngineSection = EngineSection()
     """The rollout engine."""
     environment: EnvironmentSection = EnvironmentSection()

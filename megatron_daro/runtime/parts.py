@@ -18,6 +18,7 @@ from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
+from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
 from megatron_daro.config.sections import EngineSection
@@ -271,7 +272,14 @@ def policy_settings(config: Config) -> PolicySettings:
         total_steps=config.trainer.steps,
         weights=config.model.megatron_weights and config.model.megatron_weights.absolute(),
         expandable_segments=not shares_memory and not megatron.get("nccl_ub"),
+        lora=_with_absolute_path(config.lora),
+        seed=config.trainer.seed,
     )
+
+
+def _with_absolute_path(section: LoraSection) -> LoraSection:
+    """Return the section with a path that is the same in every process."""
+    return section.model_copy(update={"path": section.path and section.path.absolute()})
 
 
 def policy_group(run: RunContext, placement: Placement, *, trains: bool) -> PolicyGroup:

@@ -15,6 +15,7 @@ import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.lora import peft_config
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.convert.mapping import critic_config
@@ -36,6 +38,7 @@ from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.shards import Shard, shards_of
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
+from megatron_daro.sync.files import complete_adapter, complete_checkpoint
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepResult, TrainBatch
 
@@ -203,10 +206,14 @@ class PolicyGroup:
         if not TRANSPORTS[plan.transport].checkpoint:
             return await weight_export.send(self.ranks, plan)
         path, changes = self._settings.model_path, dict[str, Any]()
+        if plan.adapter:
+            config = peft_config(self._settings.lora, read_model_shape(path), str(path))
+            return await weight_export.write(self.ranks, plan, partial(complete_adapter, config=config))
         if plan.critic:
             path = self._algorithm.critic.path or path
             changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-        return await weight_export.write(self.ranks, plan, path, self._actor.torch_dtype, changes)
+        complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)
+        return await weight_export.write(self.ranks, plan, complete)
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""

@@ -60,6 +60,7 @@ _MAY_CHANGE: tuple[tuple[str, ChangeClass, str], ...] = (
     ("algorithm.critic.offload", "runs", ""),
     ("actor.precision", "refused", "the saved weights and optimizer state belong to that precision"),
     ("actor.optimizer.distributed", "refused", "the saved optimizer state is laid out for it"),
+    ("lora.*", "refused", "the saved adapters are those"),
     ("actor.*_parallel, actor.recompute, actor.micro_batch_tokens, actor.logprob_*", "runs", ""),
     ("engine.seed, engine.sglang.pause", "trains", ""),
     ("reward.workers, environment.workers", "runs", ""),

@@ -218,13 +218,15 @@ class _Export:
     directory: Path
     what: str
     critic: bool = False
+    adapter: bool = False
 
 
 def _exports(section: TrainerSection) -> list[_Export]:
     """Return those that are asked for."""
     policy = _Export("export_hf", section.hf_dir, "model")
     critic = _Export("export_critic", section.critic_dir, "critic", critic=True)
-    return [export for export in (policy, critic) if getattr(section, export.option)]
+    adapter = _Export("export_adapter", section.adapter_dir, "adapters", adapter=True)
+    return [export for export in (policy, critic, adapter) if getattr(section, export.option)]
 
 
 async def _write_exports(section: TrainerSection, policy: PolicyGroup, notices: Notices, step: int) -> None:
@@ -257,6 +259,7 @@ async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, 
         "--resume with the same options writes the model",
         step=step,
         critic=export.critic,
+        adapter=export.adapter,
     )
     async with policy.hold():
         report = await policy.export(plan)
@@ -285,7 +288,7 @@ def require_replaceable_export(section: TrainerSection) -> None:
 
 def remove_unfinished_export(section: TrainerSection) -> None:
     """Remove what an export that did not come to its end has left; call when nobody writes any more."""
-    for directory in (section.hf_dir, section.critic_dir):
+    for directory in (section.hf_dir, section.critic_dir, section.adapter_dir):
         for name in ("partial", "replaced"):
             shutil.rmtree(directory.with_name(f".{directory.name}.{name}"), ignore_errors=True)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.transports import TRANSPORTS
@@ -34,16 +34,16 @@ async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     return report
 
 
-async def write(ranks: Ranks, plan: SendPlan, model: Path, dtype: str, changes: dict[str, Any]) -> SendReport:
-    """Have them write one checkpoint into the plan's directory, whole or not at all. Args: model: whose other files are
-    copied. dtype: of the weights. changes: to its config.json."""
+async def write(ranks: Ranks, plan: SendPlan, complete: Callable[[SendPlan, files.Written], None]) -> SendReport:
+    """Have them write one checkpoint into the plan's directory, whole or not at all. Args: complete: adds what else it
+    has, and gives it its name."""
     started = time.perf_counter()
     plan = replace(plan, directory=files.directory_of(plan).absolute())
     await asyncio.to_thread(files.open_checkpoint, plan)
     report = await send(ranks, plan)
     if report.failures:
         return report
-    await asyncio.to_thread(files.complete_checkpoint, plan, report.files, model, dtype, changes)
+    await asyncio.to_thread(complete, plan, report.files)
     return replace(report, send_s=time.perf_counter() - started)
 
 
@@ -74,7 +74,8 @@ async def _send_stage(ranks: Ranks, stage: int, plan: SendPlan) -> SendReport:
             calls[name] = worker.relay.remote(stage_routes.relays[rank], members)
         elif roles[rank].exports:
             group = members if rank == stage_routes.sender else ()
-            calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, critic=plan.critic)
+            what = {"critic": plan.critic, "adapter": plan.adapter}
+            calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, **what)
         if rank in stage_routes.relays or rank in stage_routes.plans:
             senders[name] = rank
     results = dict(zip(calls, await gather(calls), strict=True))

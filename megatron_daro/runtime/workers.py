@@ -260,15 +260,21 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def export(
-        self, plan: SendPlan | None, members: tuple[int, ...] = (), *, critic: bool = False
+        self,
+        plan: SendPlan | None,
+        members: tuple[int, ...] = (),
+        *,
+        critic: bool = False,
+        adapter: bool = False,
     ) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
         send and report. Args: members: of a group that was joined, whose other ranks get every bucket. critic: it is
-        the critic's weights that are sent."""
+        the critic's weights that are sent; adapter: the policy's adapters alone."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.sync.transports import Sender
 
         tensors = self._policy.export_critic if critic else self._policy.export
+        tensors = self._policy.export_adapter if adapter else tensors
         if plan is None:
             for _ in tensors():  # the others gather along
                 pass

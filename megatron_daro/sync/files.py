@@ -10,21 +10,25 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_daro import durable
+from megatron_daro.config.lora import CONFIG_FILE, WEIGHTS_FILE
 from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender
+
+Written = Mapping[str, tuple[str, int]]
+"""Name of a tensor -> (name of its file, bytes)."""
 
 
 class FileSender(TransportSender):
@@ -52,7 +56,7 @@ def partial_directory(directory: Path) -> Path:
 
 def complete_checkpoint(
     plan: SendPlan,
-    files: Mapping[str, tuple[str, int]],
+    files: Written,
     model_path: Path,
     dtype: str,
     changes: Mapping[str, Any] = {},
@@ -60,17 +64,47 @@ def complete_checkpoint(
     """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
 
     Args:
-        plan: of files. files: HF name -> (file name, bytes), of all ranks. model_path: has the configuration and the
-            tokenizer. dtype: of the tensors, by torch's name. changes: what else config.json shall say.
+        plan: of files. files: of all ranks. model_path: has the configuration and the tokenizer. dtype: of the tensors,
+            by torch's name. changes: what else config.json shall say.
 
     Raises:
         SyncError: the disk refused.
     """
+
+    def fill(partial: Path) -> None:
+        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        copy_model_files(model_path, partial, dtype, always=True, further_layers=False, changes=changes)
+
+    _complete(plan, fill)
+
+
+def complete_adapter(plan: SendPlan, files: Written, config: Mapping[str, Any]) -> None:
+    """Join the tensors of all ranks in the one file that PEFT reads, and give the directory its name; an older one goes
+    then.
+
+    Args:
+        plan: of files. files: of all ranks. config: the content of adapter_config.json.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+
+    def fill(partial: Path) -> None:
+        parts = [partial / file for file in dict.fromkeys(file for file, _ in files.values())]
+        tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
+        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        for part in parts:
+            part.unlink()
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+    _complete(plan, fill)
+
+
+def _complete(plan: SendPlan, fill: Callable[[Path], None]) -> None:
     directory = directory_of(plan)
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
-        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
-        copy_model_files(model_path, partial, dtype, always=True, further_layers=False, changes=changes)
+        fill(partial)
         if plan.step is not None:
             (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
         durable.sync_folder(partial)
@@ -79,7 +113,7 @@ def complete_checkpoint(
             directory.rename(replaced)
         partial.rename(directory)
         durable.sync(directory.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise SyncError(f"{directory} could not be written: {error}; {plan.remedy}") from error
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -100,7 +134,7 @@ def directory_of(plan: SendPlan) -> Path:
     return plan.directory
 
 
-def _named_files(partial: Path, files: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+def _named_files(partial: Path, files: Written) -> dict[str, str]:
     """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
     written = list(dict.fromkeys(file for file, _ in files.values()))
     names = {file: shard_name(number, len(written)) for number, file in enumerate(written)}

@@ -59,9 +59,9 @@ class SendPlan:
     of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
     digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
     message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the
-    critic that is sent, not the policy. fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and
-    `{expert}` for numbers. layout: of every server, for shards; shards_over: what carries them, as
-    engine.sglang.shards_over has it.
+    critic that is sent, not the policy; adapter: the policy's adapters alone. fp8_blocks: names of the matrices that go
+    as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards; shards_over: what
+    carries them, as engine.sglang.shards_over has it.
     """
 
     transport: str
@@ -73,6 +73,7 @@ class SendPlan:
     remedy: str = "free space"
     step: int | None = None
     critic: bool = False
+    adapter: bool = False
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
     shards_over: str = "tcp"

@@ -45,12 +45,14 @@ def build_policy(
     weights: Path | None = None,
     to_be_restored: bool = False,
     reference: Any = None,
+    lora: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.actor.settings import PolicySettings
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection
+    from megatron_daro.config.lora import LoraSection
 
     actor = ActorSection(
         tensor_parallel=layout.tensor,
@@ -63,7 +65,13 @@ def build_policy(
         **{"precision": "fp32", **options},
     )
     settings = PolicySettings(
-        path, rollouts_per_prompt=4, max_response_tokens=32, temperature=temperature, total_steps=10, weights=weights
+        path,
+        rollouts_per_prompt=4,
+        max_response_tokens=32,
+        temperature=temperature,
+        total_steps=10,
+        weights=weights,
+        lora=LoraSection(**(lora or {})),
     )
     sections = settings, actor, AlgorithmSection(**algorithm)
     return MegatronPolicy(*sections, to_be_restored=to_be_restored, reference=reference)

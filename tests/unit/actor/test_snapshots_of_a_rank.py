@@ -58,6 +58,21 @@ def test_a_step_after_going_back_is_the_step(model):
     assert step(again, 1, 2) == metrics and again.reference is policy.reference
 
 
+def test_a_snapshot_of_adapters_has_nothing_of_the_frozen_weights(model):
+    options = {"lora": {"rank": 2}, "optimizer": {"learning_rate": 1e-2}}
+    policy, slot = policy_of(model, {"name": "daro"}, **options), Slot()
+    step(policy, 0, 1)
+    policy.start_snapshot(slot, 3).wait()
+    frozen = sum(p.nbytes for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad)
+    assert 0 < sum(num_bytes(slot.layout).values()) < frozen
+    metrics, end = step(policy, 1, 2), everything(policy)
+    again = policy_of(model, {"name": "daro"}, to_be_restored=True, **options)
+    again.restore(slot)
+    assert step(again, 1, 2) == metrics
+    after = everything(again)
+    assert [name for name, value in end.items() if not np.array_equal(after[name], value)] == []
+
+
 def test_what_does_not_fit_is_refused(model):
     policy, slot = policy_of(model, {"name": "daro"}), Slot()
     policy.start_snapshot(slot, 3).wait()

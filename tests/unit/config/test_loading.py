@@ -80,6 +80,7 @@ def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
         "engine.sglang.python",
         "engine.sglang.sync_dir",
         "algorithm.critic.path",
+        "lora.path",
     ]
     paths += ["data.train.0", "data.eval.0.path"]
     text = MINIMAL.replace("]}", "], eval: [{name: a, path: b}]}")

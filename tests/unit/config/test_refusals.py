@@ -184,6 +184,16 @@ PPO algorithm.critic.offload=true trainer.replace_lost_ranks=true | algorithm.cr
 PPO algorithm.critic.pretrain_steps=100 | algorithm.critic.pretrain_steps | algorithm.critic.pretrain_steps=99
 PPO algorithm.critic.warmup_steps=101 | algorithm.critic.warmup_steps | algorithm.critic.warmup_steps=100
 PPO algorithm.critic.path=/nowhere | algorithm.critic.path | algorithm.critic.path=null
+lora.rank=4 lora.targets=[w_proj] | lora.targets | lora.targets=[q_proj]
+lora.rank=4 lora.targets=[] | lora.targets | lora.targets=all
+lora.rank=4 lora.dropout=0.1 | lora.dropout | lora.dropout=0
+lora.rank=4 lora.alpha=0 | lora.alpha | lora.alpha=0.5
+lora.rank=999 | lora.rank | lora.rank=1
+lora.rank=4 lora.path=/nowhere | lora.path | lora.path=null
+NODE lora.rank=4 actor.precision=fp8 | lora.rank | actor.precision=bf16
+lora.rank=4 model.path=MODELS/experts | lora.targets | lora.targets=[q_proj,k_proj,v_proj,o_proj]
+lora.rank=4 model.path=MODELS/experts lora.targets=[q_proj,down_proj] | lora.targets | lora.targets=[q_proj]
+trainer.export_adapter=true | trainer.export_adapter | lora.rank=4
 PPO algorithm.critic.path=MODELS/more_tokens | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO algorithm.critic.path=MODELS/other_tokenizer | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO model.path=MODELS/unigram algorithm.critic.path=MODELS/other_unigram | algorithm.critic.path |

@@ -71,6 +71,14 @@ def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
         run_directory.require_replaceable_export(section)
 
 
+def test_adapters_go_into_a_directory_of_their_own(tmp_path):
+    section, policy = TrainerSection(run_dir=tmp_path, export_adapter=True), Policy()
+    assert run_directory.exports_due(section, 8) == [tmp_path / "adapter"]
+    asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
+    (plan,) = policy.plans
+    assert (plan.directory, plan.adapter, plan.critic) == (tmp_path / "adapter", True, False)
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
 def test_what_is_no_export_is_never_replaced(section, content):
     section.hf_dir.mkdir()

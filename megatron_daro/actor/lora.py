@@ -1,0 +1,278 @@
+"""Low-rank adapters (LoRA) on Megatron's linear layers: y = W x + scale * B (A x), with W frozen.
+
+One A [rank, in] and one B [out, rank] for each Hugging Face matrix, as PEFT defines them. Megatron's layers hold
+several matrices in one weight: each A is a parameter of its own, and the B's lie in one parameter as the matrices lie
+in the weight, so that tensor parallelism cuts both alike, also where a key-value head is cut over several ranks.
+
+Under tensor parallelism what crosses the ranks has `rank` numbers for each token:
+
+    layers cut by rows (q, k, v, gate, up)   A whole on each rank, A x gathered where ranks have parts of the sequence;
+                                             B cut as the weight
+    layers cut by columns (o, down)          A cut as the weight, A x summed over the ranks; B whole on each rank
+
+What is whole on each rank sees only its rank's tokens under sequence parallelism, and is marked for the sum of
+gradients that norms have there. `attach` puts adapters beside a model's weights and freezes these; from then on they
+are parameters as others are.
+Source of the definition and of the first values: PEFT 0.21.2, `LoraLayer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_daro.actor import device
+from megatron_daro.actor.megatron import (
+    ShardedTensor,
+    apply_swiglu_sharded_factory,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, mark_shard
+from megatron_daro.actor.weights import gathered, tensor_parallel_place
+from megatron_daro.config.lora import WEIGHTS_FILE, LoraSection
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.convert.mapping import TensorRule, shard
+from megatron_daro.convert.parameters import Kind
+from megatron_daro.errors import ModelError
+
+REMARK = (
+    "lora.rank: engines get whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
+)
+PEFT_PREFIX = "base_model.model."
+"""Of PEFT's names, before those of transformers."""
+_B = "B"
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of the matrices in one linear layer; a parameter for each A, one for all B's."""
+
+    def __init__(self, local: LocalParameter, targets: frozenset[str], section: LoraSection, *, sequence: bool) -> None:
+        """Make parameters without values.
+
+        Args:
+            local: the layer's weight. targets: names of matrices, of which the layer has one at least.
+            sequence: whether the ranks of a tensor-parallel group have parts of the sequence.
+        """
+        super().__init__()
+        rule, weight, rank = local.rule, local.parameter, section.rank
+        chosen = [place for place, name in enumerate(rule.hf_names) if matrix_of(name) in targets]
+        self.scale, self._sequence, self._cut_by_columns = section.scale, sequence, rule.kind == "columns"
+        self._rules: dict[str, TensorRule] = {}
+        kinds: tuple[Kind, Kind] = ("columns", "copy") if self._cut_by_columns else ("copy", rule.kind)
+        for place in chosen:
+            name, shape = rule.hf_names[place], (rank, rule.hf_shapes[place][1])
+            own = replace(rule, kind=kinds[0], groups=1, hf_names=(_factor(name, "A"),), hf_shapes=(shape,))
+            self._add(matrix_of(name), own, weight.new_empty(rank, weight.shape[1]))
+        names, shapes = (_factor(name, "B") for name in rule.hf_names), ((s[0], rank) for s in rule.hf_shapes)
+        own = replace(rule, kind=kinds[1], hf_names=tuple(names), hf_shapes=tuple(shapes))
+        self._add(_B, own, weight.new_zeros(weight.shape[0], rank))
+        self.exported = frozenset(_factor(rule.hf_names[place], letter) for place in chosen for letter in "AB")
+        self._owners = _owners(rule, chosen, weight)
+
+    def _add(self, name: str, rule: TensorRule, values: Tensor) -> None:
+        parameter = torch.nn.Parameter(values)
+        megatron_name = f"{rule.megatron_name.removesuffix('weight')}adapter.{name}"
+        self._rules[name] = replace(rule, megatron_name=megatron_name)
+        if self._rules[name].is_cut:
+            mark_shard(parameter, self._rules[name].dim)
+        else:  # it is whole, and its rank may have seen a part of the tokens
+            parameter.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+        self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] of this rank."""
+        low = F.linear(x, self._joined_a())
+        if self._cut_by_columns:
+            reduce = reduce_scatter_to_sequence_parallel_region if self._sequence else _reduce
+            low = reduce(low)
+        elif self._sequence:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        else:
+            low = copy_to_tensor_model_parallel_region(low)
+        return F.linear(low, self._wide_b()) * self.scale
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return this rank's part of W + scale * B A, added in fp32, in the dtype of the weight."""
+        added = self._wide_b().float() @ self._joined_a().float()
+        return (weight.float() + self.scale * added).to(weight.dtype)
+
+    def locals(self) -> Iterator[LocalParameter]:
+        """Yield the parameters with their rules."""
+        for name, rule in self._rules.items():
+            yield LocalParameter(self.get_parameter(name), rule, (rule,))
+
+    def _joined_a(self) -> Tensor:
+        """[matrices * rank, in]."""
+        return torch.cat([self.get_parameter(name) for name in self._rules if name != _B])
+
+    def _wide_b(self) -> Tensor:
+        """[out, matrices * rank]: each row of B in the columns of its own matrix, zeros in the others."""
+        return (self.get_parameter(_B)[:, None] * self._owners[:, :, None]).flatten(1)
+
+
+def _reduce(low: Tensor) -> Tensor:
+    return reduce_from_tensor_model_parallel_region(low)
+
+
+def _owners(rule: TensorRule, chosen: list[int], weight: Tensor) -> Tensor:
+    """[out, matrices]: 1 where this rank's row of the weight is of that matrix."""
+    owners = weight.detach().new_zeros(weight.shape[0], len(chosen))
+    if rule.kind == "columns":
+        return owners + 1
+    row = 0
+    for one in rule.slices(*tensor_parallel_place(rule)):
+        length = one.stop - one.start
+        if one.source in chosen:
+            owners[row : row + length, chosen.index(one.source)] = 1
+        row += length
+    return owners
+
+
+def matrix_of(hf_name: str) -> str:
+    """Return what PEFT calls a matrix: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.split(".")[-2]
+
+
+def _factor(hf_name: str, letter: str) -> str:
+    return hf_name.replace(".weight", f".lora_{letter}.weight")
+
+
+def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int) -> None:
+    """Freeze all weights and put adapters beside those that the section names; each begins as nothing, or as stored.
+
+    Args:
+        chunks: with their weights, not yet wrapped. seed: of the run; an adapter's first values follow from it and from
+            the matrix's name, so that they are the same in every layout.
+
+    Raises:
+        ModelError: the stored adapter does not fit.
+    """
+    targets = section.target_names(shape)
+    layers = {id(layer.weight): layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "weight")}
+    for local in local_parameters(chunks, shape):
+        local.parameter.requires_grad_(False)
+        names = {matrix_of(name) for name in local.rule.hf_names if name.count(".") > 1}
+        if local.parameter.dim() == 2 and local.rule.expert is None and names & targets:
+            layer = layers[id(local.parameter)]
+            layer.adapter = Adapter(local, targets, section, sequence=chunks[0].config.sequence_parallel)
+            layer.register_forward_hook(_add_adapter)
+    if chunks[0].config.recompute_granularity == "full":
+        for chunk in chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_with_gradient)
+    _fill(chunks, shape, section, seed)
+
+
+def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    """Add what the adapter says to a linear layer's output: a forward hook."""
+    (x, *_), (values, bias) = inputs, output
+    if getattr(layer, "layer_norm_weight", None) is not None:  # Transformer Engine's layer holds the norm before it
+        x = F.rms_norm(x, (x.shape[-1],), layer.layer_norm_weight, layer.eps)
+    return values + layer.adapter(x), bias
+
+
+def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to a layer's
+    parameters only where its input asks for one, which that of a frozen embedding does not."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+@torch.no_grad()
+def _fill(chunks: Chunks, shape: ModelShape, section: LoraSection, seed: int) -> None:
+    stored = None if section.path is None else _Stored(section.path)
+    for adapter in _adapters(chunks):
+        for local in adapter.locals():
+            wholes = {}
+            for name, dims in zip(local.rule.hf_names, local.rule.hf_shapes, strict=True):
+                if stored is not None and name in adapter.exported:
+                    wholes[name] = stored.take(name, dims)
+                else:
+                    wholes[name] = _drawn(name, dims, seed) if ".lora_A." in name else torch.zeros(dims)
+            local.parameter.copy_(shard(local.rule, wholes, *tensor_parallel_place(local.rule)))
+
+
+def _drawn(name: str, dims: tuple[int, ...], seed: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    return torch.nn.init.kaiming_uniform_(torch.empty(dims), a=math.sqrt(5), generator=generator)
+
+
+class _Stored:
+    """An adapter in PEFT's files."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / WEIGHTS_FILE
+        self._tensors: Mapping[str, Tensor] = load_file(self._file)
+
+    def take(self, name: str, dims: tuple[int, ...]) -> Tensor:
+        """Return a tensor by its name without PEFT's prefix. Raises ModelError: it is missing, or of another shape."""
+        tensor = self._tensors.get(PEFT_PREFIX + name)
+        if tensor is None or tuple(tensor.shape) != dims:
+            got = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+            raise ModelError(
+                f"lora.path: {PEFT_PREFIX}{name} {got} in {self._file}; the model and lora.rank ask for {dims}; name "
+                "an adapter of this model"
+            )
+        return tensor
+
+
+def _adapters(chunks: Any) -> Iterator[Adapter]:
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Adapter))
+
+
+def local_adapters(chunks: Chunks) -> list[LocalParameter]:
+    """Return this rank's adapters with their rules, in forward order; on all ranks of a stage the same order."""
+    return [local for adapter in _adapters(chunks) for local in adapter.locals()]
+
+
+def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what belongs to this stage's adapters under PEFT's names. Collective as `gathered`.
+
+    Args:
+        values_of: (parameter) -> its values, gradients, or what else has its shape.
+    """
+    for adapter in _adapters(chunks):
+        for local in adapter.locals():
+            for name, whole in gathered(local, values_of(local.parameter)):
+                if name in adapter.exported:
+                    yield PEFT_PREFIX + name, whole
+
+
+def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
+    """Yield this stage's adapters under PEFT's names, as `export_hf_weights` yields weights."""
+    return gathered_adapters(chunks, lambda parameter: device.shown(parameter.detach()))
+
+
+def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
+    """Return the adapters of one part of the model as Megatron's sharded tensors, by their names in the part."""
+    replica = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
+    names = {parameter: name for name, parameter in chunk.named_parameters()}
+    found = {}
+    for local in local_adapters([chunk]):  # type: ignore[list-item]
+        rank, size = tensor_parallel_place(local.rule)
+        cut = ((local.rule.dim, rank, size),) if local.rule.is_cut else ()
+        tensor = ShardedTensor.from_rank_offsets(
+            local.rule.megatron_name,
+            local.parameter,
+            *cut,
+            replica_id=(0, 0 if cut else rank, replica),
+        )
+        found[names[local.parameter]] = (
+            apply_swiglu_sharded_factory(tensor, ()) if local.rule.kind == "gate_up" else tensor
+        )
+    return found
