@@ -31,7 +31,11 @@ def ppo(path=None, **critic):
 
 def with_targets(policy, batch, section):
     """The batch with advantages per token and what the critic's values shall become."""
-    return with_advantages(policy.train_state.algorithm, batch, objective_settings(AlgorithmSection(**section)))
+    return with_advantages(
+        policy.train_state.algorithm,
+        batch,
+        objective_settings(AlgorithmSection(**section), policy.train_state.algorithm),
+    )
 
 
 @pytest.fixture(scope="module")
