@@ -364,7 +364,7 @@ data.train.5=x | data.train.5 | -
 data.train.0.x=1 | data.train.0.x | -
 rollout.temperature=0 trainer.minibatches_per_batch=65 actor.pipeline_parallel=3 trainer.steps=x model.path=/nowhere |
   trainer.steps model.path trainer.minibatches_per_batch rollout.temperature | -
-rollout.rollouts_per_prompt=1 trainer.minibatches_per_batch=65 | rollout.rollouts_per_prompt | -
+rollout.prompts_per_batch=0 trainer.minibatches_per_batch=65 | rollout.prompts_per_batch | -
 data.train=3 trainer.minibatches_per_batch=65 | data.train.0 trainer.minibatches_per_batch | -
 """
 

@@ -144,7 +144,7 @@ def exported(tensor_parallel=1):
         (SimpleNamespace(rule=rule), shard(rule, tensors, 0, 1, padded_vocab=padded[rule.megatron_name]))
         for rule in rules
     ]
-    policy = SimpleNamespace(shape=CASE.shape, shards=lambda: local)
+    policy = SimpleNamespace(shape=CASE.shape, weight_shards=lambda: local)
     return policy, ShardExport(policy, ActorSection(tensor_parallel=tensor_parallel), 0, "127.0.0.1", "calls")
 
 
