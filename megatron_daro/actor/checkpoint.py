@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_daro.actor.compat import allocate_optimizer_state, load_optimizer_state, quiet
-from megatron_daro.actor.lora import sharded_adapters
+from megatron_daro.actor.lora import is_base, sharded_adapters
 from megatron_daro.actor.megatron import CheckpointingException, parallel_state
 from megatron_daro.actor.optimizer import group_options, set_group_options
 from megatron_daro.actor.optimizer_shards import common_state, is_distributed, load_own_boxes, own_boxes
@@ -120,7 +120,7 @@ def load(train_state: TrainedModel, directory: Path) -> None:
     except (CheckpointingException, OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {directory} cannot be loaded: {error}") from error
     for place, chunk in enumerate(train_state.chunks):
-        chunk.module.load_state_dict(state["model"][str(place)] | _frozen(chunk.module), strict=True)
+        chunk.module.load_state_dict(state["model"][str(place)] | _base(chunk.module), strict=True)
     options = group_options(train_state.optimizer)
     load_optimizer_state(
         train_state.optimizer, state["optimizer"], lambda: _fill(train_state, wanted["model"], directory)
@@ -150,14 +150,14 @@ def _fill(train_state: TrainedModel, model: dict[str, Any], directory: Path) -> 
 
 
 def _trained(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a part's sharded state without what is frozen: that is read from the model's files at each start."""
-    state, frozen = chunk.sharded_state_dict(metadata=metadata), _frozen(chunk)
+    """Return a part's sharded state; beside adapters without the weights, which are read at each start."""
+    state, base = chunk.sharded_state_dict(metadata=metadata), _base(chunk)
     # Upstream takes adapters for whole on every rank.
-    return {name: value for name, value in state.items() if name not in frozen} | sharded_adapters(chunk)
+    return {name: value for name, value in state.items() if name not in base} | sharded_adapters(chunk)
 
 
-def _frozen(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in chunk.named_parameters() if not p.requires_grad}
+def _base(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in chunk.named_parameters() if is_base(p)}
 
 
 def _state(train_state: TrainedModel, *, is_loading: bool) -> dict[str, Any]:

@@ -165,6 +165,7 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
     layers = {id(layer.weight): layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "weight")}
     for local in local_parameters(chunks, shape):
         local.parameter.requires_grad_(False)
+        local.parameter.is_base = True  # type: ignore[attr-defined]
         names = {matrix_of(name) for name in local.rule.hf_names if name.count(".") > 1}
         if local.parameter.dim() == 2 and local.rule.expert is None and names & targets:
             layer = layers[id(local.parameter)]
@@ -175,6 +176,12 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
     _fill(chunks, shape, section, seed)
+
+
+def is_base(parameter: Tensor) -> bool:
+    """Whether it is a weight that adapters were put beside: it stays what the model's files say, which is read at each
+    start, so that checkpoints and snapshots do without it."""
+    return getattr(parameter, "is_base", False)
 
 
 def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:

@@ -26,6 +26,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, inner_optimizers
 from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
+from megatron_daro.actor.lora import is_base
 from megatron_daro.actor.megatron import get_cuda_rng_tracker
 from megatron_daro.actor.step import TrainedModel, TrainState
 from megatron_daro.errors import WorkerError
@@ -84,8 +85,8 @@ def storages_of(memory: HostMemory, models: Sequence[TrainedModel]) -> Storages:
     for model in models:
         allocate_optimizer_state(model.optimizer)
     parameters = (p for model in models for chunk in model.chunks for p in chunk.module.parameters())
-    frozen = {p.untyped_storage()._cdata for p in parameters if not p.requires_grad}  # of the model's files
-    return {kind: [own for own in memory.storages(kind) if own._cdata not in frozen] for kind in KINDS}
+    base = {p.untyped_storage()._cdata for p in parameters if is_base(p)}
+    return {kind: [own for own in memory.storages(kind) if own._cdata not in base] for kind in KINDS}
 
 
 def layout_of(storages: Storages) -> Layout:

@@ -174,6 +174,7 @@ def test_each_check_is_listed_under_the_gpus_that_it_needs():
     assert needed["ten steps, a server beside"] == needed["training, EP 2 of experts"] == 2
     assert [name for name, gpus in needed.items() if gpus == 8] == [
         "training, TP 2 PP 2 DP 2",
+        "training, bf16, TP 2 CP 2 PP 2",
         "ten steps, TP 2 PP 2 with four servers beside, weights from shards to shards",
         "ten steps, TP 2 PP 2 with four servers beside",
     ]
