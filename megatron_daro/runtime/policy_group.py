@@ -206,10 +206,10 @@ class PolicyGroup:
         if not TRANSPORTS[plan.transport].checkpoint:
             return await weight_export.send(self.ranks, plan)
         path, changes = self._settings.model_path, dict[str, Any]()
-        if plan.adapter:
+        if plan.what == "adapter":
             config = peft_config(self._settings.lora, read_model_shape(path), str(path))
             return await weight_export.write(self.ranks, plan, partial(complete_adapter, config=config))
-        if plan.critic:
+        if plan.what == "critic":
             path = self._algorithm.critic.path or path
             changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
         complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)

@@ -31,7 +31,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, ConfigError, SyncError
 from megatron_daro.observe import logs
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan
+from megatron_daro.sync.plan import ORIGIN_FILE, Exported, SendPlan
 
 if TYPE_CHECKING:
     from megatron_daro.runtime.policy_group import PolicyGroup
@@ -217,15 +217,14 @@ class _Export:
     option: str
     directory: Path
     what: str
-    critic: bool = False
-    adapter: bool = False
+    exported: Exported
 
 
 def _exports(section: TrainerSection) -> list[_Export]:
     """Return those that are asked for."""
-    policy = _Export("export_hf", section.hf_dir, "model")
-    critic = _Export("export_critic", section.critic_dir, "critic", critic=True)
-    adapter = _Export("export_adapter", section.adapter_dir, "adapters", adapter=True)
+    policy = _Export("export_hf", section.hf_dir, "model", "policy")
+    critic = _Export("export_critic", section.critic_dir, "critic", "critic")
+    adapter = _Export("export_adapter", section.adapter_dir, "adapters", "adapter")
     return [export for export in (policy, critic, adapter) if getattr(section, export.option)]
 
 
@@ -258,8 +257,7 @@ async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, 
         remedy="the run is finished and its checkpoint is whole: free space, or make the directory writable; then "
         "--resume with the same options writes the model",
         step=step,
-        critic=export.critic,
-        adapter=export.adapter,
+        what=export.exported,
     )
     async with policy.hold():
         report = await policy.export(plan)

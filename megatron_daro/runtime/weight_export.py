@@ -74,8 +74,7 @@ async def _send_stage(ranks: Ranks, stage: int, plan: SendPlan) -> SendReport:
             calls[name] = worker.relay.remote(stage_routes.relays[rank], members)
         elif roles[rank].exports:
             group = members if rank == stage_routes.sender else ()
-            what = {"critic": plan.critic, "adapter": plan.adapter}
-            calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, **what)
+            calls[name] = worker.export.remote(stage_routes.plans.get(rank), group, plan.what)
         if rank in stage_routes.relays or rank in stage_routes.plans:
             senders[name] = rank
     results = dict(zip(calls, await gather(calls), strict=True))

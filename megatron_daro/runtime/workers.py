@@ -41,7 +41,7 @@ from megatron_daro.runtime.kept_states import Description, Kept, KeptStates, Sou
 from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import ReceivingActor, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.shard_tcp import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
 
@@ -260,21 +260,15 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def export(
-        self,
-        plan: SendPlan | None,
-        members: tuple[int, ...] = (),
-        *,
-        critic: bool = False,
-        adapter: bool = False,
+        self, plan: SendPlan | None, members: tuple[int, ...] = (), what: Exported = "policy"
     ) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
-        send and report. Args: members: of a group that was joined, whose other ranks get every bucket. critic: it is
-        the critic's weights that are sent; adapter: the policy's adapters alone."""
+        send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
         from megatron_daro.actor import device, parallel
         from megatron_daro.sync.transports import Sender
 
-        tensors = self._policy.export_critic if critic else self._policy.export
-        tensors = self._policy.export_adapter if adapter else tensors
+        name = {"policy": "export", "critic": "export_critic", "adapter": "export_adapter"}[what]
+        tensors = getattr(self._policy, name)
         if plan is None:
             for _ in tensors():  # the others gather along
                 pass
@@ -436,8 +430,8 @@ class TrainWorker:
 
 @remote_class(max_restarts=0, max_task_retries=0)
 class EngineWorker:
-    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight
-    update, on Ray's event loop."""
+    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight update, on
+    Ray's event loop."""
 
     def __init__(
         self,

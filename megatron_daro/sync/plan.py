@@ -51,6 +51,10 @@ class Target:
     actor: ReceivingActor | None = None
 
 
+Exported = Literal["policy", "critic", "adapter"]
+"""See `SendPlan.what`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
     """Everything that one export is to send.
@@ -58,10 +62,10 @@ class SendPlan:
     transport: by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
     of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
     digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
-    message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). critic: it is the
-    critic that is sent, not the policy; adapter: the policy's adapters alone. fp8_blocks: names of the matrices that go
-    as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards; shards_over: what
-    carries them, as engine.sglang.shards_over has it.
+    message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). what: all
+    weights of the policy or of the critic, or the adapters alone. fp8_blocks: names of the matrices that go as fp8
+    blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards; shards_over: what carries
+    them, as engine.sglang.shards_over has it.
     """
 
     transport: str
@@ -72,8 +76,7 @@ class SendPlan:
     directory: Path | None = None
     remedy: str = "free space"
     step: int | None = None
-    critic: bool = False
-    adapter: bool = False
+    what: Exported = "policy"
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
     shards_over: str = "tcp"

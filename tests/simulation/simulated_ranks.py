@@ -346,9 +346,7 @@ class Process:
         await self._meet()
         return np.array([self.policy.step], np.float32) if self.rank % self.cluster.tensor == 0 else None
 
-    async def export(
-        self, plan: Any, members: Any = (), *, critic: bool = False, adapter: bool = False
-    ) -> SendReport | None:
+    async def export(self, plan: Any, members: Any = (), what: str = "policy") -> SendReport | None:
         """Every rank that exports gathers along; the first one sends."""
         policy = self.policy
         sent = policy.weights, policy.step

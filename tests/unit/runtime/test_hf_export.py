@@ -62,10 +62,10 @@ def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
     section, policy, notices = TrainerSection(run_dir=tmp_path, export_critic=True), Policy(), Notices()
     assert run_directory.exports_due(section, 8) == [tmp_path / "hf_critic"]
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
-    assert [(plan.directory, plan.critic) for plan in policy.plans] == [(tmp_path / "hf_critic", True)]
+    assert [(plan.directory, plan.what) for plan in policy.plans] == [(tmp_path / "hf_critic", "critic")]
     both = section.model_copy(update={"export_hf": True})
     asyncio.run(run_directory.export_writer(both, policy, notices)(8))
-    assert [plan.critic for plan in policy.plans[1:]] == [False, True], "the policy first"
+    assert [plan.what for plan in policy.plans[1:]] == ["policy", "critic"]
     (tmp_path / "hf_critic").mkdir()
     with pytest.raises(ConfigError, match=r"trainer\.export_critic.*hf_critic"):
         run_directory.require_replaceable_export(section)
@@ -76,7 +76,7 @@ def test_adapters_go_into_a_directory_of_their_own(tmp_path):
     assert run_directory.exports_due(section, 8) == [tmp_path / "adapter"]
     asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
     (plan,) = policy.plans
-    assert (plan.directory, plan.adapter, plan.critic) == (tmp_path / "adapter", True, False)
+    assert (plan.directory, plan.what) == (tmp_path / "adapter", "adapter")
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
