@@ -26,15 +26,15 @@ class Proxy:
         self.seen: Counter[str] = Counter()
 
     async def __aenter__(self) -> Proxy:
-        self._session = passing_session()
-        self._runner, self.url = await listen(self._answer, largest_body=2**26)
+        self.session = passing_session()
+        self._runner, self.url = await listen(self.answer, largest_body=2**26)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._runner.cleanup()
-        await self._session.close()
+        await self.session.close()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
         body = await request.read()
         action = self.rule(request.path)
         self.done[action] += 1
@@ -46,7 +46,7 @@ class Proxy:
         if action == "reset":
             return cut_off(request)
         try:
-            answer = await pass_on(self._session, self.target, request, body)
+            answer = await pass_on(self.session, self.target, request, body)
         except aiohttp.ClientError:
             return cut_off(request)
         return cut_off(request) if action == "reset_answer" else answer

@@ -4,9 +4,12 @@ and it is kept when the server dies before the others have ended."""
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
+from aiohttp import web
 from sglang_pool import VOCAB, collect, engine_of, expected, give, group, section, started, worst_difference
+from sglang_proxy import Proxy
 from transformers import AutoModelForCausalLM
 
 from megatron_daro.engine.sglang.asking import DirectAsker
@@ -17,6 +20,30 @@ TOLERANCE, LIMIT_S, COUNT = 1e-4, 300, 12
 FEW, LONG = 3, 100
 # Of a random model's tokens; so that answers are of many lengths.
 STOPS = tuple(range(0, VOCAB, 30))
+
+
+class Killing(Proxy):
+    """Kills its server once FEW answers have ended, and passes on nothing after them."""
+
+    def __init__(self, server):
+        super().__init__(server.url)
+        self.kill = server.kill
+
+    async def answer(self, request):
+        body = await request.read()
+        if not json.loads(body or b"{}").get("stream"):
+            return await super().answer(request)
+        passed, ended = web.StreamResponse(headers={"Content-Type": "text/event-stream"}), 0
+        async with self.session.post(f"{self.target}{request.path_qs}", data=body, headers=request.headers) as answer:
+            await passed.prepare(request)
+            async for line in answer.content:
+                await passed.write(line)
+                ended += b'"finish_reason":{' in line
+                if ended == FEW and line == b"\n":
+                    break
+        self.kill()
+        request.transport.close()
+        return passed
 
 
 class Noting(DirectAsker):
@@ -77,20 +104,18 @@ def test_answers_that_had_ended_when_their_server_was_killed_are_kept(pool, tmp_
     asked, ended = [], []
 
     async def scenario():
-        def noted(answers):
-            ended.extend(answers)
-            if len(ended) == FEW:
-                victim.kill()
+        noting = Noting(ended.extend, lambda question: asked.append((question.url, requests_of(question), len(ended))))
+        async with Killing(victim) as proxy:
+            servers, expect = [proxy.url, survivor.url], expected(victim.model)
+            engine = engine_of(servers, tmp_path, options=section(), expect=expect, answers=noting)
+            async with started(engine):
+                await give(engine, model, 1)
+                wanted = group(0, count=COUNT, max_new_tokens=LONG, stop_token_ids=STOPS)
+                return proxy.url, await collect(engine, [wanted])
 
-        noting = Noting(noted, lambda question: asked.append((question.url, requests_of(question), len(ended))))
-        servers, expect = [victim.url, survivor.url], expected(victim.model)
-        async with started(engine_of(servers, tmp_path, options=section(), expect=expect, answers=noting)) as engine:
-            await give(engine, model, 1)
-            return await collect(engine, [group(0, count=COUNT, max_new_tokens=LONG, stop_token_ids=STOPS)])
-
-    rollouts = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    address, rollouts = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
     (first, _, _), (second, (again,), kept) = asked[:2]
-    assert (first, second) == (victim.url, survivor.url)
-    assert FEW <= kept == COUNT - len(again.indices) < COUNT and not again.partial
+    assert (first, second) == (address, survivor.url)
+    assert kept == FEW == COUNT - len(again.indices) and not again.partial
     assert [r.index for r in rollouts] == list(range(COUNT)) and {r.weight_version for r in rollouts} == {1}
     assert worst_difference(model, rollouts) <= TOLERANCE
