@@ -17,6 +17,8 @@ from megatron_daro.config.model_shape import (
     CRITIC_HEADS,
     ModelShape,
     dangling_link,
+    quantization,
+    read_json,
     read_model_shape,
     require_regular_files,
 )
@@ -62,6 +64,10 @@ def read_model(directory: Path) -> ModelFiles:
     problems = [*_weight_problems(directory), *_tokenizer_problems(directory), *_small_file_problems(directory)]
     try:
         shape = read_model_shape(directory)
+        if method := quantization(read_json(directory / "config.json")):
+            allowed = "a checkpoint that is not quantized: engines would keep its matrices so, and take no trained ones"
+            fix = "convert it to Megatron and back, which writes bf16 (docs/models.md)"
+            problems.append(Problem(_FIELD, f"one in {method}", allowed, fix))
     except ModelError as error:
         allowed, fix = (
             "the config.json of a model of a known family (docs/models.md)",

@@ -262,7 +262,8 @@ class ExpertShape:
 
     normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
     balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not. shared_ffn:
-    the width of the MLP that sees every token beside the experts; 0: there is none. scores: of the router's logits;
+    the width of the MLP that sees every token beside the experts; 0: there is none. limit: of gate and up, as
+    `ExpertKeys` has it; 0: there is none, and experts are as dense MLPs are. scores: of the router's logits;
     with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
     in so many, and a token chooses from the best chosen_groups of them. scale: of the weights.
     """
@@ -278,6 +279,7 @@ class ExpertShape:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,9 @@ class ModelShape:
     `ffn` is the width of gate and of up in dense layers; `head_dim` is per head and need not be hidden / heads; `dtype`
     is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
     model. rotary_share: of the entries of a head, the first of which are rotated. further_layers: those that predict
-    tokens after the next; they are in the checkpoint after the others, and nothing here computes them.
+    tokens after the next; they are in the checkpoint after the others, and nothing here computes them. sinks: heads
+    have a logit to which no token belongs. biases: all linear layers have one, the router's and the experts' too.
+    window: in `windowed` layers a token sees so many, itself among them.
     """
 
     family: str
@@ -309,6 +313,10 @@ class ModelShape:
     experts: ExpertShape | None = None
     rotary_share: float = 1.0
     further_layers: int = 0
+    sinks: bool = False
+    biases: bool = False
+    window: int = 0
+    windowed: tuple[int, ...] = ()
 
     def has_role(self, role: str) -> bool:
         """Whether a model of this shape has what the table of its family names for a role."""
@@ -336,12 +344,14 @@ class ModelShape:
     def _count(self, experts_counted: int) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key) + (query + 2 * key) * self.qkv_bias
+        attention += self.hidden * self.biases + self.heads * self.sinks
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         mlps = (self.layers - self.expert_layers) * 3 * self.hidden * self.ffn
         if self.experts:
-            router = (self.hidden + (self.experts.scores == "sigmoid")) * self.experts.number
+            router = (self.hidden + (self.experts.scores == "sigmoid" or self.biases)) * self.experts.number
             width = experts_counted * self.experts.ffn + self.experts.shared_ffn
-            mlps += self.expert_layers * (router + 3 * self.hidden * width)
+            biases = experts_counted * (2 * self.experts.ffn + self.hidden) * self.biases
+            mlps += self.expert_layers * (router + 3 * self.hidden * width + biases)
         outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
         return self.layers * (attention + norms) + mlps + outside
 
@@ -374,6 +384,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary)
+    windowed = _windowed_layers(config, where) if family.window == "alternating" else ()
     return ModelShape(
         family=family.model_type,
         layers=integer(config, "num_hidden_layers", where),
@@ -394,6 +405,10 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         experts=_experts(config, family, family.experts, where) if family.experts else None,
         rotary_share=rotary_share,
         further_layers=integer(config, family.further_tokens, where, least=0) if family.further_tokens else 0,
+        sinks="sinks" in family.tensors,
+        biases="router_logit_bias" in family.tensors,
+        window=integer(config, "sliding_window", where) if windowed else 0,
+        windowed=windowed,
     )
 
 
@@ -472,12 +487,13 @@ def _has(config: Mapping[str, Any], family: Family, role: str, where: str) -> bo
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Raise, naming all of them, if keys ask for a forward pass that is not implemented, or if nothing reads them."""
+    only = {key: allowed for key, allowed in _ONLY.items() if key not in _own_keys(family)} | dict(family.only)
     wrong = [
         f"{key} {show(config[key])} (allowed: {' or '.join(map(show, allowed))})"
-        for key, allowed in _ONLY.items()
-        if key in config and key not in _own_keys(family) and not any(_same(config[key], value) for value in allowed)
+        for key, allowed in only.items()
+        if key in config and not any(_same(config[key], value) for value in allowed)
     ]
-    if config.get("quantization_config"):
+    if (method := quantization(config)) and method != family.quantized:
         wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
     wrong += _windows(config, family, where)
     wrong += [
@@ -486,6 +502,12 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     ]
     if wrong:
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """Return the `quant_method` of a checkpoint; empty where it is not quantized."""
+    section = config.get("quantization_config")
+    return str(section.get("quant_method", "?") if isinstance(section, Mapping) else section) if section else ""
 
 
 def _same(value: object, allowed: object) -> bool:
@@ -500,10 +522,10 @@ def _known(family: Family) -> frozenset[str]:
 
 def _own_keys(family: Family) -> frozenset[str]:
     """Keys that are read of this family and not of all."""
-    own = {family.further_tokens, *family.switches.values()}
+    own = {family.further_tokens, *family.switches.values(), *family.only, *family.repeated}
     own |= {"partial_rotary_factor"} if family.partial_rotary else set()
     if keys := family.experts:
-        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared}
+        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared, keys.limit}
         own |= {keys.normalize} if isinstance(keys.normalize, str) else set()
         own |= _READ_OF_SIGMOID if keys.scores == "sigmoid" else set()
         own |= _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors and not keys.dense else set()
@@ -515,6 +537,8 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
+    if family.window == "alternating":
+        return []
     others = sorted(set(kinds or ()) - {"full_attention"})
     if others:
         return [f"layers of {' and '.join(others)} (allowed: layer_types full_attention throughout)"]
@@ -531,6 +555,18 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
         return []
     off = "use_sliding_window false" if family.window.startswith("switched") else "sliding_window null"
     return [f"sliding-window attention in use, of {show(width)} tokens (allowed: {off})"]
+
+
+def _windowed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the layers with a window: those that `layer_types` names, or the first, the third and so on."""
+    names_ = ("sliding_attention", "full_attention")
+    layers = integer(config, "num_hidden_layers", where)
+    kinds = config.get("layer_types") or [names_[layer % 2] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(names_):
+        raise ModelError(
+            f"{where}: layer_types must be {' or '.join(names_)} for each of the {layers} layers; got {show(kinds)}."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == names_[0])
 
 
 def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
@@ -567,6 +603,7 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
         groups=groups,
         chosen_groups=chosen_groups,
         scale=number(config, "routed_scaling_factor", where) if sigmoid else 1.0,
+        limit=number(config, keys.limit, where) if keys.limit else 0.0,
     )
 
 

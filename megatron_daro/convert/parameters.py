@@ -51,6 +51,8 @@ ATTENTION = (
     Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
     Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
     Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "query"),)),
+    Parameter("attention_output_bias", "self_attention.linear_proj.bias", "copy", (("hidden",),)),
+    Parameter("sinks", "self_attention.core_attention.softmax_offset", "rows", (("heads",),)),
 )
 DENSE_MLP = (
     Parameter(
@@ -67,6 +69,7 @@ ROUTER = (
     Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
     Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
     Parameter("router_bias", "mlp.router.expert_bias", "copy", (("experts",),), fp32=True),
+    Parameter("router_logit_bias", "mlp.router.bias", "copy", (("experts",),)),
     Parameter("shared_gate_up", "mlp.shared_experts.linear_fc1.weight", "gate_up", (("shared_ffn", "hidden"),) * 2),
     Parameter("shared_down", "mlp.shared_experts.linear_fc2.weight", "columns", (("hidden", "shared_ffn"),)),
 )
@@ -85,6 +88,20 @@ EXPERT = (
         (("hidden", "expert_ffn"),),
         fused_name="mlp.experts.linear_fc2.weight{expert}",
     ),
+    Parameter(
+        "expert_gate_up_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "gate_up",
+        (("expert_ffn",),) * 2,
+        fused_name="mlp.experts.linear_fc1.bias{expert}",
+    ),
+    Parameter(
+        "expert_down_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        "copy",
+        (("hidden",),),
+        fused_name="mlp.experts.linear_fc2.bias{expert}",
+    ),
 )
 
 
@@ -96,6 +113,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "query": shape.heads * shape.head_dim,
         "key": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
+        "heads": shape.heads,
         "ffn": shape.ffn,
         "vocab": shape.vocab,
         "experts": experts.number if experts else 0,

@@ -13,7 +13,9 @@ from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape, read_json
 from megatron_daro.config.safetensors_header import Entry, read_header
 from megatron_daro.convert.mapping import VALUE_HEAD, hf_tensor_shapes, output_rule, unknown_tensors
+from megatron_daro.convert.stacked import BLOCKS, SCALES, taken_apart
 from megatron_daro.errors import ModelError
+from megatron_daro.families import families
 
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF << 52),
@@ -37,7 +39,7 @@ def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -
         ModelError: names the first tensors that do not fit.
     """
     try:
-        tensors = _tensors(directory)
+        tensors = _tensors(directory, shape.family)
         needed = hf_tensor_shapes(shape)
         optional: dict[str, tuple[int, ...]] = {}
         if critic:
@@ -55,13 +57,22 @@ def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -
         )
 
 
-def _tensors(directory: Path) -> dict[str, tuple[Path, Entry]]:
+def _tensors(directory: Path, family: str) -> dict[str, tuple[Path, Entry]]:
     index = directory / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
         files = set(read_json(index)["weight_map"].values())
     paths = [directory / file for file in sorted(files)]
-    return {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
+    tensors = {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
+    apart = taken_apart(families()[family], {name: entry.shape for name, (_, entry) in tensors.items()})
+    experts: dict[str, tuple[Path, Entry]] = {}
+    for name, (place, dims) in apart.items():
+        path, entry = tensors.get(place.stack) or tensors[place.stack + BLOCKS]
+        size = entry.num_bytes // entry.shape[0]  # a half of what an expert has is not that of gate or up, but both are
+        start = entry.start + place.expert * size + place.part * (size // place.parts)
+        experts[name] = path, Entry(name, entry.dtype if place.stack in tensors else "BF16", dims, start)
+    held = {place.stack + ending for place, _ in apart.values() for ending in ("", BLOCKS, SCALES)}
+    return experts | {name: found for name, found in tensors.items() if name not in held}
 
 
 def _faults(

@@ -49,6 +49,15 @@ GLM = {
     "num_nextn_predict_layers": 0,
     "rms_norm_eps": 1e-5,
 }
+# Windows that are shorter than most samples, and a limit that many gates are above.
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 6,
+    "swiglu_limit": 0.2,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -73,6 +82,7 @@ MODELS = {
     "glm4_moe": ("Glm4MoeConfig", {**GLM, "attention_bias": True, "n_group": 2, "topk_group": 1}),
     # Norms of queries and keys; experts that are not in groups, two that every token sees.
     "glm4_moe_normed": ("Glm4MoeConfig", {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
 }
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from published_configs import GLM_45, GLM_45_AIR
+from published_configs import GLM_45, GLM_45_AIR, GPT_OSS_20B, GPT_OSS_120B
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_daro.config.model_shape import ExpertShape, Llama3Scaling, YarnScaling, read_model_shape
@@ -177,8 +177,17 @@ def test_shared_experts_switches_and_the_bias_of_a_router_are_counted(switches):
     assert shape.num_parameters - shape.num_active_parameters == shape.expert_layers * 6 * 3 * 32 * 24
 
 
-@pytest.mark.parametrize(("config", "parameters"), [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024)])
-def test_glm_has_its_published_size(config, parameters):
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (GLM_45_AIR, 106_852_251_264),
+        (GLM_45, 352_797_829_024),
+        (GPT_OSS_20B, 20_914_757_184),
+        (GPT_OSS_120B, 116_829_156_672),
+    ],
+    ids=["glm-4.5-air", "glm-4.5", "gpt-oss-20b", "gpt-oss-120b"],
+)
+def test_a_published_model_has_its_size(config, parameters):
     assert read_model_shape(config).num_parameters == parameters
 
 
