@@ -107,7 +107,7 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         if "gate_up" in family.tensors:
             yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved, keys)
         if keys.limit:
-            yield keys.limit, experts.limit, theirs(keys.limit)
+            yield keys.limit, experts.limit, theirs(keys.limit, experts.limit)
         if keys.shared:
             yield keys.shared, experts.shared_ffn // experts.ffn, theirs(keys.shared)
         if keys.scores == "sigmoid":

@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -19,6 +20,7 @@ EXPERTS = {
     "mixtral": (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
+EXPERTS["gpt_oss"] = GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
 VOCAB = 31
 
 
