@@ -67,7 +67,7 @@ def read_model(directory: Path) -> ModelFiles:
         if method := quantization(read_json(directory / "config.json")):
             allowed = "a checkpoint that is not quantized: engines would keep its matrices so, and take no trained ones"
             fix = "convert it to Megatron and back, which writes bf16 (docs/models.md)"
-            problems.append(Problem(_FIELD, f"one in {method}", allowed, fix))
+            problems.append(Problem(_FIELD, f"{str(directory)!r}, in {method}", allowed, fix))
     except ModelError as error:
         allowed, fix = (
             "the config.json of a model of a known family (docs/models.md)",
