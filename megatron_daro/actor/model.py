@@ -130,6 +130,11 @@ def transformer_config(
             "actor.megatron.gradient_accumulation_fusion: got true; allowed: only with Transformer Engine's layers; "
             "fix: remove it"
         )
+    if config.bias_activation_fusion and shape.experts and shape.experts.limit:
+        raise ConfigError(
+            f"actor.megatron.bias_activation_fusion: got true with a model of type {shape.family}; allowed: false: "
+            "Megatron-core clamps before it adds the bias then, and the model afterwards; fix: remove it"
+        )
     if isinstance(shape.rope_scaling, YarnScaling):
         _set_yarn(config, shape.rope_scaling)
     config.finalize_model_grads_func = finalize_summed_grads
@@ -204,8 +209,9 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
     }
 
 
-_CLAMPED = {"activation_func": quick_gelu, "glu_linear_offset": 1.0}
-"""quick_gelu is x * sigmoid(1.702 * x)."""
+_CLAMPED = {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "bias_activation_fusion": False}
+"""quick_gelu is x * sigmoid(1.702 * x). Upstream's fused kernel clamps before it adds the bias, the model afterwards
+(fusions/fused_bias_geglu.py, `weighted_bias_quick_geglu_impl`, 0.16.1 to 0.19.2)."""
 
 
 def _pipeline_options(layout: Layout) -> dict[str, Any]:
