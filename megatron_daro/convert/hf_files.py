@@ -60,8 +60,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         self.directory = Path(directory)
         found = self._locate()
         self._experts = {} if as_stored else self._taken_apart(found)
-        held = {place.stack + ending for place, _ in self._experts.values() for ending in ("", BLOCKS, SCALES)}
-        self._stacks = _WholePieces({name: found.pop(name) for name in held if name in found})
+        held = {stored for place, _ in self._experts.values() for stored in place.stored_as(found)}
+        self._stacks = _WholePieces({name: found.pop(name) for name in held})
         self._pieces = _WholePieces(found)
         self._last: tuple[tuple[str, int], Tensor] | None = None
 

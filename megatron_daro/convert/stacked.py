@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -36,6 +36,10 @@ class Place:
     expert: int
     part: int
     parts: int
+
+    def stored_as(self, names: Container[str]) -> tuple[str, ...]:
+        """Return what holds the stack among the tensors of a checkpoint: itself, or its blocks and scales."""
+        return (self.stack,) if self.stack in names else (self.stack + BLOCKS, self.stack + SCALES)
 
 
 def _members(family: Family, role: str, layer: int | str, experts: int) -> Iterator[tuple[str, Place]]:

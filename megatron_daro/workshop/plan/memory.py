@@ -280,7 +280,7 @@ def largest_tensor_bytes(workload: Workload) -> float:
     shape = workload.shape
     widest = max(shape.vocab, shape.heads * shape.head_dim, shape.ffn, shape.experts.ffn if shape.experts else 0)
     if shape.experts and families()[shape.family].stacked:
-        widest = max(widest, 2 * shape.experts.ffn * shape.experts.number)
+        widest = max(widest, 3 * shape.experts.ffn * shape.experts.number)  # gate, up and down at once
     return widest * shape.hidden * workload.dtype_bytes
 
 
