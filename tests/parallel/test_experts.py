@@ -86,6 +86,7 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
             ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
             ("qwen3_moe", "dp4_ep2", "tp2_etp1"),
             ("glm4_moe", "tp2_ep2", "pp2"),
+            ("gpt_oss", "tp2_ep2", "pp2"),
         ],
         ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
     ),
