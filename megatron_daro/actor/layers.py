@@ -131,10 +131,10 @@ def _with_room_for_sinks(
 
 def _sink_key(query_THD: Tensor, head: int, scale: float) -> Tensor:
     """Return the key of the sinks, [D]: 1 / scale at two entries, of which the second is what rounding leaves."""
-    key_D = query_THD.new_zeros(query_THD.shape[-1])
+    key_D = torch.zeros(query_THD.shape[-1], dtype=query_THD.dtype)
     key_D[head] = 1 / scale
     key_D[head + 1] = 1 / scale - float(key_D[head])
-    return key_D
+    return key_D.to(query_THD.device)
 
 
 def packed_causal_attention(
@@ -168,9 +168,9 @@ def packed_causal_attention(
         )
         longer = [length + 1 for length in lengths]
         out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, longer, scale)
-        is_token_T = torch.ones(len(out_THD), dtype=torch.bool, device=out_THD.device)
+        is_token_T = torch.ones(len(out_THD), dtype=torch.bool)
         is_token_T[[first + i for i, first in enumerate(firsts)]] = False
-        return out_THD[is_token_T]
+        return out_THD[is_token_T.to(out_THD.device)]
     if len(lengths) == 1:
         return _sdpa(query_THD[None], key_TGD[None], value_TGD[None], is_causal=True, scale=scale)[0]
     lengths_B = torch.tensor(lengths)
