@@ -49,7 +49,7 @@ from megatron_daro.rollout.summary import step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
-from megatron_daro.types import Group, PlainValue, PreparedBatch, StepResult, TrainBatch
+from megatron_daro.types import Group, PlainValue, PreparedBatch, StepBatch, StepResult
 
 _MAX_LOST_IN_A_ROW = 5
 _RECORDING_ENDS = (
@@ -57,7 +57,7 @@ _RECORDING_ENDS = (
 )
 
 
-BuildBatch = Callable[[Sequence[Group], int], TrainBatch]
+BuildBatch = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""
 
 
@@ -338,26 +338,26 @@ class Controller:
 
     async def _with_logprobs(self, batch: SampledBatch, minibatch: MiniBatch) -> PreparedBatch:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
-        train_batch = await self._build_columns(batch, minibatch)
+        step_batch = await self._build_columns(batch, minibatch)
         with self._parts.phases.measure("logprob"):
-            work = self._parts.policy.prepare(train_batch)
+            work = self._parts.policy.prepare(step_batch)
             return await self._within("logprob", work, what=f"step {minibatch.step}")
 
     async def _build_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch] = ()
-    ) -> TrainBatch:
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
+    ) -> StepBatch:
         """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and note
         what they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
             columns = asyncio.to_thread(self._make_columns, batch, minibatch, first_epoch)
-            train_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
+            step_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
         minibatch.metrics |= metrics
-        return train_batch
+        return step_batch
 
     def _make_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch]
-    ) -> tuple[TrainBatch, dict[str, float]]:
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
+    ) -> tuple[StepBatch, dict[str, float]]:
         columns = replace(self._parts.build(minibatch.groups, minibatch.step), opens_batch=minibatch.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)

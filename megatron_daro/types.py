@@ -1,6 +1,6 @@
-"""Records that cross a process border: prompts, rollouts, verdicts, groups, training batches.
+"""Records that cross a process border: prompts, rollouts, verdicts, groups, the columns of a step.
 
-Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor -> StepResult. Everything is frozen,
+Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> StepBatch -> actor -> StepResult. Everything is frozen,
 slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
 
 Shape letters: N samples, K rollouts per prompt; T tokens, R response tokens, each of all samples end to end.
@@ -307,7 +307,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainBatch:
+class StepBatch:
     """The samples of one optimizer step (a mini-batch), as columns. Their suffixes count: _N and _NK have an entry for
     each sample, _R for each response token and _T for each token, end to end in sample order.
 
@@ -370,7 +370,7 @@ class TrainBatch:
         rows = self.contexts_of(range(len(self)))
         return np.array([sum(-(-tokens // multiple) * multiple for tokens in row) for row in rows], dtype=np.int64)
 
-    def select(self, indices: Sequence[int]) -> TrainBatch:
+    def select(self, indices: Sequence[int]) -> StepBatch:
         """Return the batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
@@ -384,7 +384,7 @@ class TrainBatch:
         return replace(self, **changed)
 
     @classmethod
-    def concatenate(cls, batches: Sequence[TrainBatch]) -> TrainBatch:
+    def concatenate(cls, batches: Sequence[StepBatch]) -> StepBatch:
         """One batch of all samples, in order. All must have the same K and the same optional columns."""
         if len({b.rollouts_per_prompt for b in batches}) != 1:
             raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
@@ -421,7 +421,7 @@ class PreparedBatch:
     """What an optimizer step trains on. batch: with all columns that the loss needs. number: under which the policy
     keeps what it has put into place for the step; None: nothing yet."""
 
-    batch: TrainBatch
+    batch: StepBatch
     number: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""Fills one training batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
+"""Fills one batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
 
 It uses what was kept from the batch before, has `BatchFiller` fill up the rest, tells batch and surplus apart by group
 id, and takes the snapshot to continue from. It refuses a run in which no group carries a signal, whose answers it has

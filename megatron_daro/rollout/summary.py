@@ -21,7 +21,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
-from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
+from megatron_daro.types import Group, Rollout, StepBatch, Verdict
 
 GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
 """Key -> number, of the complete groups that were sampled for a batch, the filtered and dropped ones too."""
@@ -59,7 +59,7 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 def step_metrics(
     batch: SampledBatch,
     minibatch: MiniBatch,
-    columns: TrainBatch,
+    columns: StepBatch,
     steps_per_batch: int,
 ) -> dict[str, float]:
     """All of the below for one optimizer step: `columns` are those of `minibatch`, which is of `batch`."""
@@ -135,7 +135,7 @@ def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, f
     return {f"difficulty/groups/{k}": float(bins[k]) for k in range(rollouts_per_prompt + 1)}
 
 
-def length_metrics(batch: TrainBatch) -> dict[str, float]:
+def length_metrics(batch: StepBatch) -> dict[str, float]:
     """Mean trained tokens of right and wrong answers per bin, and the loss that they predict.
 
     Args:

@@ -50,7 +50,7 @@ from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_s
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.colocation import Colocation, SharingEngine
 from megatron_daro.sync.publish import ReceivingEngine
-from megatron_daro.types import Group, SamplingParams, TrainBatch
+from megatron_daro.types import Group, SamplingParams, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
 
 
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
-    """Return (groups, optimizer step) -> TrainBatch, with the algorithm's advantages."""
+    """Return (groups, optimizer step) -> StepBatch, with the algorithm's advantages."""
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill
     teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
@@ -118,7 +118,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             "than GRPO's; allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
 
-    def build(groups: Sequence[Group], step: int) -> TrainBatch:
+    def build(groups: Sequence[Group], step: int) -> StepBatch:
         return build_batch(
             groups,
             algorithm,
