@@ -1,6 +1,6 @@
 """The console command `megatron-daro`: train, report, and those of commands/.
 
-The composition root. Reads the configuration, calls the runtime or the report, turns errors
+Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so that `--help` stays fast.
 
 `EXIT_CODES` says how a command can end; the last line of stderr has the cause.

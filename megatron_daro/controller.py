@@ -1,7 +1,7 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
-The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights, then
-has three coroutines under one task group:
+The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights,
+evaluates them, then has three coroutines under one task group:
 
     _generate --batches, then None--> _queue --> _train --> _sync_weights --> engine
         ^                                          |
@@ -18,7 +18,10 @@ has three coroutines under one task group:
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
 Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
-skipped. `shutdown` is the one place that closes everything. Policy, engine and source of batches are Protocols.
+skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+
+Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
+comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What the sampler asks of an engine: rollouts `indices` of one group, at one attempt.
+    """What an engine is asked for: rollouts `indices` of one group, at one attempt.
 
-    The tokens of rollout i depend on (engine seed, group_id, attempt, turn, i), `partial` and the weights only.
+    Rollout i's random numbers follow from (engine seed, group_id, attempt, turn, i), where the engine takes a seed.
 
     turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before.
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
@@ -283,7 +283,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The K rollouts of one prompt with their verdicts, in index order."""
+    """The K rollouts of one prompt with their verdicts, in index order.
+
+    Only what is trained or filtered has them all: of a group that was given up, or that a later batch goes on with, it
+    holds those that had ended, maybe none, and its bin is not the group's.
+    """
 
     group_id: int
     prompt: Prompt
@@ -313,15 +317,15 @@ class StepBatch:
 
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
     loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
-    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
-    old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. token_advantages_R float32, None
-    where advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said
-    before each token when the batch began, and what it shall say; None without a critic.
-    group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
-    needs them. routed_experts_N: where the experts that the engine chose for the tokens of each sample are recorded;
-    None for a sample of which it did not tell, and where no engine was asked.
-    contexts_N: tokens of each sequence that a sample consists of, see `Rollout.contexts`; None where each is one.
-    opens_batch: whether this is the first optimizer step of a batch of rollouts.
+    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and
+    ref_logprobs_R float32: `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where
+    advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said before
+    each token when the batch began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K],
+    trained tokens of every rollout of each sample's group; None unless the algorithm needs them. routed_experts_N:
+    where the experts that the engine chose for the tokens of each sample are recorded; None for a sample of which it
+    did not tell, and where no engine was asked. contexts_N: tokens of each sequence that a sample consists of, see
+    `Rollout.contexts`; None where each is one. opens_batch: whether this is the first optimizer step of a batch of
+    rollouts.
     """
 
     tokens_T: np.ndarray

@@ -1,7 +1,7 @@
 """The critic of one process: a second model, which says what an answer will still be worth.
 
 Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout
-and on its ranks; the two compute one after the other. `values` is a pass before the first update of a batch;
+and on its ranks; the two compute one after the other. `values` is a pass before the first optimizer step of a batch;
 `gradients` and `apply` are its part of an optimizer step, for which actor/advantages.py has made the targets. The head
 has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
 Refuses a head with a bias.

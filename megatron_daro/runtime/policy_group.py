@@ -183,8 +183,9 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
-        """While it is held the weights do not change, and may be exported and scored with. Yields their version, the
-        number of the last optimizer step; `version`, where given, is what they are called from now on."""
+        """While it is held the weights do not change: `export` and `score` are called within, all else waits. Yields
+        their version, the number of the last optimizer step; `version`, where given, is what they are called from now
+        on: after skipped steps it is a later step."""
         async with self._busy:
             self._version = self._version if version is None else version
             yield self._version
