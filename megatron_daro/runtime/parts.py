@@ -21,7 +21,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
-from megatron_daro.config.sections import EngineSection
+from megatron_daro.config.sections import EngineSection, EnvironmentSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.templates import trained_with
@@ -37,7 +37,7 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import SingleTurn
+from megatron_daro.rollout.rollouter import Mixed, SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
@@ -78,9 +78,13 @@ def algorithm_of(config: Config) -> Algorithm:
     Raises:
         ConfigError: no such algorithm, or options that it does not take.
     """
-    sizes = config.rollout.rollouts_per_prompt, config.rollout.max_response_tokens
+    arguments = config.algorithm.arguments(
+        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        environments=[one.name for one in config.environments],
+    )
     try:
-        return make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=sizes[0], max_response_tokens=sizes[1]))
+        return make_algorithm(**arguments)
     except AlgorithmError as error:
         of_options = str(error).partition(":")[0] in config.algorithm.options
         field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
@@ -117,6 +121,8 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             f"algorithm.turn_rewards: got true with algorithm.name {config.algorithm.name}, another advantage "
             "than GRPO's; allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
+    names = [one.name for one in config.environments]
+    environments = {source: names.index(name) for source, name in config.environment_of_source.items()}
 
     def build(groups: Sequence[Group], step: int) -> TrainBatch:
         return build_batch(
@@ -129,6 +135,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             repetition_penalty=config.algorithm.repetition_penalty,
             teacher=teacher,
             by_turn=by_turn,
+            environments=environments,
         )
 
     return build
@@ -206,15 +213,29 @@ def rollouter_of(
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     config = run.config
-    if not config.environment.is_own:
+    if config.environments:
+        by_name = {one.name: _rollouter(run, one, tokenizer, engine, scorer) for one in config.environments}
+        return Mixed(by_name, config.environment_of_source)
+    return _rollouter(run, config.environment, tokenizer, engine, scorer)
+
+
+def _rollouter(
+    run: RunContext,
+    section: EnvironmentSection,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: ReceivingEngine,
+    scorer: VerifierPools,
+) -> Rollouter:
+    config = run.config
+    if not section.is_own:
         return SingleTurn(engine, scorer)
-    section, chat = config.environment, config.data.prompt_template == "chat"
+    chat = config.data.prompt_template == "chat"
     environment = make_environment(
         section,
         tokenizer,
         chat=chat,
         warn=run.progress.warn,
-        pools=partial(StepPools, run),
+        pools=partial(StepPools, run, section),
         correct_reward=config.reward.correct_reward,
     )
     return Conversations(
@@ -274,6 +295,7 @@ def policy_settings(config: Config) -> PolicySettings:
         expandable_segments=not shares_memory and not megatron.get("nccl_ub"),
         lora=_with_absolute_path(config.lora),
         seed=config.trainer.seed,
+        environments=tuple(one.name for one in config.environments),
     )
 
 
