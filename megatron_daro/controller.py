@@ -48,7 +48,7 @@ from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import step_metrics
+from megatron_daro.rollout.summary import environment_metrics, sampled_groups, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
@@ -73,7 +73,7 @@ class Parts:
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
     colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
-    engine and trainer drift apart.
+    engine and trainer drift apart. environment_of_source: data source -> name of its environment, of several.
     """
 
     policy: ExportingPolicy
@@ -93,6 +93,7 @@ class Parts:
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
+    environment_of_source: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +365,9 @@ class Controller:
         columns = replace(self._parts.build(minibatch.groups, minibatch.step), opens_batch=minibatch.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)
-        return columns, step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
+        metrics = step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
+        groups = sampled_groups(batch, columns.rollouts_per_prompt)
+        return columns, metrics | environment_metrics(groups, self._parts.environment_of_source)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch) -> None:
         """One optimizer step and everything that belongs to it."""

@@ -324,8 +324,8 @@ class StepBatch:
     trained tokens of every rollout of each sample's group; None unless the algorithm needs them. routed_experts_N:
     where the experts that the engine chose for the tokens of each sample are recorded; None for a sample of which it
     did not tell, and where no engine was asked. contexts_N: tokens of each sequence that a sample consists of, see
-    `Rollout.contexts`; None where each is one. opens_batch: whether this is the first optimizer step of a batch of
-    rollouts.
+    `Rollout.contexts`; None where each is one. environments_N: int64, the number of each sample's environment; None
+    where the run has one. opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
     tokens_T: np.ndarray
@@ -348,6 +348,7 @@ class StepBatch:
     group_lengths_NK: np.ndarray | None = None
     routed_experts_N: tuple[StoredExperts | None, ...] | None = None
     contexts_N: tuple[tuple[int, ...], ...] | None = None
+    environments_N: np.ndarray | None = None
     opens_batch: bool = True
 
     def __len__(self) -> int:

@@ -170,6 +170,7 @@ class MegatronPolicy:
             **algorithm.arguments(
                 rollouts_per_prompt=settings.rollouts_per_prompt,
                 max_response_tokens=settings.max_response_tokens,
+                environments=settings.environments,
             )
         )
         self._objective = objective_settings(algorithm, own)

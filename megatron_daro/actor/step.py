@@ -13,7 +13,7 @@ weights stay as they were and the result says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -213,19 +213,19 @@ def train_step(
             turn("critic")
             metrics |= critic.apply(critic_report)
     if weights_before is not None:
-        metrics |= _weight_metrics(weights_before)
+        metrics |= _weight_metrics(weights_before, *train_state.algorithm.classes)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
     reason = "" if check.fit else _reason(sums, check, critic_report)
     return StepResult(step=step, metrics=metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
 
 
-def _weight_metrics(weights: Tensor) -> dict[str, float]:
-    """Metrics of difficulty weights [K+1, L]: per pass rate, and where they differ by length also per class."""
-    means, (num_bins, classes) = weights.mean(dim=1), weights.shape
+def _weight_metrics(weights: Tensor, classed_by: str, classes: Sequence[str]) -> dict[str, float]:
+    """Metrics of difficulty weights [K+1, L]: per pass rate, and where there are several classes also of each."""
+    means, num_bins = weights.mean(dim=1), len(weights)
     metrics = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
-    if classes > 1:
-        names = {f"difficulty/weight_by_length/{k}/{c}": (k, c) for k in range(1, num_bins - 1) for c in range(classes)}
-        metrics |= {name: float(weights[where]) for name, where in names.items()}
+    if len(classes) > 1:
+        cells = [(k, c, name) for k in range(1, num_bins - 1) for c, name in enumerate(classes)]
+        metrics |= {f"difficulty/weight_by_{classed_by}/{k}/{name}": float(weights[k, c]) for k, c, name in cells}
     return metrics
 
 

@@ -10,7 +10,7 @@ Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R resp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -44,6 +44,7 @@ def build_batch(
     repetition_penalty: float = 0.0,
     teacher: tuple[float, float] | None = None,
     by_turn: bool = False,
+    environments: Mapping[str, int] | None = None,
 ) -> StepBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
@@ -58,9 +59,9 @@ def build_batch(
         repetition_penalty: what is taken from the reward of an answer that repeats itself.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
             advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
-
         by_turn: rewards of turns are normalised over all turns of a group, and a token's advantage is the sum of those
             of its turn and of later ones. Source: process supervision, DeepSeekMath (arXiv 2402.03300, section 4.1.3).
+        environments: data source -> number of its environment. None: the run has one.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -110,6 +111,7 @@ def build_batch(
         rollouts_per_prompt=rollouts_per_prompt,
         routed_experts_N=_routed_experts(rollouts),
         contexts_N=contexts_of(rollouts),
+        environments_N=None if not environments else _environments(groups, environments, rollouts_per_prompt),
     )
     if by_turn:
         batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
@@ -201,6 +203,16 @@ def _with_group_lengths(batch: StepBatch) -> StepBatch:
 def contexts_of(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], ...] | None:
     """Return the tokens of each sequence of each rollout; None if each is one."""
     return tuple(r.contexts for r in rollouts) if any(r.contexts for r in rollouts) else None
+
+
+def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_per_prompt: int) -> np.ndarray:
+    """int64 [N]. Raises DataError: a source has none."""
+    if strange := sorted({group.prompt.source for group in groups} - numbers.keys()):
+        raise DataError(
+            f"environments: got problems of the data source {strange[0]!r}; allowed: {', '.join(numbers)}; fix: name "
+            "it in the sources of an environment"
+        )
+    return np.repeat(np.array([numbers[group.prompt.source] for group in groups], np.int64), rollouts_per_prompt)
 
 
 def _routed_experts(rollouts: Sequence[Rollout]) -> tuple[StoredExperts | None, ...] | None:

@@ -92,13 +92,36 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
     Returns:
         What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
     """
-    groups = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
-    metrics = {"rollout/rounds": float(batch.rounds)}
+    groups, metrics = sampled_groups(batch, rollouts_per_prompt), {"rollout/rounds": float(batch.rounds)}
     for measure in GROUP_METRICS:
         metrics |= measure(groups)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}
+
+
+def sampled_groups(batch: SampledBatch, rollouts_per_prompt: int) -> list[Group]:
+    """Return the complete groups that were sampled for a batch, the filtered and dropped ones too."""
+    return [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
+
+
+def environment_metrics(groups: Sequence[Group], environment_of_source: Mapping[str, str]) -> dict[str, float]:
+    """Return accuracy, reward and length of each of several environments, and its share of the groups."""
+    metrics: dict[str, float] = {}
+    for name in sorted(set(environment_of_source.values())):
+        own = [group for group in groups if environment_of_source.get(group.prompt.source) == name]
+        metrics[f"environments/{name}/groups"] = float(len(own))
+        for measure, key, short in _OF_ENVIRONMENTS if own else ():
+            metrics[f"environments/{name}/{short}"] = measure(own)[key]
+    return metrics
+
+
+_OF_ENVIRONMENTS = (
+    (_correctness, "accuracy/mean", "accuracy"),
+    (_correctness, "reward/mean", "reward"),
+    (_responses, "response/length_mean", "length_mean"),
+    (_responses, "response/truncated_fraction", "truncated_fraction"),
+)
 
 
 _OVERFLOW = ("context_overflow", "out_of_room")

@@ -162,6 +162,7 @@ async def _train(
             deadlines=run.deadlines,
             colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
+            environment_of_source=config.environment_of_source,
         ),
         batches_ahead=config.rollout.batches_ahead if generation else 0,
     )

@@ -21,7 +21,7 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
-from megatron_daro.config.sections import EngineSection
+from megatron_daro.config.sections import EngineSection, EnvironmentSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.templates import trained_with
@@ -38,6 +38,7 @@ from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
@@ -77,6 +78,8 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill
     teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
+    names = [one.name for one in config.environments]
+    environments = {source: names.index(name) for source, name in config.environment_of_source.items()}
 
     def build(groups: Sequence[Group], step: int) -> StepBatch:
         return build_batch(
@@ -89,6 +92,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             repetition_penalty=config.algorithm.repetition_penalty,
             teacher=teacher,
             by_turn=config.algorithm.turn_rewards,
+            environments=environments,
         )
 
     return build
@@ -166,15 +170,29 @@ def rollouter_of(
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     config = run.config
-    if not config.environment.is_own:
+    if config.environments:
+        by_name = {one.name: _rollouter(run, one, tokenizer, engine, scorer) for one in config.environments}
+        return Mixed(by_name, config.environment_of_source)
+    return _rollouter(run, config.environment, tokenizer, engine, scorer)
+
+
+def _rollouter(
+    run: RunContext,
+    section: EnvironmentSection,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: ReceivingEngine,
+    scorer: VerifierPools,
+) -> Rollouter:
+    config = run.config
+    if not section.is_own:
         return SingleTurn(engine, scorer)
-    section, chat = config.environment, config.data.prompt_template == "chat"
+    chat = config.data.prompt_template == "chat"
     environment = make_environment(
         section,
         tokenizer,
         chat=chat,
         warn=run.progress.warn,
-        pools=partial(StepPools, run),
+        pools=partial(StepPools, run, section),
         correct_reward=config.reward.correct_reward,
     )
     return Conversations(
@@ -234,6 +252,7 @@ def policy_settings(config: Config) -> PolicySettings:
         expandable_segments=not shares_memory and not megatron.get("nccl_ub"),
         lora=_with_absolute_path(config.lora),
         seed=config.trainer.seed,
+        environments=tuple(one.name for one in config.environments),
     )
 
 

@@ -220,8 +220,9 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
-    if generates and config.environment.is_own:
-        try_environment(config.environment)
+    for section in config.all_environments:
+        if generates and section.is_own:
+            try_environment(section)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:

@@ -14,7 +14,9 @@ def algorithm_of(config: Config) -> Algorithm:
         ConfigError: no such algorithm, options that it does not take, or a run that asks more of it than it has.
     """
     arguments = config.algorithm.arguments(
-        rollouts_per_prompt=config.rollout.rollouts_per_prompt, max_response_tokens=config.rollout.max_response_tokens
+        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        environments=[one.name for one in config.environments],
     )
     try:
         algorithm = make_algorithm(**arguments)

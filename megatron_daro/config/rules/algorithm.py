@@ -70,6 +70,9 @@ def daro(config: Config) -> Iterator[Problem]:
     if section.parameter == "linear" and section.half_life is not None:
         allowed, fix = "log with a half-life: w itself is not learnt there", "set algorithm.daro.parameter=log"
         yield wrong(config, "algorithm.daro.parameter", allowed, fix, beside="algorithm.daro.half_life")
+    if section.weights_by == "environment_pass_rate" and len(config.environments) < 2:
+        allowed, fix = "environment_pass_rate with at least two environments", "set algorithm.daro.weights_by=pass_rate"
+        yield wrong(config, "algorithm.daro.weights_by", allowed, fix, beside="environments")
 
 
 def overlong(config: Config) -> Iterator[Problem]:
