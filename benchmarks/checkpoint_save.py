@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 from convert import CONFIG, make_checkpoint
-from gpu_speed import equal_samples
+from gpu_measures import equal_samples
 
 from megatron_daro.actor import parallel
 from megatron_daro.actor.parallel import Layout

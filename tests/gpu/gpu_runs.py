@@ -36,8 +36,8 @@ def ten_steps(
     shards_over: Literal["", "tcp", "rdma"] = "",
 ) -> Outcome:
     """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
-    where a step is missing, a sync sends nothing, or a server that was harmed on the way, some while they take weights,
-    is not replaced."""
+    where a step is missing, a sync sends nothing, no server was seen to have new weights, or a server that was harmed
+    on the way, some while they take weights, is not replaced."""
     import cli_runs
     import tiny_task
 
@@ -77,6 +77,8 @@ def ten_steps(
     lines = [line for line in read_metrics(run_dir) if line["step"]]
     if len(lines) < STEPS or not all(line["sync/bytes"] for line in lines):
         raise RuntimeError(f"{len(lines)} of {STEPS} steps, bytes sent {[line.get('sync/bytes') for line in lines]}")
+    if not any(line["sync/verified"] for line in lines):
+        raise RuntimeError("no step showed that the servers had its weights")
     if harm and not lines[-1]["engine/fenced"]:
         raise RuntimeError(f"nobody noticed that a server got {harm}")
     worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
@@ -108,15 +110,15 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
     return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
 
 
-def lost_rank(device: torch.device, directory: Path) -> Outcome:
+def lost_rank(device: torch.device, directory: Path, *, data: int) -> Outcome:
     """Steps in one of which a rank of two kills itself before it reduces gradients, while the other waits for it in a
     collective call: the largest difference of a loss to a run in which nobody dies."""
     import cli_runs
 
     from megatron_daro.observe.metrics import read_metrics
 
-    need_gpus(device, 2, "ranks")
-    command = [*_without_servers(device, directory), "actor.data_parallel=2", f"trainer.steps={STEPS}"]
+    need_gpus(device, data, "ranks")
+    command = [*_without_servers(device, directory), f"actor.data_parallel={data}", f"trainer.steps={STEPS}"]
     command += ["trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
     run_dir, alone = directory / "run", directory / "alone"
     options = ["trainer.replace_lost_ranks=true", f"trainer.run_dir={run_dir}"]
