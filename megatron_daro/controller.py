@@ -13,6 +13,8 @@ evaluates them, then has three coroutines under one task group:
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
     _train      a batch, or None: there are no more                `_generate`
+                after its last step the engine (`_engine_lock`):   `_generate`, once the batch that it samples is
+                no request runs while weights change               complete and what is left of it is aborted
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
@@ -162,7 +164,7 @@ class Controller:
             self._parts.recorder.truncate_after(self.step)
 
     def request_stop(self, cause: str) -> None:
-        """Once: finish the step, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
+        """Once: finish the batch, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
         if not self._stop.is_set():
             self._parts.progress.notice(f"{cause}: stopping with a checkpoint (once more to stop at once)")
             self._stop.set()
@@ -452,7 +454,7 @@ class Controller:
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
-        minibatch.metrics |= self._parts.phases.collect()
+        minibatch.metrics |= self._parts.phases.collect()  # the very dict that an evaluation beside adds its numbers to
         if train_s := minibatch.metrics.get("timing/train_s", 0.0):
             minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.evaluations.write(lambda: self._write_line(minibatch))

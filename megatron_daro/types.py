@@ -388,25 +388,6 @@ class StepBatch:
                 changed[name] = column[indices_M] if is_array else tuple(column[i] for i in indices_M.tolist())
         return replace(self, **changed)
 
-    @classmethod
-    def concatenate(cls, batches: Sequence[StepBatch]) -> StepBatch:
-        """One batch of all samples, in order. All must have the same K and the same optional columns."""
-        if len({b.rollouts_per_prompt for b in batches}) != 1:
-            raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
-        others = ("rollouts_per_prompt", "opens_batch", "routed_experts_N", "contexts_N")
-        columns = [f.name for f in fields(cls) if f.name not in others]
-        joined: dict[str, Any] = {}
-        for name in columns:
-            parts = [getattr(b, name) for b in batches]
-            joined[name] = None if all(p is None for p in parts) else np.concatenate(parts)
-        opens_batch = any(b.opens_batch for b in batches)
-        if any(b.routed_experts_N is not None for b in batches):
-            rows = [b.routed_experts_N or (None,) * len(b) for b in batches]
-            joined["routed_experts_N"] = tuple(experts for row in rows for experts in row)
-        if any(b.contexts_N is not None for b in batches):
-            joined["contexts_N"] = tuple(one for b in batches for one in b.contexts_of(range(len(b))))
-        return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, opens_batch=opens_batch, **joined)
-
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
     """Return the part of each sample, as views: no position is written down for each element."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import (
@@ -115,18 +114,3 @@ def test_chosen_samples_stand_in_the_given_order():
     assert len(none) == len(none.tokens_T) == 0 and none.tokens_T.dtype == one.tokens_T.dtype
     assert none.trained_tokens_N.tolist() == none.select([]).response_lengths_N.tolist() == []
     assert batch([1, 2]).select([1]).routed_experts_N is None
-
-
-def test_batches_stand_end_to_end():
-    routed = (StoredExperts((Part("x", 0, 1),), (2, 1, 1)),)
-    one = batch([2], opens_batch=False, old_logprobs_R=np.zeros(2))
-    other = batch([1], first=1, opens_batch=True, old_logprobs_R=np.ones(1), routed_experts_N=routed)
-    joined = StepBatch.concatenate([one, other])
-    assert joined.tokens_T.tolist() == [0, 1, 2, 100, 101] and joined.group_ids_N.tolist() == [0, 1]
-    assert joined.old_logprobs_R.tolist() == [0, 0, 1] and joined.ref_logprobs_R is None
-    assert joined.routed_experts_N == (None, *routed) and joined.rollouts_per_prompt == 2
-    assert joined.opens_batch is True and StepBatch.concatenate([one, one]).opens_batch is False
-    assert StepBatch.concatenate([one, one]).routed_experts_N is None
-    assert StepBatch.concatenate([other]).group_ids_N.tolist() == [1]
-    with pytest.raises(ValueError, match="rollouts_per_prompt"):
-        StepBatch.concatenate([one, replace(one, rollouts_per_prompt=4)])

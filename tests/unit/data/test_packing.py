@@ -318,7 +318,7 @@ def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as
         old_logprobs_R=of_one(apart.old_logprobs_R),
         contexts_N=((), tuple(sum(shape) for shape in shapes), ()),
     )
-    together = StepBatch.concatenate([together.select([1]), together.select([2, 0])]).select([2, 0, 1])
+    together = together.select([1, 2, 0]).select([2, 0, 1])
     one, each = (
         pack(batch, range(len(batch)), sequence_multiple=sequence_multiple, total_multiple=total_multiple)
         for batch in (together, apart)
