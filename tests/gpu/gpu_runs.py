@@ -8,6 +8,7 @@ NCCL, CUDA IPC or memory.
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,24 @@ from gpu_outcomes import NotHereError, Outcome, need_gpus
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 STEPS, START_LIMIT_S = 10, 600
+HAS_KERNELS = "from importlib.metadata import version; version('sglang-kernel')"
+WITHOUT_KERNELS: dict[str, dict[str, Any]] = {
+    "env": {
+        "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    },
+    "arguments": {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+    },
+}
+"""Of a server on a GPU whose environment has tools/sglang_cpu/stand_ins/sgl_kernel in the place of sglang-kernel, so
+any torch that SGLang runs with, whose compiled tree of prefixes takes that of its own pin only. Source: SGLang
+0.5.23, kernels/fused_op.py, srt/environ.py, srt/entrypoints/engine.py."""
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 Harm = Literal["", "SIGKILL", "SIGSTOP"]
 
@@ -174,7 +193,10 @@ def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:
     sync = ("tensor" if on_gpu else "disk") if colocate else "distributed"
     arguments = {} if on_gpu else {**sglang_pool.CPU_ARGUMENTS, "max_total_tokens": 4096}
     limits = {"stall_timeout_s": 60, "sync_timeout_s": 120, "request_timeout_s": 120}
-    sglang = {"python": str(environment / "bin" / "python"), "arguments": arguments, "sync": sync, **limits}
+    python, own = environment / "bin" / "python", {"arguments": arguments}
+    if on_gpu and subprocess.run([python, "-c", HAS_KERNELS], capture_output=True, check=False).returncode:
+        own = WITHOUT_KERNELS
+    sglang = {"python": str(python), **own, "sync": sync, **limits}
     return {
         "actor": {"data_parallel": servers if colocate else 1, "precision": "bf16" if on_gpu else "fp32"},
         "engine": {"kind": "sglang", "replicas": servers, "colocate": colocate, "sglang": sglang},
