@@ -287,9 +287,6 @@ class SGLangSection(Section):
     """Directory of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """Running requests while weights change. retract: continue with a recomputed cache; in_place: continue with the
-    old cache; abort: request again."""
     verify: bool = True
     """Compare log-probs and checksums after each update."""
     answer_workers: int | None = Field(default=None, ge=1, le=4096)
