@@ -95,6 +95,7 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
             ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
             ("qwen3_moe", "dp4_ep2", "tp2_etp1"),
             ("glm4_moe", "tp2_ep2", "pp2"),
+            ("deepseek_v3", "tp2_ep2", "pp2"),
         ],
         ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
     ),
