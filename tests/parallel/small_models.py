@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 VOCAB = 50
 ROLLOUTS = 4
@@ -129,7 +129,7 @@ def as_in_checkpoint(model, tensors: dict[str, torch.Tensor], directory: Path) -
     return {name: tensor.numpy() for name, tensor in saved.items() if name not in buffers}
 
 
-def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> TrainBatch:
+def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> StepBatch:
     """Ragged samples in shuffled order, all bins 0..K among them, some tokens and one whole sample masked out."""
     rng = np.random.default_rng(seed)
     num = groups * ROLLOUTS
@@ -144,7 +144,7 @@ def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> Tr
     mask[:first] = 0
     trained = np.array([part.sum() for part in np.split(mask, np.cumsum(responses)[:-1])], dtype=np.int64)
     rollout_logprobs = (-rng.random(total) * 4).astype(np.float32)
-    batch = TrainBatch(
+    batch = StepBatch(
         tokens_T=rng.integers(0, VOCAB, int(lengths.sum())).astype(np.int32),
         lengths_N=lengths,
         prompt_lengths_N=prompts,
