@@ -80,7 +80,7 @@ def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
     if settings.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"
         yield wrong(settings, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
-    if shape is not None:
+    if shape is not None and not shape.latent:  # which rules/latent.py refuses
         yield from _target_problems(settings, section, shape)
     if section.path is not None:
         yield from _path_problems(section, shape)
@@ -144,7 +144,12 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         if content.get(name, value) != value:
             yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
-    if shape is not None and isinstance(targets, list) and {*targets} != section.target_names(shape):
+    if (
+        shape is not None
+        and not shape.latent
+        and isinstance(targets, list)
+        and {*targets} != section.target_names(shape)
+    ):
         got = f"an adapter of {', '.join(sorted(targets))}"
         yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 

@@ -518,8 +518,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         for key, allowed in {**_ONLY, **family.only}.items()
         if key in config and key not in _own_keys(family) and not any(_same(config[key], value) for value in allowed)
     ]
-    if config.get("quantization_config"):
-        wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
+    if not has_fp8_blocks(config, or_none=True):
+        wrong.append("quantization_config (allowed: none, or fp8 e4m3 in blocks of 128 x 128, which are converted)")
     wrong += _windows(config, family, where)
     wrong += [
         f"{key} {show(config[key])} (not known; if it changes nothing about the model, remove it from config.json)"
@@ -527,6 +527,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     ]
     if wrong:
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
+
+
+def has_fp8_blocks(config: Mapping[str, Any], *, or_none: bool = False) -> bool:
+    """Whether the matrices of a checkpoint are fp8 blocks with a scale each; or_none: also where none is quantized."""
+    given = config.get("quantization_config")
+    if not given:
+        return or_none
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    return isinstance(given, Mapping) and {"fmt": "e4m3", **given} == {"fmt": "e4m3", **given, **wanted}
 
 
 def _same(value: object, allowed: object) -> bool:

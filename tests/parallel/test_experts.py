@@ -13,6 +13,8 @@ from small_models import as_in_checkpoint, random_batch, save_model
 from test_gradients_exact import reference_gradients, relative_difference
 from test_logprobs_models import TOLERANCE, plain_logprobs, run
 
+from megatron_daro.sync.buckets import bucketize
+
 
 def layouts():
     from megatron_daro.actor.parallel import Layout
@@ -93,6 +95,7 @@ def test_a_first_stage_with_fewer_layers(rank_pool, models):
             ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
             ("qwen3_moe", "dp4_ep2", "tp2_etp1"),
             ("glm4_moe", "tp2_ep2", "pp2"),
+            ("deepseek_v3", "tp2_ep2", "pp2"),
         ],
         ("qwen3_moe", "tp2_dp2_ep2", "pp2"),
     ),
@@ -158,3 +161,5 @@ def check(pool, saved, layout, **options):
     exported = {name: value for result in results if result["sends"] for name, value in result["exported"].items()}
     assert set(exported) == set(stored)
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    for names in (bucket.names for bucket in bucketize(exported.items(), 1)):  # what a server takes together, and alone
+        assert len(names) == 1 or names[1] == names[0].replace("q_a_proj", "kv_a_proj_with_mqa")
