@@ -109,22 +109,25 @@ def _checked(outcome: object) -> Mapping[str, Any]:
     return outcome
 
 
-class CommandAgents:
-    """Agents that are commands, `environment.workers` at once."""
+def agent_pool(section: EnvironmentSection, workers: int, correct_reward: float = 1.0) -> WorkerPool:
+    """Return the pool of processes that run commands, or tasks of verifiers. Starts nothing."""
+    module, settings, needs = "agent_worker", {}, "a worker needs about 30, what the agent needs comes on top"
+    if section.of_verifiers:
+        module, needs = "verifiers_worker", "verifiers needs about 300, what the taskset needs comes on top"
+        settings = {"kind": section.kind, "options": section.options, "weighted": bool(section.reward_weights)}
+    settings |= {"correct_reward": correct_reward}
+    path = f"megatron_daro.rollout.{module}"
+    program = Program(path, settings, "agent", "environment", needs, RolloutError, once=True)
+    return WorkerPool(program, workers, _FOREVER_S, section.memory_mib)
 
-    def __init__(self, section: EnvironmentSection) -> None:
+
+class CommandAgents:
+    """Agents that are commands, or tasks of the package verifiers, `environment.workers` at once."""
+
+    def __init__(self, section: EnvironmentSection, correct_reward: float = 1.0) -> None:
         """Start nothing."""
-        program = Program(
-            "megatron_daro.rollout.agent_worker",
-            {},
-            "agent",
-            "environment",
-            "a worker needs about 30, what the agent needs comes on top",
-            RolloutError,
-            once=True,
-        )
         self._section = section
-        self._pool = WorkerPool(program, section.workers, _FOREVER_S, section.memory_mib)
+        self._pool = agent_pool(section, section.workers, correct_reward)
         self._places = asyncio.Semaphore(section.workers)
         self._started: asyncio.Future[None] | None = None
 
