@@ -1,6 +1,6 @@
 """The distributed loss of one optimizer step: token sums per pass rate, reduced over all ranks.
 
-TrainBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
+StepBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
 token losses -> loss sums per bin (one all-reduce), from which the algorithm learns.
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
@@ -35,7 +35,7 @@ from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 MEANS: Mapping[str, str] = {
     "ratio": "ratio/mean",
@@ -87,7 +87,7 @@ class StepSums:
         return self.step_stats.per_bin("loss_sums")
 
 
-def global_totals(batch: TrainBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> BatchTotals:
+def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> BatchTotals:
     """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
 
     Context-parallel ranks hold the same samples, so the sum does not run over them.
@@ -108,7 +108,7 @@ class StepLoss:
         algorithm: Algorithm,
         settings: ObjectiveSettings,
         output: OutputSettings,
-        batch: TrainBatch,
+        batch: StepBatch,
     ) -> None:
         """Sum the totals of the step. Collective over the data-parallel group.
 
@@ -220,7 +220,7 @@ def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.R
     return values
 
 
-def _samples(batch: TrainBatch) -> Samples:
+def _samples(batch: StepBatch) -> Samples:
     """Return this shard's samples, as the algorithm sees them."""
     lengths_NK = batch.group_lengths_NK
     return Samples(

@@ -1,6 +1,6 @@
 """One optimizer step: gradients of policy and critic, the update of both or of neither, the metrics.
 
-  TrainBatch shard -> advantages (advantages.py)
+  StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
     -> who still reads the weights is waited for
     -> gradients are checked -> update, and what the algorithm learns -> the critic's update
@@ -36,7 +36,7 @@ from megatron_daro.actor.optimizer import GradientCheck, apply_update, check_gra
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import NonFiniteError
-from megatron_daro.types import StepResult, TrainBatch, TrainedName
+from megatron_daro.types import StepBatch, StepResult, TrainedName
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class StepCritic(Protocol):
 
     pretrain_steps: int
 
-    def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
+    def gradients(self, batch: StepBatch, micro_batches: MicroBatches) -> CriticReport:
         """Forward and backward."""
 
     def apply(self, report: CriticReport) -> dict[str, float]:
@@ -140,7 +140,7 @@ def _all_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
 
 def forward_backward(
     train_state: TrainState,
-    batch: TrainBatch,
+    batch: StepBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,
@@ -162,7 +162,7 @@ def forward_backward(
 
 def train_step(
     train_state: TrainState,
-    batch: TrainBatch,
+    batch: StepBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,

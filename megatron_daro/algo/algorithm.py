@@ -181,7 +181,7 @@ class Algorithm(ABC):
     """Whether `Samples.group_lengths_NK` must be there."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
     """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
-    before the first update of a batch. None: one advantage for all tokens of a rollout."""
+    before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""
     resets_optimizer: bool = False
     """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
     length_edges: tuple[int, ...] = ()

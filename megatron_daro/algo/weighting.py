@@ -173,7 +173,7 @@ class Kimi(Algorithm):
 
         Args:
             tau: weight of the relative entropy to the policy that the batch began with, above 0; read with several
-                updates per batch.
+                optimizer steps per batch.
             reset_optimizer: whether the optimizer's moments are zero again when a batch begins.
         """
         super().__init__(**common)

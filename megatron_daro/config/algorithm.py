@@ -199,8 +199,8 @@ class AlgorithmSection(Section):
     entropy_coefficient: float = Field(default=0.0, ge=0, le=100)
     """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
-    """Denominator of the ratio. forward: the train pass's detached values (one update per batch); recompute: an
-    extra pass; rollout: the engine's; auto: forward with one update per batch, else recompute."""
+    """Denominator of the ratio. forward: the train pass's detached values (one optimizer step per batch); recompute: an
+    extra pass; rollout: the engine's; auto: forward with one optimizer step per batch, else recompute."""
     kl: KlSection = KlSection()
     """KL term."""
     correction: CorrectionSection = CorrectionSection()
@@ -227,8 +227,8 @@ class AlgorithmSection(Section):
         return self.name in ("ppo", "daro_ppo")
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column
-        of the response tokens that it is named after.
+        """Return the passes that the ranks make over a batch before its first optimizer step, in order. Each yields the
+        column of the response tokens that it is named after.
 
         Args:
             columns: what the algorithm makes advantages of, per token.

@@ -186,7 +186,7 @@ class RolloutSection(Section):
     """Most batches that an answer's weights may be behind the policy that trains on it; 0: synchronous. Generation
     runs ahead by as many batches, less those for which groups are kept (keep_surplus, segment_tokens)."""
     oversampling: float = Field(default=1.0, ge=1, le=100)
-    """Prompts of the first round, as a multiple of prompts_per_batch."""
+    """Prompts that are begun, as a multiple of those that the batch is likely to need."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
@@ -224,7 +224,7 @@ class RolloutSection(Section):
 
     @property
     def prompts_requested(self) -> int:
-        """Prompts of the first round of a batch."""
+        """Prompts of a round: what a batch begins with where the filter keeps all."""
         return math.ceil(self.prompts_per_batch * self.oversampling)
 
     @property

@@ -1,6 +1,6 @@
 """Batch assembly: scored groups become the columns of one optimizer step.
 
-Groups (rollouts and verdicts, filtered already) -> TrainBatch -> schedule -> packing.
+Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing.
 Bins come from the verdicts' `correct`, never from the shaped reward; advantages come from the shaped reward.
 Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
 Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
@@ -28,7 +28,7 @@ from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
 from megatron_daro.routed_experts import StoredExperts
-from megatron_daro.types import Group, Rollout, TrainBatch
+from megatron_daro.types import Group, Rollout, StepBatch
 
 Overlong = Literal["none", "penalty", "filter", "both"]
 
@@ -45,7 +45,7 @@ def build_batch(
     teacher: tuple[float, float] | None = None,
     by_turn: bool = False,
     environments: Mapping[str, int] | None = None,
-) -> TrainBatch:
+) -> StepBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
     Args:
@@ -96,7 +96,7 @@ def build_batch(
     if overlong in ("filter", "both"):
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
-    batch = TrainBatch(
+    batch = StepBatch(
         tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
         lengths_N=lengths_N,
         prompt_lengths_N=prompt_lengths_N,
@@ -121,17 +121,17 @@ def build_batch(
 
 
 PASSED = ("old_logprobs_R", "ref_logprobs_R", "values_R")
-"""Columns of a TrainBatch that passes over it give."""
+"""Columns of a StepBatch that passes over it give."""
 
 
-def with_columns_of(batch: TrainBatch, earlier: Sequence[TrainBatch]) -> TrainBatch:
+def with_columns_of(batch: StepBatch, earlier: Sequence[StepBatch]) -> StepBatch:
     """Return the batch with the columns that passes over other batches of the same rollouts gave.
 
     Args:
         batch: whole groups, each of them in one of `earlier`, in any order.
         earlier: batches with the same columns of `PASSED`.
     """
-    size, parts = batch.rollouts_per_prompt, dict[int, tuple[TrainBatch, slice]]()
+    size, parts = batch.rollouts_per_prompt, dict[int, tuple[StepBatch, slice]]()
     for one in earlier:
         ends = np.cumsum(one.response_lengths_N)[size - 1 :: size].tolist()
         for group_id, start, end in zip(one.group_ids_N[::size].tolist(), [0, *ends[:-1]], ends, strict=True):
@@ -146,7 +146,7 @@ def with_columns_of(batch: TrainBatch, earlier: Sequence[TrainBatch]) -> TrainBa
     return replace(batch, **columns)
 
 
-def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> TrainBatch:
+def _taught(batch: StepBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> StepBatch:
     """Return the batch with the advantages of distillation, 0 where nothing is trained."""
     untaught = next((r for r in rollouts if r.teacher_logprobs is None and r.response_length), None)
     if untaught is not None:
@@ -161,12 +161,12 @@ def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, 
     return _with_token_advantages(batch, coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R)
 
 
-def _with_token_advantages(batch: TrainBatch, advantages_R: np.ndarray) -> TrainBatch:
+def _with_token_advantages(batch: StepBatch, advantages_R: np.ndarray) -> StepBatch:
     """Return the batch with these, 0 where nothing is trained."""
     return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
 
 
-def _by_turn(batch: TrainBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
+def _by_turn(batch: StepBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
     """Return float64 [R], each response token's sum of the normalised rewards of its turn and of later ones."""
     rewards = [_turn_rewards(r, float(reward)) for r, reward in zip(rollouts, batch.rewards_N, strict=True)]
     ids_T = np.repeat(batch.group_ids_N, [len(one) for one in rewards])
@@ -194,7 +194,7 @@ def _turn_lengths(rollout: Rollout) -> list[int]:
     return lengths
 
 
-def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
+def _with_group_lengths(batch: StepBatch) -> StepBatch:
     """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
     lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))

@@ -4,7 +4,8 @@ Groups and the built batch -> metrics, merged by the controller with what the po
 directory's contract. It measures samples only and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
-metrics.jsonl, TensorBoard and the report's table then have it, at every step of the batch.
+metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that were sampled for the batch,
+so each step of the batch has the same number. What is of one step's groups alone stands in `step_metrics`.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -21,7 +22,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
-from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
+from megatron_daro.types import Group, Rollout, StepBatch, Verdict
 
 GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
 """Key -> number, of the complete groups that were sampled for a batch, the filtered and dropped ones too."""
@@ -59,7 +60,7 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 def step_metrics(
     batch: SampledBatch,
     minibatch: MiniBatch,
-    columns: TrainBatch,
+    columns: StepBatch,
     steps_per_batch: int,
 ) -> dict[str, float]:
     """All of the below for one optimizer step: `columns` are those of `minibatch`, which is of `batch`."""
@@ -153,12 +154,12 @@ def _reward_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:
-    """`difficulty/groups/{k}` for every k in 0..K."""
-    bins = Counter(group.bin for group in groups if len(group.rollouts) == rollouts_per_prompt)
+    """`difficulty/groups/{k}` for every k in 0..K, of complete groups."""
+    bins = Counter(group.bin for group in groups)
     return {f"difficulty/groups/{k}": float(bins[k]) for k in range(rollouts_per_prompt + 1)}
 
 
-def length_metrics(batch: TrainBatch) -> dict[str, float]:
+def length_metrics(batch: StepBatch) -> dict[str, float]:
     """Mean trained tokens of right and wrong answers per bin, and the loss that they predict.
 
     Args:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_daro.actor.settings import PolicySettings
-from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
@@ -28,7 +28,6 @@ from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
-from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.conversations import Conversations
@@ -37,8 +36,9 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.rollouter import Mixed, SingleTurn
+from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
@@ -46,11 +46,12 @@ from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import VerifierPools
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.run_algorithm import algorithm_of
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.colocation import Colocation, SharingEngine
 from megatron_daro.sync.publish import ReceivingEngine
-from megatron_daro.types import Group, SamplingParams, TrainBatch
+from megatron_daro.types import Group, SamplingParams, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,59 +73,15 @@ class Generation:
     evaluator: Evaluator | None
 
 
-def algorithm_of(config: Config) -> Algorithm:
-    """Return the driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
-
-    Raises:
-        ConfigError: no such algorithm, or options that it does not take.
-    """
-    arguments = config.algorithm.arguments(
-        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
-        max_response_tokens=config.rollout.max_response_tokens,
-        environments=[one.name for one in config.environments],
-    )
-    try:
-        return make_algorithm(**arguments)
-    except AlgorithmError as error:
-        of_options = str(error).partition(":")[0] in config.algorithm.options
-        field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
-        raise ConfigError(f"{field}.{error}{fix}") from error
-
-
-def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
-    rollout, remarks = config.rollout, list(algorithm.remarks)
-    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
-    if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
-        remarks.append(
-            f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
-            "filter, since the surplus would be thrown away; fix: set rollout.oversampling=1, or "
-            "algorithm.filter=pass_rate"
-        )
-    return remarks
-
-
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
-    """Return (groups, optimizer step) -> TrainBatch, with the algorithm's advantages."""
+    """Return (groups, optimizer step) -> StepBatch, with the algorithm's advantages."""
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill
     teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
-    by_turn = config.algorithm.turn_rewards
-    if (teacher or by_turn) and algorithm.token_columns is not None:
-        field = "distill" if teacher else "turn_rewards"
-        raise ConfigError(
-            f"algorithm.{field}: got it with algorithm.name {config.algorithm.name}, which makes advantages per token "
-            "itself; allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
-        )
-    if by_turn and type(algorithm).advantages is not Algorithm.advantages:
-        raise ConfigError(
-            f"algorithm.turn_rewards: got true with algorithm.name {config.algorithm.name}, another advantage "
-            "than GRPO's; allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
-        )
     names = [one.name for one in config.environments]
     environments = {source: names.index(name) for source, name in config.environment_of_source.items()}
 
-    def build(groups: Sequence[Group], step: int) -> TrainBatch:
+    def build(groups: Sequence[Group], step: int) -> StepBatch:
         return build_batch(
             groups,
             algorithm,
@@ -134,7 +91,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             length_weight=length_reward.weight_at(step),
             repetition_penalty=config.algorithm.repetition_penalty,
             teacher=teacher,
-            by_turn=by_turn,
+            by_turn=config.algorithm.turn_rewards,
             environments=environments,
         )
 
@@ -305,18 +262,9 @@ def _with_absolute_path(section: LoraSection) -> LoraSection:
 
 
 def policy_group(run: RunContext, placement: Placement, *, trains: bool) -> PolicyGroup:
-    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced.
-
-    Raises:
-        ConfigError: the critic shall be exported of an algorithm of your own that has none.
-    """
+    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced."""
     config, trainer = run.config, run.config.trainer
     columns = algorithm_of(config).token_columns or ()
-    if trainer.export_critic and "values" not in columns:
-        raise ConfigError(
-            f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
-            "values); fix: set trainer.export_critic=false"
-        )
     healing = None
     if trains and trainer.replace_lost_ranks:
         healing = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)

@@ -100,7 +100,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         yield from _unread_critic(config)
         return
     if options.value_clip is not None and trainer.steps_per_batch == 1:
-        allowed = "unset with one update per batch, before which no value has moved"
+        allowed = "unset with one optimizer step per batch, before which no value has moved"
         fix = "set algorithm.critic.value_clip=null, or trainer.minibatches_per_batch=4"
         yield wrong(config, "algorithm.critic.value_clip", allowed, fix, beside="trainer.minibatches_per_batch")
     if options.offload and trainer.replace_lost_ranks:
