@@ -372,6 +372,9 @@ class RewardSection(Section):
         return ":" in self.verifier
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
@@ -399,6 +402,9 @@ class EnvironmentSection(Section):
     """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
     reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = {}
     """Factors of rewards that have names, by name; then each name needs one. Empty: each counts once."""
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]+$")] = LOOPBACK
+    """Address of this machine on which an agent's endpoint listens and is reached; then nothing is said without a
+    key."""
     strict: bool = False
     """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 

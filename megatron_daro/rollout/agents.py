@@ -132,7 +132,7 @@ class CommandAgents:
         self._started: asyncio.Future[None] | None = None
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Run the command. Its outcome is its last line, if that is a JSON object."""
+        """Run the command. Its outcome is the file REWARD_JSON, else its last line, if that is a JSON object."""
         with conversation.standing_back():
             await self._start()
             await self._places.acquire()
@@ -140,7 +140,12 @@ class CommandAgents:
             reply = await self._pool.ask(
                 {
                     "command": list(self._section.command),
-                    "environment": {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **_DIRECT},
+                    "environment": {
+                        **os.environ,
+                        "OPENAI_BASE_URL": base_url,
+                        "OPENAI_API_KEY": key,
+                        **_direct(self._section.host),
+                    },
                     "problem": json.dumps({**_fields(prompt), "options": self._section.options}),
                 }
             )
@@ -152,6 +157,11 @@ class CommandAgents:
             raise StepFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
         if reply["status"]:
             raise StepFailedError(f"an agent with exit status {reply['status']}; it said: {reply['said']}", "crash")
+        if (written := reply.get("file")) is not None:
+            try:
+                return json.loads(written)
+            except ValueError:
+                raise StepFailedError(f"wrote {written!r:.80} into REWARD_JSON; allowed: JSON", "outcome") from None
         try:
             outcome = json.loads(reply["line"])
         except ValueError:
@@ -169,7 +179,9 @@ class CommandAgents:
         await asyncio.shield(self._started)
 
 
-_DIRECT = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+def _direct(host: str) -> dict[str, str]:
+    """Return the variables that keep clients from asking a proxy for the endpoint."""
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"127.0.0.1,localhost,{host}")
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

@@ -92,6 +92,6 @@ def make_environment(
     if is_agent(section):
         own = None if section.of_verifiers else _imported(section.kind)
         running = FunctionAgents(section, own) if callable(own) else CommandAgents(section, correct_reward)
-        endpoint = AgentEndpoint(Turns(tokenizer, chat=True), warn, section.max_turn_tokens)
+        endpoint = AgentEndpoint(Turns(tokenizer, chat=True), warn, section.max_turn_tokens, section.host)
         return AgentConversations(endpoint, running, correct_reward)
     return SteppedConversations(section, Turns(tokenizer, chat=chat), warn, pools() if pools else None)

@@ -61,6 +61,9 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
     if (section.kind == "agent" or section.of_verifiers) and config.data.prompt_template != "chat":
         allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
         yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
+    if section.host in ("0.0.0.0", "::"):
+        allowed = "an address that agents reach: it is part of their base URL"
+        yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")
     if not section.is_own:
         for name in ("options", "reward_weights"):
             if getattr(section, name):

@@ -122,7 +122,7 @@ def run(tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, togeth
     running = agent if isinstance(agent, CommandAgents) else Agents(agent)
     progress = FakeProgress()
     environment = AgentConversations(
-        AgentEndpoint(Turns(tokens, chat=True), progress.warn, section.max_turn_tokens), running, 1.0
+        AgentEndpoint(Turns(tokens, chat=True), progress.warn, section.max_turn_tokens, section.host), running, 1.0
     )
     conversations = Conversations(
         section,
