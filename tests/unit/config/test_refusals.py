@@ -215,8 +215,8 @@ environment.kind=my:Own algorithm.turn_rewards=true algorithm.kl.place=reward al
   algorithm.turn_rewards |
 algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
-environment.kind=my:Own environment.options.tokenizer=1 | environment.options | -
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
+environment.host=0.0.0.0 | environment.host |
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
