@@ -144,7 +144,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             chain(
                 trainer.steps(config),
                 trainer.reward(config),
-                trainer.environment(config),
+                trainer.environments(config),
                 trainer.packages(config),
             ),
         ),

@@ -62,11 +62,12 @@ def unserved(settings: Any, shape: ModelShape) -> str:
     Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
     there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
     """
-    sglang, targets = settings.engine.sglang, settings.lora.target_names(shape)
+    sglang = settings.engine.sglang
     if settings.engine.kind != "sglang":
         return f"engine.kind is {settings.engine.kind}"
     if shape.family not in _SERVED:
         return f"adapters for models of type {shape.family} were not tried in SGLang"
+    targets = settings.lora.target_names(shape)
     if targets & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= targets:
         return "SGLang takes adapters of q_proj, k_proj or v_proj only where q_proj and v_proj have one"
     if "up_proj" in targets and "gate_proj" not in targets:

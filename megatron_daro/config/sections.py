@@ -186,7 +186,7 @@ class RolloutSection(Section):
     """Most batches that an answer's weights may be behind the policy that trains on it; 0: synchronous. Generation
     runs ahead by as many batches, less those for which groups are kept (keep_surplus, segment_tokens)."""
     oversampling: float = Field(default=1.0, ge=1, le=100)
-    """Prompts of the first round, as a multiple of prompts_per_batch."""
+    """Prompts that are begun, as a multiple of those that the batch is likely to need."""
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
@@ -224,7 +224,7 @@ class RolloutSection(Section):
 
     @property
     def prompts_requested(self) -> int:
-        """Prompts of the first round of a batch."""
+        """Prompts of a round: what a batch begins with where the filter keeps all."""
         return math.ceil(self.prompts_per_batch * self.oversampling)
 
     @property
@@ -414,6 +414,18 @@ class EnvironmentSection(Section):
         return self.kind.startswith("verifiers:")
 
 
+class NamedEnvironment(EnvironmentSection):
+    """One of several environments of a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]{0,63}$")]
+    """Its name, in metrics."""
+    sources: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Data sources of its problems. Empty: the one that is called as it is."""
+    weight: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Its share of the training prompts is this over the sum of all weights. Unset, for all: its share of the
+    problems."""
+
+
 class TrainerSection(Section):
     """The run."""
 
@@ -532,6 +544,8 @@ class Config(Section):
     """The rollout engine."""
     environment: EnvironmentSection = EnvironmentSection()
     """What happens between a prompt and its verdict."""
+    environments: tuple[NamedEnvironment, ...] = ()
+    """Several environments, each for the problems of its data sources, in place of `environment`."""
     reward: RewardSection = RewardSection()
     """The verifier."""
     trainer: TrainerSection = TrainerSection()
@@ -540,3 +554,13 @@ class Config(Section):
     """The nodes that the run will get."""
     observe: ObserveSection = ObserveSection()
     """What is shown and written."""
+
+    @property
+    def all_environments(self) -> tuple[EnvironmentSection, ...]:
+        """`environments`, or the one that the run has."""
+        return self.environments or (self.environment,)
+
+    @property
+    def environment_of_source(self) -> dict[str, str]:
+        """Data source -> name of its environment; empty where the run has one."""
+        return {source: one.name for one in self.environments for source in one.sources or (one.name,)}

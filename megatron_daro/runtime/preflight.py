@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
-from megatron_daro.config.base import changed, filled
+from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
 from megatron_daro.config.lora import served_config
 from megatron_daro.config.megatron_options import gpu_defaults
@@ -42,6 +42,7 @@ from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.provenance import identity, provenance
+from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
 CONFIG_FILE = "config.yaml"
@@ -138,11 +139,8 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
         DaroError: what the start would end with.
     """
     config, lines = with_template_date(config, resume=resume), _Lines()
-    if _algorithm_can_be_refused(config):
-        from megatron_daro.runtime import parts
-
-        for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
-            lines.warn(remark)
+    for remark in algorithm_remarks(config, algorithm_of(config)):
+        lines.warn(remark)
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, generates=replay is None and not elsewhere)
@@ -201,20 +199,6 @@ def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
         recovery.check_fits(*newest, identity(config))
 
 
-def needs_torch(config: Config) -> bool:
-    """Whether a dry run of this configuration imports modules that import torch, which takes seconds."""
-    model = config.model.trust_remote_code or config.model.megatron_weights is not None
-    return model or _algorithm_can_be_refused(config) or _megatron_looks_at_options(config)
-
-
-def _algorithm_can_be_refused(config: Config) -> bool:
-    """Return whether the algorithm may refuse what the checks of the configuration let pass."""
-    section = config.algorithm
-    daro = section.name in ("daro", "daro_ppo") and bool(changed(section.daro))
-    own = ":" in section.name or bool(section.options)
-    return own or daro or section.std != "auto" or config.rollout.oversampling > 1
-
-
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     """Refuse what a start refuses before it reads or writes anything.
 
@@ -237,8 +221,9 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
-    if generates and config.environment.is_own:
-        try_environment(config.environment)
+    for section in config.all_environments:
+        if generates and section.is_own:
+            try_environment(section)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:

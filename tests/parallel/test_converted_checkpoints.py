@@ -13,7 +13,7 @@ from test_gradients_exact import layouts
 from megatron_daro.convert import plan
 from megatron_daro.workshop.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe"]
+MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -56,7 +56,7 @@ def test_training_starts_from_it_and_what_it_saves_is_the_model(rank_pool, tmp_p
 
 
 def test_experts_over_two_ranks_start_from_it_and_are_saved(rank_pool, tmp_path, model):
-    if "moe" not in str(model):
+    if "moe" not in str(model) and "deepseek" not in str(model):
         pytest.skip("a model without experts")
     from megatron_daro.actor.parallel import Layout
 

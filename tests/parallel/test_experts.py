@@ -35,9 +35,17 @@ def layouts():
     }
 
 
-FAMILIES = ["qwen3_moe", "glm4_moe", "glm4_moe_normed", "qwen3_moe_mixed", "mixtral"]
-CASES = [(family, layout) for family in FAMILIES[:2] for layout in layouts()] + [
-    (family, layout) for family in FAMILIES[2:] for layout in ("single", "tp2_ep2", "pp2_ep2", "pp2_vpp2_ep2")
+FAMILIES = [
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_plain",
+    "glm4_moe_normed",
+    "qwen3_moe_mixed",
+    "mixtral",
+]
+CASES = [(family, layout) for family in FAMILIES[:3] for layout in layouts()] + [
+    (family, layout) for family in FAMILIES[3:] for layout in ("single", "tp2_ep2", "pp2_ep2", "pp2_vpp2_ep2")
 ]
 
 
@@ -61,6 +69,8 @@ def models(tmp_path_factory):
         CASES,
         *(("qwen3_moe", layout) for layout in ("tp2_etp1", "cp2_ep2", "tp2_dp2_ep2", "tp4_ep2", "dp4_ep2")),
         *(("glm4_moe", layout) for layout in ("single", "tp2_ep2", "pp2", "cp2_ep2", "tp2_dp2_ep2")),
+        *(("deepseek_v3", layout) for layout in ("single", "tp2_ep2", "pp2")),
+        ("deepseek_v3_plain", "tp2_ep2"),
         ("glm4_moe_normed", "tp2_ep2"),
         ("qwen3_moe_mixed", "pp2_vpp2_ep2"),
         ("mixtral", "tp2_ep2"),

@@ -21,6 +21,7 @@ CASES = [(layout, family) for family in FAMILIES for layout in LAYOUTS] + [
     ("tp2_cp2", "llama_one_group"),
     ("tp2", "mistral"),
     ("cp2", "glm4_moe"),
+    ("cp2", "deepseek_v3"),
 ]
 TOLERANCE, PACKED_TOLERANCE = 1e-5, 1e-6
 # Measured: 0.013 at most and 0.003 on average between two bf16 implementations, and 0.016 from bf16 to fp32 for
@@ -99,7 +100,10 @@ def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_poo
         assert torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize("family", mostly_heavy([*FAMILIES, "glm4_moe"], "qwen2_tied", "qwen3", "glm4_moe"))
+@pytest.mark.parametrize(
+    "family",
+    mostly_heavy([*FAMILIES, "glm4_moe", "deepseek_v3"], "qwen2_tied", "qwen3", "glm4_moe", "deepseek_v3"),
+)
 @pytest.mark.parametrize("layout", ["single", "tp2", "cp2"])
 def test_unpacked_equals_packed(rank_pool, models, batch, layout, family):
     directory, hf = models[family]

@@ -19,7 +19,7 @@ from megatron_daro.config.lora import LoraSection
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.types import PreparedBatch, TrainBatch
+from megatron_daro.types import PreparedBatch, StepBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -48,7 +48,7 @@ async def policy_of(model, *, lora=None, **layout):
 def batch_of(rollouts):
     """The rollouts as a batch; every other one is taken for right."""
     advantages_N = np.array([1.0 if i % 2 else -1.0 for i in range(len(rollouts))], dtype=np.float32)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.concatenate([r.tokens for r in rollouts]),
         lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
         prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),

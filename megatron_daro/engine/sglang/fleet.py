@@ -1,6 +1,6 @@
 """The servers of a run: which one gets the next request, which one is given up, and whether any is left.
 
-generation.py takes a server for each request and gives it back; supervision.py, memory.py and update.py fence servers.
+generation.py takes a server for each request and gives it back; it, supervision.py, memory.py and update.py fence.
 Refuses to hand out a server that is paused, has old weights or is fenced, and to let anyone wait for servers when all
 are gone.
 """

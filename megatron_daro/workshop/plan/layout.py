@@ -54,6 +54,13 @@ def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, 
     sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
     sizes += [columns] if shape.qkv_bias else []
     sizes += [shape.head_dim, shape.head_dim] if shape.qk_norm else []
+    if latent := shape.latent:
+        rank, heads, down = latent.query_rank, shape.heads // cut.tensor, latent.kv_rank + latent.rotary
+        sizes = (
+            [rank * shape.hidden, rank, rank * query // cut.tensor] if rank else [shape.hidden * query // cut.tensor]
+        )
+        sizes += [down * shape.hidden, latent.kv_rank, heads * (latent.plain + latent.value) * latent.kv_rank]
+        sizes += [heads * latent.value * shape.hidden, shape.hidden, shape.hidden]
     if shape.experts and shape.has_experts(layer):
         shared = shape.experts.shared_ffn // cut.tensor * shape.hidden
         return (*sizes, shape.experts.number * shape.hidden, *((2 * shared, shared) if shared else ()))

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.megatron_weights import MegatronWeights
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -60,8 +60,9 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path_factory, model, format_
     root = tmp_path_factory.mktemp("round")
     dense = [0] if model["num_hidden_layers"] > 2 else []  # dense layers before those with experts
     mixed = {"mlp_only_layers": dense} if model["family"] == "qwen3_moe" else {}
-    mixed |= {"first_k_dense_replace": len(dense)} if model["family"] == "glm4_moe" else {}
-    given_ = make_hf(root / "hf", config_of(**model, **mixed), dtype=dtype)
+    mixed |= {"first_k_dense_replace": len(dense)} if model["family"] in ("glm4_moe", "deepseek_v3") else {}
+    mixed |= {"num_key_value_heads": 4} if model["family"] == "deepseek_v3" else {}
+    given_ = make_hf(root / "hf", config_of(**{**model, **mixed}), dtype=dtype)
     to_megatron(root / "hf", root / "megatron", format_=format_)
     to_hf(root / "megatron", root / "back")
     assert_equal(tensors_of(root / "back"), given_)
