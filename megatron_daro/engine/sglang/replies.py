@@ -157,6 +157,9 @@ class ServerInfo(_Reply):
     skip_tokenizer_init: bool | None = None
     quantization: Text | None = None
     incremental_streaming_output: bool | None = None
+    enable_lora: bool | None = None
+    max_lora_rank: Count | None = None
+    lora_target_modules: list[Text] | None = None
     internal_states: list[InternalState] | None = None
 
 
