@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))  # the tests' tiny task and small servers serve benchmarks too
+sys.path += map(str, (ROOT / "tests", ROOT / "tests" / "gpu"))  # tiny task, small servers, batches serve here too
 RESULTS = ROOT / "benchmarks" / "results"
 GIB = 2**30
 T = TypeVar("T")

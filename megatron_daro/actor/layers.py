@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_daro.actor.compat import LatentAttention
 from megatron_daro.actor.megatron import (
     MegatronModule,
     PackedSeqParams,
@@ -330,20 +331,33 @@ def _in_sequence_order(x_CTGD: Tensor, chunk: int) -> Tensor:
     return torch.cat(first + second[::-1])
 
 
+_LATENT_KEYS = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""What checkpoints call norms of local layers: as of Transformer Engine's. Upstream has it for other attention only."""
+
+
 def layer_spec(
     config: TransformerConfig, *, transformer_engine: bool, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
     PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them."""
     block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
+    distinct = {id(spec): spec.submodules for spec in block.layer_specs}.values()
+    for submodules in distinct if config.multi_latent_attention else ():
+        submodules.self_attention.module = LatentAttention
+        if not transformer_engine:
+            submodules.sharded_state_dict_keys_map = _LATENT_KEYS
     if transformer_engine:
         return block
-    for submodules in {id(spec): spec.submodules for spec in block.layer_specs}.values():
+    for submodules in distinct:
         submodules.input_layernorm = RMSNorm
         submodules.pre_mlp_layernorm = RMSNorm
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
+            setattr(attention, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", RMSNorm)
     return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)

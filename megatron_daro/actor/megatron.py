@@ -43,6 +43,7 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
         RowParallelLinear,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -50,19 +51,22 @@ with warnings.catch_warnings():
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
     )
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 __all__ = [
     "CheckpointingException",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",
     "OptimizerConfig",
@@ -99,6 +103,7 @@ __all__ = [
     "load_preprocess",
     "make_sharded_tensors_for_checkpoint",
     "merge",
+    "multi_latent_attention",
     "nested_values",
     "parallel_state",
     "param_group_identifier_keys",

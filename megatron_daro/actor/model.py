@@ -25,12 +25,14 @@ from megatron_daro.actor.compat import (
     frozen_expert_biases,
     gradient_fusion_of_layers,
     quiet,
+    share_rotary_tables,
     upstream_config,
 )
 from megatron_daro.actor.layers import layer_spec
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    MLATransformerConfig,
     OptimizerConfig,
     RotaryEmbedding,
     TransformerConfig,
@@ -121,10 +123,12 @@ def transformer_config(
         **(fp8 or {}),
         **_expert_options(shape, grouped=transformer_engine),
         **_attention_options(shape),
+        **_latent_options(shape),
     }
-    if isinstance(shape.rope_scaling, YarnScaling):
-        values["softmax_scale"] = shape.rope_scaling.attention_factor**2 / math.sqrt(shape.head_dim)
-    config = upstream_config(TransformerConfig, values, options or {})
+    yarn = shape.rope_scaling if isinstance(shape.rope_scaling, YarnScaling) and not shape.latent else None
+    if yarn:
+        values["softmax_scale"] = yarn.attention_factor**2 / math.sqrt(shape.head_dim)
+    config = upstream_config(MLATransformerConfig if shape.latent else TransformerConfig, values, options or {})
     if config.gradient_accumulation_fusion and not transformer_engine:
         raise ConfigError(
             "actor.megatron.gradient_accumulation_fusion: got true; allowed: only with Transformer Engine's layers; "
@@ -135,8 +139,8 @@ def transformer_config(
             f"actor.megatron.bias_activation_fusion: got true with a model of type {shape.family}; allowed: false: "
             "Megatron-core clamps before it adds the bias then, and the model afterwards; fix: remove it"
         )
-    if isinstance(shape.rope_scaling, YarnScaling):
-        _set_yarn(config, shape.rope_scaling)
+    if yarn:
+        _set_yarn(config, yarn)
     config.finalize_model_grads_func = finalize_summed_grads
     return config
 
@@ -162,6 +166,37 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
         "window_size": (shape.window - 1, 0) if shape.windowed else None,
         "window_attn_skip_freq": [int(i in shape.windowed) for i in range(shape.layers)] if shape.windowed else None,
         "add_bias_linear": shape.biases,
+    }
+
+
+def _latent_options(shape: ModelShape) -> dict[str, Any]:
+    """Latent attention; its layers scale the rotary embedding themselves, by two factors that upstream has as weights
+    of ln(factor). Fused kernels for that have tables in the dtype of the model, and were never compared."""
+    latent, scaling = shape.latent, shape.rope_scaling
+    if latent is None:
+        return {}
+    options = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "qk_layernorm": True,
+        "apply_rope_fusion": False,
+        "rope_type": "rope",
+        "rotary_base": shape.rope_theta,
+    }
+    if not isinstance(scaling, YarnScaling):
+        return options
+    weight = 0.1 * math.log(scaling.factor) if scaling.factor > 1 else math.inf
+    return options | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": (scaling.attention_factor * scaling.score_factor - 1) / weight,
+        "mscale_all_dim": (scaling.score_factor - 1) / weight,
     }
 
 
@@ -299,7 +334,9 @@ def _bare_chunk(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
             vp_stage=virtual_stage,
-            position_embedding_type="yarn" if isinstance(shape.rope_scaling, YarnScaling) else "rope",
+            position_embedding_type="yarn"
+            if isinstance(shape.rope_scaling, YarnScaling) and not shape.latent
+            else "rope",
             rotary_percent=shape.rotary_share,
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tie,
@@ -310,7 +347,10 @@ def _bare_chunk(
         add_biases_of_experts(model)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
-    bound_rotary_tables(model.rotary_pos_emb)
+    if shape.latent:
+        share_rotary_tables(model)
+    else:
+        bound_rotary_tables(model.rotary_pos_emb)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
     freeze(model)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_daro.config.base import ExpandedPath, Section
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.families import families
 
@@ -52,6 +52,65 @@ class LoraSection(Section):
         return frozenset(_sides(shape)) if ALL in self.targets else frozenset(self.targets)
 
 
+_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+"""Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
+
+
+def unserved(settings: Any, shape: ModelShape) -> str:
+    """Why servers cannot get the adapters alone; empty where they can. Args: settings: a Config.
+
+    Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
+    there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
+    """
+    sglang = settings.engine.sglang
+    if settings.engine.kind != "sglang":
+        return f"engine.kind is {settings.engine.kind}"
+    if shape.family not in _SERVED:
+        return f"adapters for models of type {shape.family} were not tried in SGLang"
+    targets = settings.lora.target_names(shape)
+    if targets & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= targets:
+        return "SGLang takes adapters of q_proj, k_proj or v_proj only where q_proj and v_proj have one"
+    if "up_proj" in targets and "gate_proj" not in targets:
+        return "SGLang takes one of up_proj only where gate_proj has one"
+    if settings.model.megatron_weights is not None:
+        return "servers read model.path, and the weights beside the adapters are those of model.megatron_weights"
+    if settings.engine.colocate:
+        return "with engine.colocate servers lose their weights in the trainer's turn"
+    on_cpu, step = sglang.named_arguments.get("device") == "cpu", 32 * sglang.tensor_parallel
+    if on_cpu and shape.ffn % step and targets & {"gate_proj", "up_proj", "down_proj"}:
+        return f"on a CPU SGLang pads the MLP's width {shape.ffn} to a multiple of {step}, but no adapter"
+    if sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None:
+        return "the servers' weights are quantized"
+    return ""
+
+
+def with_adapter_sync(settings: Any, shape: ModelShape | None) -> Any:
+    """Return the Config whose servers get adapters alone, where they can and `engine.sglang.sync` is not given."""
+    engine, given = settings.engine, "sync" in settings.engine.sglang.model_fields_set
+    if not settings.lora.rank or given or shape is None or unserved(settings, shape):
+        return settings
+    sglang = engine.sglang.model_copy(update={"sync": "adapters"})
+    return settings.model_copy(update={"engine": engine.model_copy(update={"sglang": sglang})})
+
+
+def merging(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
+    """Warn that engines get whole weights. Args: settings: a Config, as `with_adapter_sync` returns it."""
+    if settings.lora.rank and shape is not None and not settings.engine.sglang.transport.adapters:
+        got = f"adapters, of which engines get none ({unserved(settings, shape) or 'engine.sglang.sync is given'})"
+        allowed = "whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
+        yield Problem("lora.rank", got, allowed, "none needed (docs/lora.md)")
+
+
+def served_config(settings: Any) -> dict[str, Any]:
+    """Return adapter_config.json for servers that get adapters; empty where they get whole weights. SGLang 0.5.23
+    multiplies by lora_alpha / r, whatever it says of rslora. Args: settings: a Config."""
+    section, path = settings.lora, settings.model.path
+    if not settings.engine.sglang.transport.adapters:
+        return {}
+    config = peft_config(section, read_model_shape(path), str(path))
+    return {**config, "lora_alpha": section.scale * section.rank, "use_rslora": False}
+
+
 def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json. Args: base: path or name of the frozen model."""
     return {
@@ -72,6 +131,11 @@ def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str,
 def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
     """Yield why these adapters cannot be trained. Args: settings: a Config. shape: of the model, where it is known."""
     section: LoraSection = settings.lora
+    if shape is not None and settings.engine.sglang.transport.adapters:
+        reason = unserved(settings, shape) if section.rank else "lora.rank is 0"
+        fix = "set engine.sglang.sync=distributed, or remove it"
+        if reason:
+            yield Problem("engine.sglang.sync", f"adapters, but {reason}", "adapters that servers can take", fix)
     if not section.rank:
         if settings.trainer.export_adapter:
             fix = "set lora.rank, or trainer.export_adapter=false"
@@ -80,7 +144,7 @@ def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
     if settings.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"
         yield wrong(settings, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
-    if shape is not None:
+    if shape is not None and not shape.latent:  # which rules/latent.py refuses
         yield from _target_problems(settings, section, shape)
     if section.path is not None:
         yield from _path_problems(section, shape)
@@ -144,7 +208,12 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         if content.get(name, value) != value:
             yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
-    if shape is not None and isinstance(targets, list) and {*targets} != section.target_names(shape):
+    if (
+        shape is not None
+        and not shape.latent
+        and isinstance(targets, list)
+        and {*targets} != section.target_names(shape)
+    ):
         got = f"an adapter of {', '.join(sorted(targets))}"
         yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 

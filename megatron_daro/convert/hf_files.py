@@ -2,7 +2,8 @@
 
 Reading takes safetensors in one file or several with an index, and only the bytes of the rows and columns that are
 asked for. Every header is checked against its file's size when the checkpoint is opened, so a torn download is
-rejected before anything starts; so are pickles (`pytorch_model.bin`), since reading one can run code.
+rejected before anything starts; so are pickles (`pytorch_model.bin`), since reading one can run code. Matrices in fp8
+blocks (`NAME.weight` with `NAME.weight_scale_inv`, as DeepSeek-V3 is published) are read as bf16.
 
 Writing takes a stream of (name, tensor) and holds one file's tensors at a time. Everything is written and synced to a
 sibling directory, which is then renamed, so the checkpoint appears whole or not at all. Nothing that exists is
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from torch import Tensor
 from megatron_daro import durable
 from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
 from megatron_daro.config.model_shape import dangling_link, read_json, without_further_layers
+from megatron_daro.config.precision import FP8_BLOCK as BLOCK
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.safetensors_file import DTYPES
@@ -39,6 +41,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _SHARDS = "model-?????-of-?????.safetensors"  # the names that transformers and `shard_name` give
 _AGAIN = "Copy or download the checkpoint again."
+_SCALES = "_scale_inv"
 
 
 class HFCheckpoint(Mapping[str, Tensor]):
@@ -48,8 +51,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
     (convert/stacked.py), in bf16 where the file has them in MXFP4.
 
     Args:
-        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names. as_stored: every
-            tensor is shown as the files have it.
+        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names. as_stored: all
+            experts of a layer are shown in one tensor where the files have them so.
 
     Raises:
         ModelError: no such directory, no safetensors, a missing or torn file, an index that does not fit its files or
@@ -58,12 +61,16 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
     def __init__(self, directory: str | Path, *, as_stored: bool = False) -> None:
         self.directory = Path(directory)
-        found = self._locate()
-        self._experts = {} if as_stored else self._taken_apart(found)
-        held = {stored for place, _ in self._experts.values() for stored in place.stored_as(found)}
-        self._stacks = _WholePieces({name: found.pop(name) for name in held})
-        self._pieces = _WholePieces(found)
+        pieces = self._locate()
+        blocks = [n for n, piece in pieces.items() if piece.dtype == torch.float8_e4m3fn and n + _SCALES in pieces]
+        self._scales = _WholePieces({name: pieces.pop(name + _SCALES) for name in blocks})
+        self._experts = {} if as_stored else self._taken_apart(pieces)
+        held = {stored for place, _ in self._experts.values() for stored in place.stored_as(pieces)}
+        self._stacks = _WholePieces({name: pieces.pop(name) for name in held})
+        self._pieces = _WholePieces(pieces)
         self._last: tuple[tuple[str, int], Tensor] | None = None
+        for name in blocks:
+            self._check_scales(name)
 
     def names(self) -> list[str]:
         """Every tensor name, sorted."""
@@ -92,27 +99,30 @@ class HFCheckpoint(Mapping[str, Tensor]):
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
         if columns is not None:
             offset[1], size[1] = columns[0], columns[1] - columns[0]
-        return self._pieces.read(name, offset, size, out)
+        if name not in self._scales.by_name:
+            return self._pieces.read(name, offset, size, out)
+        values = self._read_blocks(name, offset, size)
+        return values if out is None else out.copy_(values)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header. Raises ModelError if it is missing."""
         return self._experts[name][1] if name in self._experts else self._piece(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype, from the header. Raises ModelError if it is missing."""
-        if name not in self._experts:
-            return self._piece(name).dtype
-        stack = self._stacks.by_name.get(self._experts[name][0].stack)
-        return torch.bfloat16 if stack is None else stack.dtype
+        """Return the dtype that a tensor is read in. Raises ModelError if it is missing."""
+        if name in self._experts:
+            stack = self._stacks.by_name.get(self._experts[name][0].stack)
+            return torch.bfloat16 if stack is None else stack.dtype
+        return torch.bfloat16 if name in self._scales.by_name else self._piece(name).dtype
 
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors that were read so far."""
-        return self._pieces.bytes_read + self._stacks.bytes_read
+        return self._pieces.bytes_read + self._scales.bytes_read + self._stacks.bytes_read
 
     def close(self) -> None:
         """Lets go of the files; reading afterwards is an error."""
-        for pieces in (self._pieces, self._stacks):
+        for pieces in (self._pieces, self._scales, self._stacks):
             pieces.close()
             pieces.by_name.clear()
         self._experts, self._last = {}, None
@@ -158,6 +168,26 @@ class HFCheckpoint(Mapping[str, Tensor]):
                 values = dequantized(read(stack + BLOCKS), read(stack + SCALES))
             self._last = (stack, expert), values
         return self._last[1]
+
+    def _read_blocks(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a box of a matrix in fp8 blocks as bf16: the product with its block's scale, taken in fp32, as
+        transformers 5.24 (integrations/finegrained_fp8.py, `Fp8Dequantize`) has it in a bf16 model."""
+        first = [start // BLOCK for start in offset]
+        last = [-(-(start + count) // BLOCK) for start, count in zip(offset, size, strict=True)]
+        scale_nk = self._scales.read(name, first, [b - a for a, b in zip(first, last, strict=True)]).float()
+        wide_NK = scale_nk.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        for dim, (start, count) in enumerate(zip(offset, size, strict=True)):
+            wide_NK = wide_NK.narrow(dim, start % BLOCK, count)
+        return (self._pieces.read(name, offset, size).float() * wide_NK).bfloat16()
+
+    def _check_scales(self, name: str) -> None:
+        shape, scales = self.shape(name), self._scales.by_name[name]
+        expected = tuple(-(-count // BLOCK) for count in shape)
+        if len(shape) != 2 or scales.shape != expected or scales.dtype.itemsize < 2:
+            raise ModelError(
+                f"{self.directory}: {name}{_SCALES} is {scales.dtype} of shape {scales.shape}; allowed: fp32 or bf16 "
+                f"of shape {expected}, one for each {BLOCK} x {BLOCK} of {name}. {_AGAIN}"
+            )
 
     def _locate(self) -> dict[str, Piece]:
         """Tensor name -> where it is; reads the header of every file and checks it against the file's size."""
@@ -439,11 +469,11 @@ def copy_model_files(
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     config = json.loads(text)
-    quantized = config.pop("quantization_config", None)  # what is written here is not
+    was_quantized = config.pop("quantization_config", None) is not None  # the weights beside it are not
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
     named = {**({} if dtype is None else dict.fromkeys(keys, dtype)), **changes}
     named |= {} if further_layers else without_further_layers(config)
-    if folder is not None and quantized is None and config == {**config, **named}:
+    if folder is not None and not was_quantized and config == {**config, **named}:
         shutil.copyfile(folder / "config.json", target / "config.json")
     else:
         _write_json(target / "config.json", {**config, **named})

@@ -26,6 +26,7 @@ from megatron_daro.convert.parameters import (
     EMBEDDING,
     EXPERT,
     FINAL_NORM,
+    LATENT_ATTENTION,
     OUTPUT,
     ROUTER,
     Kind,
@@ -339,7 +340,7 @@ def _take(rule: TensorRule, hf_tensors: Mapping[str, Tensor], i: int) -> Tensor:
 
 
 def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[TensorRule]:
-    yield from rules.all_of(ATTENTION, fused_norms)
+    yield from rules.all_of(LATENT_ATTENTION if rules.shape.latent else ATTENTION, fused_norms)
     experts = rules.shape.experts
     if experts is None or not rules.shape.has_experts(rules.layer or 0):
         yield from rules.all_of(DENSE_MLP, fused_norms)

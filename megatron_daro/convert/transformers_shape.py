@@ -70,7 +70,15 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "hidden_size", shape.hidden, theirs("hidden_size")
     yield "num_attention_heads", shape.heads, theirs("num_attention_heads")
     yield "num_key_value_heads", shape.kv_heads, theirs("num_key_value_heads")
-    yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
+    if latent := shape.latent:
+        yield "q_lora_rank", latent.query_rank, theirs("q_lora_rank")
+        yield "kv_lora_rank", latent.kv_rank, theirs("kv_lora_rank")
+        yield "qk_nope_head_dim", latent.plain, theirs("qk_nope_head_dim")
+        yield "qk_rope_head_dim", latent.rotary, theirs("qk_rope_head_dim")
+        yield "v_head_dim", latent.value, theirs("v_head_dim")
+        yield "rope_interleave", True, theirs("rope_interleave")
+    else:
+        yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
     yield "intermediate_size", shape.ffn, theirs("intermediate_size")
     yield "vocab_size", shape.vocab, theirs("vocab_size")
     yield "rms_norm_eps", shape.rms_eps, theirs("rms_norm_eps")
@@ -94,7 +102,7 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
         yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
         ours = (shape.rope_theta, shape.rotary_share, shape.rope_scaling)
-        yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary)
+        yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary, latent=family.latent)
         resolved.standardize_rope_params()
     keys = family.experts
     if shape.experts and keys:

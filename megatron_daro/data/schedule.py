@@ -1,6 +1,6 @@
 """The split of a batch: which data-parallel rank computes which samples, in which micro-batches.
 
-Lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
+Lengths of a StepBatch -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
 pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
 Refuses a sample that does not fit the token budget. It never drops or repeats a sample.
@@ -56,7 +56,7 @@ class CostModel:
         Args:
             num_parameters: active parameters per token, without the input embedding.
             num_layers: layers with attention.
-            attention_width: heads times head dimension.
+            attention_width: heads times head dimension, the mean of that of keys and that of values.
 
         Returns:
             6 * parameters per token, and 6 * layers * width per token pair (causal: half of 12).
@@ -72,7 +72,7 @@ class CostModel:
         cost = cls.transformer(
             num_parameters=shape.num_active_parameters - lookup,
             num_layers=shape.layers - len(shape.windowed),
-            attention_width=shape.heads * shape.head_dim,
+            attention_width=shape.heads * (shape.head_dim + shape.value_dim) // 2,
         )
         return replace(cost, linear=cost.linear + window_operations(shape))
 

@@ -64,6 +64,6 @@ FAMILY = Family(
         number=("num_local_experts", "num_experts"), width="intermediate_size", normalize=True, limit="swiglu_limit"
     ),
     only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    repeated=("experts_per_token", "initial_context_length"),
+    harmless=frozenset({"experts_per_token", "initial_context_length"}),  # they repeat other keys
     quantized="mxfp4",
 )

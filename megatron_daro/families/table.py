@@ -6,6 +6,8 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     embedding, final_norm, output                       of the whole model
     attention_norm, qkv (query, key, value), qkv_bias,  of each layer; leave out qkv_bias, query_norm and key_norm
     query_norm, key_norm, attention_output, mlp_norm    where the family has none
+    q, or q_down, q_latent_norm, q_up, and              in place of qkv, where attention is latent (multi-head latent
+    kv_down, kv_latent_norm, kv_up                      attention, MLA); config.json says which a model has of q
     gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
     router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
@@ -51,9 +53,10 @@ class Family:
     that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
     partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
     further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
-    checkpoint after the others, and are not trained. only: keys that have other allowed values here than in
-    `config.model_shape`. repeated: keys that say again what others do, and that nothing reads. quantized: the
-    `quant_method` of checkpoints that are converted as if they were not.
+    checkpoint after the others, and are not trained. only: further keys with the only values that are computed, in
+    place of those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of
+    an export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
+    converted as if they were not, beside fp8 blocks.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
@@ -68,9 +71,15 @@ class Family:
     switches: Mapping[str, str] = field(default_factory=dict)
     partial_rotary: bool = False
     further_tokens: str = ""
-    only: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    repeated: tuple[str, ...] = ()
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    loaded_together: tuple[str, ...] = ()
     quantized: str = ""
+
+    @property
+    def latent(self) -> bool:
+        """Whether queries, keys and values are made of latents of lower rank."""
+        return "kv_down" in self.tensors
 
     def __post_init__(self) -> None:
         for role, names in self.tensors.items():
@@ -119,6 +128,18 @@ ATTENTION: Names = {
     "qkv": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
     "attention_output": ("model.layers.{layer}.self_attn.o_proj.weight",),
     "mlp_norm": ("model.layers.{layer}.post_attention_layernorm.weight",),
+}
+LATENT_ATTENTION: Names = {
+    "attention_norm": ATTENTION["attention_norm"],
+    "q": ("model.layers.{layer}.self_attn.q_proj.weight",),
+    "q_down": ("model.layers.{layer}.self_attn.q_a_proj.weight",),
+    "q_latent_norm": ("model.layers.{layer}.self_attn.q_a_layernorm.weight",),
+    "q_up": ("model.layers.{layer}.self_attn.q_b_proj.weight",),
+    "kv_down": ("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",),
+    "kv_latent_norm": ("model.layers.{layer}.self_attn.kv_a_layernorm.weight",),
+    "kv_up": ("model.layers.{layer}.self_attn.kv_b_proj.weight",),
+    "attention_output": ATTENTION["attention_output"],
+    "mlp_norm": ATTENTION["mlp_norm"],
 }
 QKV_BIAS: Names = {"qkv_bias": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv")}
 QK_NORM: Names = {

@@ -19,6 +19,24 @@ GLM = {
     "routed_scaling_factor": 1.5,
     "num_nextn_predict_layers": 0,
 }
+DEEPSEEK = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+FAMILIES = {"Glm4MoeConfig": GLM, "DeepseekV3Config": DEEPSEEK}
 LAYOUTS = {
     "cut": ("actor.tensor_parallel=2", "actor.expert_parallel=2"),
     "staged": ("actor.tensor_parallel=1", "actor.pipeline_parallel=2"),
@@ -39,10 +57,11 @@ GPT_OSS = {
 
 
 @pytest.mark.heavy
-def test_glm_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_path, family):
     model = tmp_path / "model"
     tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
-    tiny_task.pretrain(model, family="Glm4MoeConfig", **GLM)
+    tiny_task.pretrain(model, family=family, **FAMILIES[family])
     file, generator = model / "model.safetensors", torch.Generator().manual_seed(0)
     first = load_file(file)
     biases = {name: torch.randn(8, generator=generator) * 0.02 for name in first if name.endswith("correction_bias")}

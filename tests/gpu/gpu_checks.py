@@ -1,8 +1,8 @@
-"""What must hold on a GPU, as functions that measure: run by test_on_gpu.py and by tools/gpu_check.py.
+"""What must hold on a GPU, as functions that measure: run by test_on_gpu.py and by tools/gpu_proof.py.
 
 Place in the data flow: process groups of one rank exist already; each check builds what it needs, compares it with
 transformers or with float64, and returns the largest difference beside its tolerance. The same functions run on a CPU,
-which rehearses them (tests/parallel/test_gpu_check_rehearsal.py) and proves nothing about a GPU.
+which rehearses them (tests/parallel/test_gpu_proof_rehearsal.py) and proves nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -451,6 +451,7 @@ CHECKS: dict[str, Check] = {
     "memory released": memory_released,
     "memory to the host and back": memory_in_turns,
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
+    "memory paused under handles": gpu_processes.memory_paused,
     "ten steps, the embedded engine, resumed": gpu_runs.resumed,
     "log-probs of two ranks, TP 2, bf16": partial(gpu_processes.two_ranks, tensor=2),
     "log-probs of two ranks, CP 2, bf16": partial(gpu_processes.two_ranks, context=2),
@@ -468,7 +469,15 @@ CHECKS: dict[str, Check] = {
     "training, bf16, PP 2": partial(gpu_processes.training_bf16, pipeline=2),
     "training, bf16, EP 2 of experts": partial(gpu_processes.training_bf16, family="qwen3_moe", data=2, expert=2),
     "training, bf16, TP 2 CP 2 PP 2": partial(gpu_processes.training_bf16, tensor=2, context=2, pipeline=2),
-    "a rank killed in a step is replaced, DP 2": gpu_runs.lost_rank,
+    "ranks on one GPU, TP 2 with sequence parallel": partial(gpu_processes.training_bf16, one_gpu=True, tensor=2),
+    "ranks on one GPU, PP 2": partial(gpu_processes.training_bf16, one_gpu=True, pipeline=2),
+    "ranks on one GPU, CP 2": partial(gpu_processes.training_bf16, one_gpu=True, context=2),
+    "ranks on one GPU, EP 2 of experts": partial(
+        gpu_processes.training_bf16, one_gpu=True, family="qwen3_moe", data=2, expert=2
+    ),
+    "ranks on one GPU, TP 2 PP 2": partial(gpu_processes.training_bf16, one_gpu=True, tensor=2, pipeline=2),
+    "ranks on one GPU, DP 2, fp32 steps": partial(gpu_processes.training, one_gpu=True, data=2),
+    "a rank killed in a step is replaced, DP 2": partial(gpu_runs.lost_rank, data=2),
     "ten steps, GPUs shared with a server": partial(gpu_runs.ten_steps, servers=1, colocate=True),
     "ten steps, a server beside": partial(gpu_runs.ten_steps, servers=1),
     "ten steps, a server beside, weights from shards to shards": partial(
@@ -495,6 +504,8 @@ CHECKS: dict[str, Check] = {
 def gpus_of(check: Check) -> int:
     """GPUs that a check needs: those of its ranks and of servers beside them."""
     given = check.keywords if isinstance(check, partial) else {}
+    if given.get("one_gpu"):
+        return 1
     ranks = math.prod(given.get(name, 1) for name in ("tensor", "pipeline", "context", "data"))
     return ranks if given.get("colocate") else ranks + given.get("servers", 0)
 
@@ -527,7 +538,7 @@ def _thirds(num_samples: int) -> list[list[int]]:
 
 def _long(device: torch.device, directory: Path) -> tuple[Any, Any]:
     """Save a model with heads of 128; return transformers' and two sequences, a right answer and a wrong one."""
-    from gpu_speed import equal_samples
+    from gpu_measures import equal_samples
     from small_models import VOCAB, save_model
 
     tokens = 8192 if device.type == "cuda" else 96

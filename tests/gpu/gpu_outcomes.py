@@ -1,8 +1,9 @@
-"""What a check finds: a difference beside its tolerance, or why it cannot run here."""
+"""What a check finds: a difference beside its tolerance, numbers alone, or why it cannot run here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,12 +13,21 @@ class NotHereError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, by its name with the unit; nothing to pass."""
+
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """difference: the largest found, in the unit that `of` names; passed where it is at most `tolerance`."""
+    """difference: the largest found, in the unit that `of` names; passed where it is at most `tolerance`. numbers: what
+    was measured on the way."""
 
     difference: float
     tolerance: float
     of: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

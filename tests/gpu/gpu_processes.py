@@ -7,6 +7,7 @@ On a CPU ranks meet by gloo, which rehearses the checks and proves nothing about
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import host_group
 import numpy as np
 import torch
 from gpu_outcomes import NotHereError, Outcome, need_gpus
@@ -32,20 +34,56 @@ rebuild = reductions.rebuild_cuda_tensor
 uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 reductions.rebuild_cuda_tensor = lambda *a: rebuild(*a[:6], uuids.index(a[6]), *a[7:])
 received = pickle.loads(base64.b64decode(sys.stdin.read()))
-print(json.dumps({name: value.double().sum().item() for name, value in received}))
+"""
+SUMS = "print(json.dumps({name: value.double().sum().item() for name, value in received}))"
+# Into memory that was given back and taken again meanwhile, as a server's weights are; `freed` is a sum of its own.
+INTO_PAUSED = """
+from torch_memory_saver import torch_memory_saver as saver
+with saver.region(tag="weights"):
+    weights = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+held = torch.cuda.mem_get_info()[0]
+saver.pause("weights")
+freed = torch.cuda.mem_get_info()[0] - held
+saver.resume("weights")
+own = {name: weights[i * 2**20 :][: x.nbytes].view(x.dtype).view(x.shape) for i, (name, x) in enumerate(received)}
+for name, value in received:
+    own[name].copy_(value)
+print(json.dumps({name: value.double().sum().item() for name, value in own.items()} | {"freed": freed}))
 """
 
 
 def handles_to_a_second_process(device: torch.device, _: Path) -> Outcome:
     """Sums of bf16 and fp32 tensors as another process reads them in this one's memory."""
-    from megatron_daro.sync.handles import handles_of
-
     if device.type != "cuda":
         raise NotHereError("handles are of a GPU's memory, and there is none")
-    tensors = [(str(dtype), torch.randn(300, 70, device=device).to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    sums, tensors = _received(RECEIVER + SUMS)
+    return Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
+
+
+def memory_paused(device: torch.device, _: Path) -> Outcome:
+    """The same, copied into memory of torch_memory_saver that was given back and taken again meanwhile. It fails where
+    less than all came free."""
+    if device.type != "cuda":
+        raise NotHereError("it counts the memory of a GPU, and there is none")
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        raise NotHereError("torch_memory_saver is not installed")
+    from torch_memory_saver import configure_subprocess
+
+    with configure_subprocess():
+        sums, tensors = _received(RECEIVER + INTO_PAUSED)
+    if sums["freed"] < 2**29:
+        raise RuntimeError(f"{sums['freed']} of {2**29} bytes came free")
+    return Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
+
+
+def _received(script: str) -> tuple[dict[str, float], list[tuple[str, torch.Tensor]]]:
+    """What a process says of two tensors whose handles it gets, and the tensors."""
+    from megatron_daro.sync.handles import handles_of
+
+    tensors = [(str(dtype), torch.randn(300, 70, device="cuda").to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
     torch.cuda.synchronize()
     done = subprocess.run(
-        [sys.executable, "-c", RECEIVER],
+        [sys.executable, "-c", script],
         input=base64.b64encode(handles_of(tensors)).decode(),
         capture_output=True,
         text=True,
@@ -54,8 +92,7 @@ def handles_to_a_second_process(device: torch.device, _: Path) -> Outcome:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-300:])
-    sums = json.loads(done.stdout)
-    return Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
+    return json.loads(done.stdout), tensors
 
 
 def two_ranks(device: torch.device, directory: Path, **layout: int) -> Outcome:
@@ -76,6 +113,7 @@ def training(
     *,
     family: str = "qwen2",
     options: Mapping[str, Any] | None = None,
+    one_gpu: bool = False,
     **layout: int,
 ) -> Outcome:
     """fp32 ranks that share a model against this process alone: gradients of every parameter, then losses and gradient
@@ -86,7 +124,7 @@ def training(
 
     save_model(family, directory)
     (directory / "checkpoint").mkdir()
-    parts = _ranks(device, directory, layout, "training", options or {})
+    parts = _ranks(device, directory, layout, "training", options or {}, one_gpu=one_gpu)
     got: dict[str, np.ndarray] = {}
     for part in parts:
         got |= part
@@ -102,7 +140,9 @@ def training(
     return Outcome(worst, 1e-4, "relative, worst of gradients and steps")
 
 
-def training_bf16(device: torch.device, directory: Path, *, family: str = "qwen2", **layout: int) -> Outcome:
+def training_bf16(
+    device: torch.device, directory: Path, *, family: str = "qwen2", one_gpu: bool = False, **layout: int
+) -> Outcome:
     """bf16 gradients of ranks that share a model, with Transformer Engine's layers on GPUs, against this process alone:
     the direction of each parameter's."""
     from policy_tasks import loss_terms
@@ -115,7 +155,7 @@ def training_bf16(device: torch.device, directory: Path, *, family: str = "qwen2
         raise NotHereError("Transformer Engine is not installed")
     save_model(family, directory)
     got: dict[str, np.ndarray] = {}
-    for part in _ranks(device, directory, layout, "gradients"):
+    for part in _ranks(device, directory, layout, "gradients", one_gpu=one_gpu):
         got |= part
     alone = loss_terms(directory, Layout(), random_batch(), 3, {"name": "daro"}, precision="bf16")["gradients"]
     if set(got) != set(alone):
@@ -141,8 +181,13 @@ def _ranks(
     layout: Mapping[str, int],
     task: str,
     options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    one_gpu: bool = False,
 ) -> list[dict[str, np.ndarray]]:
     """Run this file once for each rank, on a GPU each where there are any; return what each rank found.
+
+    Args:
+        one_gpu: all ranks on the first GPU; what they exchange goes through the host.
 
     Raises:
         NotHereError: there are fewer GPUs than ranks. RuntimeError: a rank failed; the message ends with its words.
@@ -150,13 +195,13 @@ def _ranks(
     from megatron_daro.actor import parallel
 
     world = parallel.Layout(**layout).world_size
-    need_gpus(device, world, "ranks")
+    need_gpus(device, 1 if one_gpu else world, "ranks")
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(world):
-            words = [directory, str(rank), task, json.dumps(dict(layout)), json.dumps(dict(options))]
+            words = [directory, rank, task, json.dumps(dict(layout)), json.dumps(dict(options)), int(one_gpu)]
             command = [sys.executable, __file__, *map(str, words)]
-            gpu = gpu_of(rank, os.environ) if device.type == "cuda" else ""
+            gpu = gpu_of(0 if one_gpu else rank, os.environ) if device.type == "cuda" else ""
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
             processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
@@ -204,7 +249,7 @@ def _training(directory: Path, layout: Mapping[str, int], save_to: Path, **optio
     return found
 
 
-def _rank_main(directory: str, rank: str, task: str, layout: str, options: str) -> None:
+def _rank_main(directory: str, rank: str, task: str, layout: str, options: str, one_gpu: str) -> None:
     sys.path += [str(HERE), str(HERE.parent / "parallel"), str(HERE.parents[1])]
     from small_models import random_batch
 
@@ -212,7 +257,8 @@ def _rank_main(directory: str, rank: str, task: str, layout: str, options: str) 
 
     place, sizes, given = Path(directory), json.loads(layout), json.loads(options)
     meeting = f"file://{place / 'meeting'}"
-    parallel.initialize(parallel.Layout(**sizes), rank=int(rank), init_method=meeting, seed=1, timeout_s=LIMIT_S)
+    join = host_group.join if int(one_gpu) else parallel.initialize
+    join(parallel.Layout(**sizes), rank=int(rank), init_method=meeting, seed=1, timeout_s=LIMIT_S)
     if task == "training":
         found = _training(place, sizes, place / "checkpoint", **given)
     elif task == "gradients":

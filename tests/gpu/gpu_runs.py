@@ -8,6 +8,7 @@ NCCL, CUDA IPC or memory.
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,24 @@ from gpu_outcomes import NotHereError, Outcome, need_gpus
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 STEPS, START_LIMIT_S = 10, 600
+HAS_KERNELS = "from importlib.metadata import version; version('sglang-kernel')"
+WITHOUT_KERNELS: dict[str, dict[str, Any]] = {
+    "env": {
+        "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+    },
+    "arguments": {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+    },
+}
+"""Of a server on a GPU whose environment has tools/sglang_cpu/stand_ins/sgl_kernel in the place of sglang-kernel, so
+any torch that SGLang runs with, whose compiled tree of prefixes takes that of its own pin only. Source: SGLang
+0.5.23, kernels/fused_op.py, srt/environ.py, srt/entrypoints/engine.py."""
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 Harm = Literal["", "SIGKILL", "SIGSTOP"]
 
@@ -36,8 +55,8 @@ def ten_steps(
     shards_over: Literal["", "tcp", "rdma"] = "",
 ) -> Outcome:
     """Ten steps with servers: the largest mean difference of a step between log-probs of server and trainer. It fails
-    where a step is missing, a sync sends nothing, or a server that was harmed on the way, some while they take weights,
-    is not replaced."""
+    where a step is missing, a sync sends nothing, no server was seen to have new weights, or a server that was harmed
+    on the way, some while they take weights, is not replaced."""
     import cli_runs
     import tiny_task
 
@@ -77,6 +96,8 @@ def ten_steps(
     lines = [line for line in read_metrics(run_dir) if line["step"]]
     if len(lines) < STEPS or not all(line["sync/bytes"] for line in lines):
         raise RuntimeError(f"{len(lines)} of {STEPS} steps, bytes sent {[line.get('sync/bytes') for line in lines]}")
+    if not any(line["sync/verified"] for line in lines):
+        raise RuntimeError("no step showed that the servers had its weights")
     if harm and not lines[-1]["engine/fenced"]:
         raise RuntimeError(f"nobody noticed that a server got {harm}")
     worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
@@ -108,15 +129,15 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
     return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
 
 
-def lost_rank(device: torch.device, directory: Path) -> Outcome:
+def lost_rank(device: torch.device, directory: Path, *, data: int) -> Outcome:
     """Steps in one of which a rank of two kills itself before it reduces gradients, while the other waits for it in a
     collective call: the largest difference of a loss to a run in which nobody dies."""
     import cli_runs
 
     from megatron_daro.observe.metrics import read_metrics
 
-    need_gpus(device, 2, "ranks")
-    command = [*_without_servers(device, directory), "actor.data_parallel=2", f"trainer.steps={STEPS}"]
+    need_gpus(device, data, "ranks")
+    command = [*_without_servers(device, directory), f"actor.data_parallel={data}", f"trainer.steps={STEPS}"]
     command += ["trainer.eval_every_steps=0", "trainer.save_every_steps=0"]
     run_dir, alone = directory / "run", directory / "alone"
     options = ["trainer.replace_lost_ranks=true", f"trainer.run_dir={run_dir}"]
@@ -172,7 +193,10 @@ def _sections(on_gpu: bool, servers: int, *, colocate: bool) -> dict[str, Any]:
     sync = ("tensor" if on_gpu else "disk") if colocate else "distributed"
     arguments = {} if on_gpu else {**sglang_pool.CPU_ARGUMENTS, "max_total_tokens": 4096}
     limits = {"stall_timeout_s": 60, "sync_timeout_s": 120, "request_timeout_s": 120}
-    sglang = {"python": str(environment / "bin" / "python"), "arguments": arguments, "sync": sync, **limits}
+    python, own = environment / "bin" / "python", {"arguments": arguments}
+    if on_gpu and subprocess.run([python, "-c", HAS_KERNELS], capture_output=True, check=False).returncode:
+        own = WITHOUT_KERNELS
+    sglang = {"python": str(python), **own, "sync": sync, **limits}
     return {
         "actor": {"data_parallel": servers if colocate else 1, "precision": "bf16" if on_gpu else "fp32"},
         "engine": {"kind": "sglang", "replicas": servers, "colocate": colocate, "sglang": sglang},

@@ -13,7 +13,7 @@ from test_gradients_exact import layout_for
 from megatron_daro.convert import plan
 from megatron_daro.workshop.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "gpt_oss"]
+MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -42,7 +42,7 @@ def assert_is(found: dict[str, np.ndarray] | dict[str, torch.Tensor], model) -> 
 
 
 def has_experts(model) -> bool:
-    return "moe" in str(model) or "gpt_oss" in str(model)
+    return any(name in str(model) for name in ("moe", "deepseek", "gpt_oss"))
 
 
 def joined(results):

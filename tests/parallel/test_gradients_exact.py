@@ -50,6 +50,13 @@ LEARNT = {
     "values": np.log(WEIGHTS).tolist(),
     **dict.fromkeys(("first_moments", "second_moments", "steps"), [0] * (ROLLOUTS + 1)),
 }
+OF_ENVIRONMENTS = np.stack([WEIGHTS, WEIGHTS[::-1]], axis=1)
+LEARNT_OF_ENVIRONMENTS = {
+    **LEARNT,
+    "environments": ["a", "b"],
+    "values": np.log(OF_ENVIRONMENTS).reshape(-1).tolist(),
+    **dict.fromkeys(("first_moments", "second_moments", "steps"), [0] * 2 * (ROLLOUTS + 1)),
+}
 STATES = {
     "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
     "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},  # alpha 2.5, delta 0.6
@@ -99,7 +106,9 @@ def reference_gradients(model, batch, algorithm):
     for s in samples:
         tokens_per_bin[s.bins_N[0]] += s.loss_mask_R.sum()
     tokens_per_cell = np.zeros((ROLLOUTS + 1, len(EDGES) + 1))
+    tokens_of_environments = np.zeros((ROLLOUTS + 1, 2))
     for s in samples:
+        tokens_of_environments[s.bins_N[0], environment_of(s)] += s.loss_mask_R.sum()
         length = int(s.loss_mask_R.sum())
         tokens_per_cell[s.bins_N[0], np.searchsorted(EDGES, length, "right")] += length
     total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
@@ -131,12 +140,20 @@ def reference_gradients(model, batch, algorithm):
             "dr_grpo": 1 / (len(samples) * 32),
             "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
             "daro_shared": (0 < k < ROLLOUTS) * WEIGHTS[k] / kept,
+            "daro_by_environment": (0 < k < ROLLOUTS)
+            * OF_ENVIRONMENTS[k, environment_of(s)]
+            / tokens_of_environments[k, environment_of(s)],
             "daro_by_length": (0 < k < ROLLOUTS) / tokens_per_cell[k, np.searchsorted(EDGES, length, "right")],
         }[algorithm]
         loss = loss + factor * sample_loss
     loss.backward()
     gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
     return float(loss.detach()), loss_sums, gradients
+
+
+def environment_of(sample):
+    """The environment of a sample's group."""
+    return int(sample.group_ids_N[0]) % 2
 
 
 def relative_difference(got, want):
@@ -224,6 +241,10 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
 
 
 FORMS = {
+    "daro_by_environment": (
+        {"name": "daro", "options": {"environments": ["a", "b"]}},
+        {"difficulty": LEARNT_OF_ENVIRONMENTS},
+    ),
     "daro_by_length": ({"name": configured("daro_cells"), "options": {"length_edges": EDGES}}, None),
     "daro_shared": ({"name": "daro", "daro": {"normalizer": "shared"}}, {"difficulty": LEARNT}),
     "dapo_prompt": ({"name": "dapo", "options": {"denominator": "prompt"}}, None),
@@ -235,6 +256,7 @@ FORMS = {
 def test_gradients_of_other_forms(rank_pool, model, form, layout):
     directory, hf = model
     batch, (algorithm, state) = random_batch(), FORMS[form]
+    batch = replace(batch, environments_N=batch.group_ids_N % 2)
     loss, _, want = reference_gradients(hf, batch, form)
     results = rank_pool.run(
         megatron_tasks.gradients,

@@ -21,6 +21,7 @@ CASES = [(layout, family) for family in FAMILIES for layout in LAYOUTS] + [
     ("tp2_cp2", "llama_one_group"),
     ("tp2", "mistral"),
     ("cp2", "glm4_moe"),
+    ("cp2", "deepseek_v3"),
     ("cp2", "gpt_oss"),
 ]
 TOLERANCE, PACKED_TOLERANCE = 1e-5, 1e-6
@@ -101,7 +102,10 @@ def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_poo
 
 
 @pytest.mark.parametrize(
-    "family", mostly_heavy([*FAMILIES, "glm4_moe", "gpt_oss"], "qwen2_tied", "qwen3", "glm4_moe", "gpt_oss")
+    "family",
+    mostly_heavy(
+        [*FAMILIES, "glm4_moe", "deepseek_v3", "gpt_oss"], "qwen2_tied", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss"
+    ),
 )
 @pytest.mark.parametrize("layout", ["single", "tp2", "cp2"])
 def test_unpacked_equals_packed(rank_pool, models, batch, layout, family):

@@ -7,12 +7,14 @@ vets each server after its first token and before its first weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.adapters import unfit_for
 from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.interpreter import LAST_TESTED, OLDEST_SGLANG, dotted, version_number
 from megatron_daro.engine.sglang.replies import Tokens, read
@@ -44,7 +46,7 @@ class Expected:
     model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
     tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
     with the trainer, in turns: it can give its memory back. reads_text: answers end at texts, which a server without a
-    tokenizer refuses.
+    tokenizer refuses. adapter: PEFT's configuration of the adapters that it gets; empty: it gets whole weights.
     """
 
     model_path: Path
@@ -55,6 +57,7 @@ class Expected:
     vocabulary: int | None = None
     shares_gpus: bool = False
     reads_text: bool = False
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,14 @@ class ServerReport:
 
     model_type: empty where it does not say. encoded: how its tokenizer writes `_TOKENIZER_TEXT`; None: it has none, or
     does not say. other_vocabulary: how many tokens its model has, where that is not what is expected; empty where it
-    is, and where it does not say.
+    is, and where it does not say. weight_version: of its weights; empty where it does not say.
     """
 
     facts: ServerFacts
     model_type: str = ""
     encoded: tuple[int, ...] | None = None
     other_vocabulary: str = ""
+    weight_version: str = ""
 
 
 async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected) -> ServerReport:
@@ -80,7 +84,8 @@ async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected
         encoded = await _encoded(client)
     if expected.vocabulary and version_number(facts.version) >= _VOCABULARY_VERSION:
         other_vocabulary = await _other_vocabulary(client, expected.vocabulary)
-    return ServerReport(facts, model.get("model_type", ""), encoded, other_vocabulary)
+    version = model.get("weight_version", "")
+    return ServerReport(facts, model.get("model_type", ""), encoded, other_vocabulary, version)
 
 
 async def _encoded(client: SGLangClient) -> tuple[int, ...] | None:
@@ -111,6 +116,13 @@ def problems(report: ServerReport, expected: Expected, options: SGLangSection) -
     if options.fp8_blocks:
         wrong += _no_fp8_blocks(facts)
     wrong += _other_parameters(facts, options)
+    if expected.adapter:
+        wrong += unfit_for(expected.adapter, facts)
+        if report.weight_version not in ("", "default"):
+            wrong.append(
+                f"its weights are version {report.weight_version} of another run; allowed with adapters: those of its "
+                "files; start it again"
+            )
     if report.model_type and report.model_type != expected.model_type:
         wrong.append(
             f"it serves a model of type {report.model_type!r}; allowed: {expected.model_type!r}, as model.path"

@@ -43,9 +43,9 @@ def compare_logits(hf: Path, megatron: Path, cast: str | None = None) -> str:
     Raises:
         CheckpointError: they differ by more than `TOLERANCE` times the largest logit, or they are not finite.
     """
-    shape = read_model_shape(hf)
     if method := quantization(read_json(hf / "config.json")):
-        return f"forward pass not compared: {hf} is in {method}; the way back, in bf16, can be"
+        return f"forward pass not compared: {hf} is in {method}; convert it back and verify that"
+    shape = read_model_shape(hf)
     needed, free = _BYTES_PER_PARAMETER * shape.num_parameters, psutil.virtual_memory().available
     if needed > free:
         return f"forward pass not compared: it needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"

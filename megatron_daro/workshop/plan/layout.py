@@ -56,6 +56,13 @@ def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, 
     sizes += [shape.head_dim, shape.head_dim] if shape.qk_norm else []
     sizes += [shape.heads // cut.tensor] if shape.sinks else []
     sizes += [shape.hidden, shape.experts.number] if shape.biases and shape.experts else []
+    if latent := shape.latent:
+        rank, heads, down = latent.query_rank, shape.heads // cut.tensor, latent.kv_rank + latent.rotary
+        sizes = (
+            [rank * shape.hidden, rank, rank * query // cut.tensor] if rank else [shape.hidden * query // cut.tensor]
+        )
+        sizes += [down * shape.hidden, latent.kv_rank, heads * (latent.plain + latent.value) * latent.kv_rank]
+        sizes += [heads * latent.value * shape.hidden, shape.hidden, shape.hidden]
     if shape.experts and shape.has_experts(layer):
         shared = shape.experts.shared_ffn // cut.tensor * shape.hidden
         return (*sizes, shape.experts.number * shape.hidden, *((2 * shared, shared) if shared else ()))

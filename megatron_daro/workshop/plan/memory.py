@@ -88,12 +88,14 @@ ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
 def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
     shape = workload.shape
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    query, key = (heads * (shape.head_dim + shape.value_dim) / 2 for heads in (shape.heads, shape.kv_heads))
     dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
     mlp = dense * kinds.ffn * shape.ffn
     if shape.experts:
         mlp += mixed * _expert_elements(shape.experts, shape.hidden, kinds)
     elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
+    if shape.latent:  # of each latent what comes in and goes out of its norm
+        elements += 2 * ((shape.latent.query_rank or 0) + shape.latent.kv_rank)
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
 
 
@@ -292,9 +294,11 @@ def sync_bytes(workload: Workload, tensor: int) -> float:
 
 def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
     """Return the bytes of keys and values of one token on one GPU of a server."""
-    shape = workload.shape
+    shape, num_bytes = workload.shape, 1 if workload.cache_fp8 else workload.dtype_bytes
+    if shape.latent:  # the latent and the rotary key, whole on every GPU
+        return shape.layers * (shape.latent.kv_rank + shape.latent.rotary) * num_bytes
     heads = max(shape.kv_heads / tensor, 1)
-    return 2 * shape.layers * heads * shape.head_dim * (1 if workload.cache_fp8 else workload.dtype_bytes)
+    return 2 * shape.layers * heads * shape.head_dim * num_bytes
 
 
 def server_weight_bytes(workload: Workload) -> float:

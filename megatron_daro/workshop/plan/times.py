@@ -240,7 +240,7 @@ def _layer_traffic(workload: Workload, layout: ModelLayout, tokens: float, gpu: 
     collectives = 10 + 4 * (layout.recompute == "full")
     seconds = seen * layers * collectives * hidden * (layout.tensor - 1) / layout.tensor / links
     if layout.context > 1:
-        keys = 2 * tokens * shape.kv_heads * shape.head_dim / layout.tensor * workload.dtype_bytes
+        keys = tokens * shape.kv_heads * (shape.head_dim + shape.value_dim) / layout.tensor * workload.dtype_bytes
         path = links if layout.tensor * layout.context <= gpu.linked else network
         seconds += seen * layers * 3 * keys * (layout.context - 1) / path
     if layout.expert > 1 and shape.experts:
@@ -418,6 +418,8 @@ def sync_s(
 def _num_tensors(shape: ModelShape) -> int:
     """Tensors of a model's layers under their Hugging Face names."""
     each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm + shape.sinks + shape.biases
+    if shape.latent:
+        each = 9 if shape.latent.query_rank else 7
     mixed = 0
     if shape.experts:
         others = 1 + 3 * (shape.experts.shared_ffn > 0) + (shape.experts.scores == "sigmoid")

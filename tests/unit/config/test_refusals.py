@@ -219,8 +219,15 @@ environment.kind=my:Own algorithm.turn_rewards=true algorithm.kl.place=reward al
   algorithm.turn_rewards |
 algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
-environment.kind=my:Own environment.options.tokenizer=1 | environment.options | -
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
+environment.host=0.0.0.0 | environment.host |
+environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
+environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
+environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
+environments=[{"name":"a"},{"name":"b"}] environment.timeout_s=5 | environment | environment.timeout_s=300
+environments=[{"name":"a","command":["x"]}] | environments.0.command | environments=[{"name":"a"}]
+environments=[{"name":"a"}] rollout.segment_tokens=1000 rollout.max_staleness=5 | rollout.segment_tokens |
+algorithm.daro.weights_by=environment_pass_rate | algorithm.daro.weights_by | algorithm.daro.weights_by=pass_rate
 environment.kind=my:Own environment.reward_weights.a=x | environment.reward_weights.a | environment.reward_weights.a=1
 reward.incorrect_reward=1 | reward.correct_reward | reward.incorrect_reward=0.99
 reward.correct_reward=1e308 | reward.correct_reward | reward.correct_reward=1e6

@@ -58,6 +58,22 @@ EXPERTS = {
         "use_qk_norm": True,
         "num_nextn_predict_layers": 0,
     },
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 14,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 2,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -214,7 +230,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "gpt_oss"]),
+    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 4]),

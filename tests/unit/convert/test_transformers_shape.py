@@ -46,6 +46,12 @@ CLASSES = {
         "Glm4MoeConfig",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_nextn_predict_layers": 0},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "num_nextn_predict_layers": 0}
+        | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20}
+        | {"q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 6, "head_dim": 8},
+    ),
 }
 CLASSES["gpt_oss"] = (
     "GptOssConfig",
@@ -59,7 +65,7 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 def config_of(family: str, **keys: Any) -> dict[str, Any]:
     """What transformers writes for a small model of the family, with keys changed by hand; `...` removes one."""
     name, own = CLASSES[family]
-    written = json.loads(getattr(transformers, name)(**SIZES, **own).to_json_string())
+    written = json.loads(getattr(transformers, name)(**{**SIZES, **own}).to_json_string())
     written |= {"architectures": [families()[family].architecture], **keys}
     return {key: value for key, value in written.items() if value is not ...}
 
@@ -120,6 +126,14 @@ EQUAL = {
     "llama3 of half a head": ("glm4_moe", {"rope_scaling": LLAMA3}),
     "experts in groups": ("glm4_moe", {"n_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}),
     "switches": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0}),
+    "queries without a latent": ("deepseek_v3", {"q_lora_rank": None}),
+    "yarn of latents": ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "keys of published deepseek": (
+        "deepseek_v3",
+        {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": {**YARN, "type": "yarn", "mscale_all_dim": 1.0}}
+        | {"rope_interleave": ..., "head_dim": ..., "qk_head_dim": ..., "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        | {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
+    ),
     "keys of published gpt-oss": (
         "gpt_oss",
         {"rope_parameters": ..., "rope_theta": 1.5e5, "rope_scaling": {**YARN, "truncate": False}}

@@ -306,7 +306,7 @@ def test_updated_weights_answer_as_a_model_loaded_with_them(tie, tmp_path):
         assert responses(run(generator, requests())) == responses(after)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
 def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp_path):
     """As the actor exports them; transformers keeps all experts of a layer in one parameter."""
     save_small_model(tmp_path / "old", family, seed=0)

@@ -441,6 +441,23 @@ def test_what_passes_a_dry_run_can_be_put_together(configured, overrides):
         launch.train(config)
 
 
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("algorithm.turn_rewards", ["algorithm.name=rloo", "algorithm.turn_rewards=true"]),
+        ("algorithm.turn_rewards", ["algorithm.name=ppo", "algorithm.turn_rewards=true"]),
+        (
+            "trainer.export_critic",
+            ["algorithm.name=toy_algorithm:Toy", "algorithm.options={{baseline: 0.5}}", "trainer.export_critic=true"],
+        ),
+    ],
+)
+def test_what_an_algorithm_has_not_is_refused_before_anything_starts(configured, field, overrides):
+    own = ["environment.kind=toy_steps:Steps", "data.prompt_template=plain"]
+    with pytest.raises(ConfigError, match=rf"{field}: got .*; allowed: .*; fix: "):
+        dry_run(configured(*own, *overrides), resume=False, replay=None)
+
+
 TWO_GPUS = ["cluster={{gpus_per_node: 2}}", "actor.data_parallel=2"]
 
 
