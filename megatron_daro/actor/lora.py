@@ -278,14 +278,13 @@ def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
 @contextlib.contextmanager
 def without_adapters(chunks: Any) -> Iterator[None]:
     """Compute as the frozen weights alone would."""
-    adapters = list(_adapters(chunks))
-    scales = [adapter.scale for adapter in adapters]
+    scales = {adapter: adapter.scale for adapter in _adapters(chunks)}
     try:
-        for adapter in adapters:
+        for adapter in scales:
             adapter.scale = 0.0
         yield
     finally:
-        for adapter, scale in zip(adapters, scales, strict=True):
+        for adapter, scale in scales.items():
             adapter.scale = scale
 
 
