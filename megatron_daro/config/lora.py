@@ -21,6 +21,8 @@ from megatron_daro.families import families
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls the two files of an adapter."""
+PEFT_PREFIX = "base_model.model."
+"""Of PEFT's names, before those of transformers."""
 ALL = "all"
 _ATTENTION, _DENSE, _EXPERTS = ("qkv", "attention_output"), ("gate_up", "down"), ("expert_gate_up", "expert_down")
 
@@ -191,7 +193,18 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
         return
-    wanted: dict[str, Any] = {
+    for name, value in plain_config(section).items():
+        if content.get(name, value) != value:
+            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    targets = content.get("target_modules")
+    if shape is not None and isinstance(targets, list) and {*targets} != section.target_names(shape):
+        got = f"an adapter of {', '.join(sorted(targets))}"
+        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
+
+
+def plain_config(section: LoraSection) -> dict[str, Any]:
+    """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
+    return {
         "peft_type": "LORA",
         "r": section.rank,
         "lora_alpha": section.alpha or section.rank,
@@ -202,13 +215,6 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    for name, value in wanted.items():
-        if content.get(name, value) != value:
-            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
-    targets = content.get("target_modules")
-    if shape is not None and isinstance(targets, list) and {*targets} != section.target_names(shape):
-        got = f"an adapter of {', '.join(sorted(targets))}"
-        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 
 
 _FIX = "set lora.rank, lora.alpha, lora.rslora and lora.targets as the adapter has them, or name another adapter"
