@@ -5,7 +5,7 @@ so that nothing between knows of the stacks; `stack` is the way back, wherever t
 A stack is [experts, columns, rows] of matrices [rows, columns], or [experts, rows] of biases; the rows of gate and up
 come in turns. MXFP4 has two tensors in place of a stack of matrices: NAME_blocks, uint8 [experts, rows, columns / 32,
 16] with two values in a byte, the low half first, and NAME_scales, uint8 [experts, rows, columns / 32], which are
-exponents of 2 plus 127. Source: transformers 5.24, models/gpt_oss and integrations/mxfp4.py.
+exponents of 2 plus 127. Source: transformers 5.24, models/gpt_oss and integrations/mxfp4.
 """
 
 from __future__ import annotations
