@@ -94,7 +94,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
     """
     options = _megatron_options(actor, shape)
     needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
-    if needing and not uses_transformer_engine(actor):
+    if needing and not uses_transformer_engine(actor, shape):
         raise ConfigError(
             f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
             "which this run does not have here (docs/gpu.md); fix: remove it"
@@ -109,7 +109,7 @@ def _megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[
     chosen: Mapping[str, Any] = {}
     if torch.cuda.is_available():
         has_experts = shape.experts is not None
-        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor))
+        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor, shape))
     return split_megatron_options({**actor.megatron, **chosen})
 
 
@@ -122,7 +122,7 @@ def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping
         sequence_parallel=actor.use_sequence_parallel,
         recompute=actor.recompute,
         fp8=fp8_options(actor),
-        transformer_engine=uses_transformer_engine(actor),
+        transformer_engine=uses_transformer_engine(actor, shape),
         options=options,
     )
 
@@ -162,8 +162,8 @@ class MegatronPolicy:
             actor.logprob_kernel,
         )
         options = _megatron_options(actor, self.shape)
-        transformer_engine = uses_transformer_engine(actor)
-        self.remarks = remarks(actor, transformer_engine)
+        transformer_engine = uses_transformer_engine(actor, self.shape)
+        self.remarks = remarks(actor, self.shape, transformer_engine)
         config = _transformer_config(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         own = make_algorithm(

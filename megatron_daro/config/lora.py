@@ -141,11 +141,8 @@ def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
     if settings.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"
         yield wrong(settings, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
-    if shape is not None and len(_names(shape, _ATTENTION)) == 4:
+    if shape is not None and not shape.latent:  # which rules/latent.py refuses
         yield from _target_problems(settings, section, shape)
-    elif shape is not None:
-        got = f"{section.rank} with a model of type {shape.family}"
-        yield Problem("lora.rank", got, "0 for attention without q, k and v of its own", "set lora.rank=0")
     if section.path is not None:
         yield from _path_problems(section, shape)
 
@@ -197,7 +194,9 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         if content.get(name, value) != value:
             yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
-    if shape is not None and isinstance(targets, list) and {*targets} != section.target_names(shape):
+    if shape is None or shape.latent or not isinstance(targets, list):
+        return
+    if {*targets} != section.target_names(shape):
         got = f"an adapter of {', '.join(sorted(targets))}"
         yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 

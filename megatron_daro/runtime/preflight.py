@@ -164,8 +164,9 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
     """Say which of Megatron's options ranks on GPUs add."""
     actor = config.actor
-    experts = read_model_shape(config.model.path).experts is not None
-    if chosen := gpu_defaults(actor, experts=experts, transformer_engine=actor.precision != "fp32"):
+    shape = read_model_shape(config.model.path)
+    on_engine = actor.precision != "fp32" and not shape.sinks
+    if chosen := gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_engine):
         named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 

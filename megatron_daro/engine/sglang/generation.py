@@ -218,8 +218,7 @@ class ServerGeneration:
         # Answers may be of the weights it was started with until it got others; beside adapters these stay.
         loaded = None if server.versions and not server.adapter else version
         limit = self._options.request_timeout_s
-        keeps_cache = self._options.pause == "in_place"
-        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._vocabulary)
+        question = Question(server.url, tuple(calls), version, loaded, limit, self._vocabulary)
         work = asyncio.create_task(self._asker.ask(question))
         given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self._fleet.ended())
         try:

@@ -285,9 +285,10 @@ class ServerUpdate:
         await resume(server, *tags, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
-        # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in
-        # the others it asks for work without a rest, on a core that the sender of the weights may need (0.5.23).
-        mode = self._options.pause if server.tokens_in_flight else "abort"
+        # A request that still runs goes on with the new weights, its cache computed anew. Where nothing runs the modes
+        # differ in one thing: in "abort" the paused scheduler waits for work; in "retract" it asks for work without a
+        # rest, on a core that the sender of the weights may need (0.5.23).
+        mode = "retract" if server.tokens_in_flight else "abort"
         await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
@@ -305,16 +306,13 @@ class ServerUpdate:
 
     async def _flush(self, server: Server) -> None:
         """Empty the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
-        then, and come back to the engine, which goes on with them from where they were. Paused in place, a server
-        refuses while anything runs, and keeps what the old weights read: later requests do not find it, since each
-        looks under the key of its weight version."""
+        then, and come back to the engine, which goes on with them from where they were."""
         for _ in range(_FLUSHES):
             try:
                 await self._post(server, "/flush_cache")
                 return
             except RefusedError:
-                if self._options.pause == "in_place":
-                    return
+                pass
             await self._post(server, "/abort_request", {"abort_all": True})
             await asyncio.sleep(_FLUSH_PAUSE_S)
         raise RefusedError(f"{server.url}/flush_cache: refused {_FLUSHES} times, also after its requests were ended")

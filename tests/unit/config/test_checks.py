@@ -122,6 +122,48 @@ def test_training_without_the_layers_that_predict_further_tokens_is_a_warning(ru
     assert [f"num_nextn_predict_layers {layers}" in warning.got for warning in warnings] == [True] * layers
 
 
+LATENT = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 2,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("actor.precision=fp8", "actor.precision"),
+        ("lora.rank=4", "lora.rank"),
+        ("actor.routing_replay=true", "actor.routing_replay"),
+        ("engine.sglang.sync=shards", "engine.sglang.sync"),
+        ("engine.sglang.fp8_blocks=true", "engine.sglang.fp8_blocks"),
+        ("actor.context_parallel=2", "actor.context_parallel"),
+    ],
+)
+def test_what_was_never_compared_with_latent_attention_is_refused(run_files, monkeypatch, option, field):
+    core = ["0.16.1"]
+
+    def version(name):
+        if name != "megatron-core":
+            raise metadata.PackageNotFoundError(name)
+        return core[0]
+
+    monkeypatch.setattr(metadata, "version", version)
+    run_files.set_shape(**LATENT)
+    gpus = Hardware("gpu", 8, capability=9.0)
+    assert report(run_files, "engine.kind=sglang", gpus).problems == ()
+    problems = report(run_files, f"engine.kind=sglang {option}", gpus).problems
+    assert field in [problem.field for problem in problems if "latent attention" in problem.allowed]
+    core[0] = "0.17.0"
+    assert report(run_files, "actor.context_parallel=2", gpus).problems == ()
+
+
 def test_a_run_that_goes_elsewhere_is_checked_against_what_is_there(run_files):
     cluster = Hardware("gpu", 12, capability=None, nodes=(6, 6), place="the Ray cluster at head:6379")
     assert report(run_files, "actor.data_parallel=12", cluster).problems == ()
