@@ -31,7 +31,7 @@ from megatron_daro.actor.policy import MegatronPolicy
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 ROLLOUTS = 4
 BUCKETS_BYTES = 2 * 64 * 2**20
@@ -45,7 +45,7 @@ GOALS = (
 class Saver:
     """A policy, its batch, and where checkpoints go."""
 
-    def __init__(self, root: Path, policy: MegatronPolicy, batch: TrainBatch) -> None:
+    def __init__(self, root: Path, policy: MegatronPolicy, batch: StepBatch) -> None:
         self._root, self._policy, self._batch, self._number = root, policy, batch, 0
 
     def waited_for(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a batch costs the driver: from requests to TrainBatch, shards and the record, everything real but two things.
+"""What a batch costs the driver: from requests to StepBatch, shards and the record, everything real but two things.
 
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --json                       # about 15 minutes on 2 cores
     OMP_NUM_THREADS=1 python benchmarks/control_plane.py --millions 1
@@ -59,7 +59,7 @@ from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.supervisor import gather
 from megatron_daro.runtime.workers import RankInfo
-from megatron_daro.types import StepResult, TrainBatch
+from megatron_daro.types import StepBatch, StepResult
 
 SAMPLES, TOKENS, SERVERS, RANKS, DISTINCT = 8, 4900, 2, 2, 4
 PROCESSES = 2
@@ -152,10 +152,10 @@ def _place_of(frame: FrameType | None) -> str:
 class Ranks:
     """Ranks without a model: they read their shards as ranks do, and give log-probs of the right shape."""
 
-    def run_pass(self, name: str, batch: TrainBatch, micro_batches: Any) -> np.ndarray:
+    def run_pass(self, name: str, batch: StepBatch, micro_batches: Any) -> np.ndarray:
         return batch.rollout_logprobs_R * np.float32(0.5)
 
-    def train(self, batch: TrainBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:
+    def train(self, batch: StepBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:
         return StepResult(step, {"loss/policy": float(batch.tokens_T.mean())})
 
 

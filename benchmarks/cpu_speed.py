@@ -104,7 +104,7 @@ def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[dict[str, list[
     policy = MegatronPolicy(parts.policy_settings(config), config.actor, config.algorithm)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given.precision]
     model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).train()
-    batch, rows = train_batch(given, tokens_NS), [list(range(len(tokens_NS)))]
+    batch, rows = step_batch(given, tokens_NS), [list(range(len(tokens_NS)))]
     whole: list[float] = []
 
     def ours() -> float:
@@ -127,16 +127,16 @@ def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[dict[str, list[
         parallel.shutdown()
 
 
-def train_batch(given: argparse.Namespace, tokens_NS: Any) -> Any:
+def step_batch(given: argparse.Namespace, tokens_NS: Any) -> Any:
     """The rows as samples of half-right groups."""
     import numpy as np
 
-    from megatron_daro.types import TrainBatch
+    from megatron_daro.types import StepBatch
 
     num = len(tokens_NS)
     right_N = np.tile(np.arange(ROLLOUTS) % 2, num // ROLLOUTS)
     total = num * given.response_tokens
-    return TrainBatch(
+    return StepBatch(
         tokens_T=tokens_NS.flatten().numpy().astype(np.int32),
         lengths_N=np.full(num, tokens_NS.shape[1], np.int64),
         prompt_lengths_N=np.full(num, given.prompt_tokens, np.int64),

@@ -61,7 +61,7 @@ def make_batch(groups: int, mean_tokens: int, seed: int) -> Any:
     """Samples of all bins 1..K-1, lengths around the mean."""
     import numpy as np
 
-    from megatron_daro.types import TrainBatch
+    from megatron_daro.types import StepBatch
 
     rng = np.random.default_rng(seed)
     num = groups * ROLLOUTS
@@ -69,7 +69,7 @@ def make_batch(groups: int, mean_tokens: int, seed: int) -> Any:
     responses = np.maximum(rng.normal(mean_tokens - 9, mean_tokens / 4, num).astype(np.int64), 1)
     bins = np.repeat(rng.integers(1, ROLLOUTS, groups), ROLLOUTS)
     total = int(responses.sum())
-    return TrainBatch(
+    return StepBatch(
         tokens_T=rng.integers(0, 32, int((prompts + responses).sum())).astype(np.int32),
         lengths_N=prompts + responses,
         prompt_lengths_N=prompts,

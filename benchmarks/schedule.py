@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_daro.data.packing import pack, pack_multiples
 from megatron_daro.data.schedule import CostModel, Schedule, schedule
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 Split = list[list[list[int]]]
 Splitter = Callable[[np.ndarray], tuple[Split, float]]
@@ -181,10 +181,10 @@ def packing(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def batch_of(lengths: np.ndarray) -> TrainBatch:
+def batch_of(lengths: np.ndarray) -> StepBatch:
     """A batch of these lengths with a prompt of 32 tokens each; the contents do not matter."""
     num, num_response = len(lengths), int(lengths.sum()) - 32 * len(lengths)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.ones(int(lengths.sum()), dtype=np.int32),
         lengths_N=lengths,
         prompt_lengths_N=np.full(num, 32),

@@ -45,7 +45,7 @@ TOLERANCE = 1e-4
 PLAIN = """algorithm.name=daro algorithm.kl.coefficient=0.0 algorithm.entropy_coefficient=0.0 rollout.top_p=1.0
 algorithm.overlong.kind=none algorithm.correction.kind=none algorithm.old_logprobs=forward data.prompt_template=plain
 actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
-rollout.stop=() rollout.stop_token_ids=()"""
+rollout.stop=() rollout.stop_token_ids=() environments=()"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config, self.optimizer_steps, self.size = config, 0, config.rollout.rollouts_per_prompt
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-        sizes = {"rollouts_per_prompt": self.size, "max_response_tokens": config.rollout.max_response_tokens}
+        rollout = config.rollout
+        sizes: dict[str, Any] = {"rollouts_per_prompt": self.size, "max_response_tokens": rollout.max_response_tokens}
         self.algorithm = make_algorithm(**config.algorithm.arguments(**sizes))
         assert isinstance(self.algorithm, Daro)  # `PLAIN` refuses the others
         self.weights = self.algorithm.difficulty

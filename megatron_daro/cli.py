@@ -1,6 +1,6 @@
 """The console command `megatron-daro`: train, report, and those of commands/.
 
-The composition root. Reads the configuration, calls the runtime or the report, turns errors
+Reads the configuration, calls the runtime or the report, turns errors
 into exit codes. What a sub-command needs is imported inside it, so that `--help` stays fast.
 
 `EXIT_CODES` says how a command can end; the last line of stderr has the cause.
@@ -107,7 +107,7 @@ def train(
         _require_directory("--replay", replay, "a run directory")
     config = _resolve(config_file, overrides, dry_run=dry_run)
     if dry_run:
-        _dry_run(config, resume=resume, replay=replay, owns_process=bool(context.obj))
+        _dry_run(config, resume=resume, replay=replay)
         return
     from megatron_daro import garbage
     from megatron_daro.runtime.interrupts import interruptible
@@ -204,14 +204,10 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
         return unknown("a Ray cluster that does not answer"), error
 
 
-def _dry_run(config: Config, *, resume: bool, replay: Path | None, owns_process: bool) -> None:
+def _dry_run(config: Config, *, resume: bool, replay: Path | None) -> None:
     """Do what of a start needs files but no process, as the start itself does it."""
-    from megatron_daro.runtime.preflight import dry_run, needs_torch
+    from megatron_daro.runtime.preflight import dry_run
 
-    if owns_process and not resume and not needs_torch(config):
-        # transformers reads a tokenizer without torch as well, and is imported in a third of the time then.
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     lines = dry_run(config, resume=resume, replay=replay)
     typer.echo(safe_text("\n".join(["# Start", *(f"#   {line}" for line in lines)])))
 

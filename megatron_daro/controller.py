@@ -1,7 +1,7 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
-The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights, then
-has three coroutines under one task group:
+The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights,
+evaluates them, then has three coroutines under one task group:
 
     _generate --batches, then None--> _queue --> _train --> _sync_weights --> engine
         ^                                          |
@@ -13,12 +13,17 @@ has three coroutines under one task group:
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
     _train      a batch, or None: there are no more                `_generate`
+                after its last step the engine (`_engine_lock`):   `_generate`, once the batch that it samples is
+                no request runs while weights change               complete and what is left of it is aborted
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
 Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
-skipped. `shutdown` is the one place that closes everything. Policy, engine and source of batches are Protocols.
+skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+
+Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
+comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
 """
 
 from __future__ import annotations
@@ -45,11 +50,11 @@ from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import step_metrics
+from megatron_daro.rollout.summary import environment_metrics, sampled_groups, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
-from megatron_daro.types import Group, PlainValue, PreparedBatch, StepResult, TrainBatch
+from megatron_daro.types import Group, PlainValue, PreparedBatch, StepBatch, StepResult
 
 _MAX_LOST_IN_A_ROW = 5
 _RECORDING_ENDS = (
@@ -57,7 +62,7 @@ _RECORDING_ENDS = (
 )
 
 
-BuildBatch = Callable[[Sequence[Group], int], TrainBatch]
+BuildBatch = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""
 
 
@@ -70,7 +75,7 @@ class Parts:
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
     colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
-    engine and trainer drift apart.
+    engine and trainer drift apart. environment_of_source: data source -> name of its environment, of several.
     """
 
     policy: ExportingPolicy
@@ -90,6 +95,7 @@ class Parts:
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
+    environment_of_source: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ class Controller:
             self._parts.recorder.truncate_after(self.step)
 
     def request_stop(self, cause: str) -> None:
-        """Once: finish the step, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
+        """Once: finish the batch, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
         if not self._stop.is_set():
             self._parts.progress.notice(f"{cause}: stopping with a checkpoint (once more to stop at once)")
             self._stop.set()
@@ -338,30 +344,32 @@ class Controller:
 
     async def _with_logprobs(self, batch: SampledBatch, minibatch: MiniBatch) -> PreparedBatch:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
-        train_batch = await self._build_columns(batch, minibatch)
+        step_batch = await self._build_columns(batch, minibatch)
         with self._parts.phases.measure("logprob"):
-            work = self._parts.policy.prepare(train_batch)
+            work = self._parts.policy.prepare(step_batch)
             return await self._within("logprob", work, what=f"step {minibatch.step}")
 
     async def _build_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch] = ()
-    ) -> TrainBatch:
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
+    ) -> StepBatch:
         """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and note
         what they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
             columns = asyncio.to_thread(self._make_columns, batch, minibatch, first_epoch)
-            train_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
+            step_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
         minibatch.metrics |= metrics
-        return train_batch
+        return step_batch
 
     def _make_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[TrainBatch]
-    ) -> tuple[TrainBatch, dict[str, float]]:
+        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
+    ) -> tuple[StepBatch, dict[str, float]]:
         columns = replace(self._parts.build(minibatch.groups, minibatch.step), opens_batch=minibatch.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)
-        return columns, step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
+        metrics = step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
+        groups = sampled_groups(batch, columns.rollouts_per_prompt)
+        return columns, metrics | environment_metrics(groups, self._parts.environment_of_source)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch) -> None:
         """One optimizer step and everything that belongs to it."""
@@ -446,7 +454,7 @@ class Controller:
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
-        minibatch.metrics |= self._parts.phases.collect()
+        minibatch.metrics |= self._parts.phases.collect()  # the very dict that an evaluation beside adds its numbers to
         if train_s := minibatch.metrics.get("timing/train_s", 0.0):
             minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
         self._parts.evaluations.write(lambda: self._write_line(minibatch))

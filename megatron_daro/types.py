@@ -1,6 +1,6 @@
-"""Records that cross a process border: prompts, rollouts, verdicts, groups, training batches.
+"""Records that cross a process border: prompts, rollouts, verdicts, groups, the columns of a step.
 
-Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> TrainBatch -> actor -> StepResult. Everything is frozen,
+Prompts -> engine -> Rollout -> verifier -> Verdict -> Group -> StepBatch -> actor -> StepResult. Everything is frozen,
 slotted, annotated and made of plain Python and numpy, so it pickles cheaply and imports no torch.
 
 Shape letters: N samples, K rollouts per prompt; T tokens, R response tokens, each of all samples end to end.
@@ -74,9 +74,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What the sampler asks of an engine: rollouts `indices` of one group, at one attempt.
+    """What an engine is asked for: rollouts `indices` of one group, at one attempt.
 
-    The tokens of rollout i depend on (engine seed, group_id, attempt, turn, i), `partial` and the weights only.
+    Rollout i's random numbers follow from (engine seed, group_id, attempt, turn, i), where the engine takes a seed.
 
     turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before.
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
@@ -283,7 +283,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The K rollouts of one prompt with their verdicts, in index order."""
+    """The K rollouts of one prompt with their verdicts, in index order.
+
+    Only what is trained or filtered has them all: of a group that was given up, or that a later batch goes on with, it
+    holds those that had ended, maybe none, and its bin is not the group's.
+    """
 
     group_id: int
     prompt: Prompt
@@ -307,21 +311,21 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainBatch:
+class StepBatch:
     """The samples of one optimizer step (a mini-batch), as columns. Their suffixes count: _N and _NK have an entry for
     each sample, _R for each response token and _T for each token, end to end in sample order.
 
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
     loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
-    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length");
-    old_logprobs_R and ref_logprobs_R float32, None until the actor computed them. token_advantages_R float32, None
-    where advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said
-    before each token when the batch began, and what it shall say; None without a critic.
-    group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
-    needs them. routed_experts_N: where the experts that the engine chose for the tokens of each sample are recorded;
-    None for a sample of which it did not tell, and where no engine was asked.
-    contexts_N: tokens of each sequence that a sample consists of, see `Rollout.contexts`; None where each is one.
-    opens_batch: whether this is the first optimizer step of a batch of rollouts.
+    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and
+    ref_logprobs_R float32: `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where
+    advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said before
+    each token when the batch began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K],
+    trained tokens of every rollout of each sample's group; None unless the algorithm needs them. routed_experts_N:
+    where the experts that the engine chose for the tokens of each sample are recorded; None for a sample of which it
+    did not tell, and where no engine was asked. contexts_N: tokens of each sequence that a sample consists of, see
+    `Rollout.contexts`; None where each is one. environments_N: int64, the number of each sample's environment; None
+    where the run has one. opens_batch: whether this is the first optimizer step of a batch of rollouts.
     """
 
     tokens_T: np.ndarray
@@ -344,6 +348,7 @@ class TrainBatch:
     group_lengths_NK: np.ndarray | None = None
     routed_experts_N: tuple[StoredExperts | None, ...] | None = None
     contexts_N: tuple[tuple[int, ...], ...] | None = None
+    environments_N: np.ndarray | None = None
     opens_batch: bool = True
 
     def __len__(self) -> int:
@@ -370,7 +375,7 @@ class TrainBatch:
         rows = self.contexts_of(range(len(self)))
         return np.array([sum(-(-tokens // multiple) * multiple for tokens in row) for row in rows], dtype=np.int64)
 
-    def select(self, indices: Sequence[int]) -> TrainBatch:
+    def select(self, indices: Sequence[int]) -> StepBatch:
         """Return the batch of the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
@@ -382,25 +387,6 @@ class TrainBatch:
                 is_array = isinstance(column, np.ndarray)
                 changed[name] = column[indices_M] if is_array else tuple(column[i] for i in indices_M.tolist())
         return replace(self, **changed)
-
-    @classmethod
-    def concatenate(cls, batches: Sequence[TrainBatch]) -> TrainBatch:
-        """One batch of all samples, in order. All must have the same K and the same optional columns."""
-        if len({b.rollouts_per_prompt for b in batches}) != 1:
-            raise ValueError("cannot concatenate batches of different rollouts_per_prompt")
-        others = ("rollouts_per_prompt", "opens_batch", "routed_experts_N", "contexts_N")
-        columns = [f.name for f in fields(cls) if f.name not in others]
-        joined: dict[str, Any] = {}
-        for name in columns:
-            parts = [getattr(b, name) for b in batches]
-            joined[name] = None if all(p is None for p in parts) else np.concatenate(parts)
-        opens_batch = any(b.opens_batch for b in batches)
-        if any(b.routed_experts_N is not None for b in batches):
-            rows = [b.routed_experts_N or (None,) * len(b) for b in batches]
-            joined["routed_experts_N"] = tuple(experts for row in rows for experts in row)
-        if any(b.contexts_N is not None for b in batches):
-            joined["contexts_N"] = tuple(one for b in batches for one in b.contexts_of(range(len(b))))
-        return cls(rollouts_per_prompt=batches[0].rollouts_per_prompt, opens_batch=opens_batch, **joined)
 
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:
@@ -421,7 +407,7 @@ class PreparedBatch:
     """What an optimizer step trains on. batch: with all columns that the loss needs. number: under which the policy
     keeps what it has put into place for the step; None: nothing yet."""
 
-    batch: TrainBatch
+    batch: StepBatch
     number: int | None = None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, get_origin
@@ -74,15 +74,20 @@ def reference() -> str:
     for name, field in Config.model_fields.items():
         if (section := section_of(field.annotation)) is not None:
             own = BY_NAME[name]() if name in BY_NAME else ()
-            parts.append("\n".join([f"## {name}", "", *_list(f"{name}.", section), *own]))
+            if is_section(strip(field.annotation)[0]):
+                options = list(_list(f"{name}.", section))
+            else:
+                options = ["A list; each has the options of `environment`, and:", ""]
+                options += _list(f"{name}.{ITEM}.", section, only=section.__annotations__)
+            parts.append("\n".join([f"## {name}", "", *options, *own]))
     parts.append("\n".join(["## The cluster file", "", CLUSTER_FILE, "", *_list("", ClusterFile)]))
     return "\n\n".join([part.rstrip("\n") for part in parts]) + "\n"
 
 
-def _list(prefix: str, section: type[Section]) -> Iterator[str]:
+def _list(prefix: str, section: type[Section], only: Collection[str] = ()) -> Iterator[str]:
     """The section's own options, then each of its sections: a line that names it, and its options."""
     for name, field in section.model_fields.items():
-        if not is_section(strip(field.annotation)[0]):
+        if not is_section(strip(field.annotation)[0]) and (not only or name in only):
             description = " ".join((field.description or "").split())
             yield f"* `{prefix}{name}` ({'; '.join(filter(None, [_default(field), _allowed(field)]))}): {description}"
     for name, field in section.model_fields.items():

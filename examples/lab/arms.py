@@ -101,7 +101,7 @@ def section_of(arm: str) -> AlgorithmSection:
 def build(arm: str, *, rollouts: int, max_tokens: int) -> tuple[Algorithm, ObjectiveSettings]:
     """The product's algorithm and objective for an arm, as the driver and every rank make them."""
     section = section_of(arm)
-    sizes = {"rollouts_per_prompt": rollouts, "max_response_tokens": max_tokens}
+    sizes: dict[str, Any] = {"rollouts_per_prompt": rollouts, "max_response_tokens": max_tokens}
     algorithm = make_algorithm(**section.arguments(**sizes))
     return algorithm, objective_settings(section, algorithm)
 
@@ -118,7 +118,7 @@ def is_daro(arm: str) -> bool:
 
 def needs_several_updates(arm: str) -> bool:
     """Whether an arm differs from the baseline only where the ratio is not 1: a trust region of its own."""
-    sizes = {"rollouts_per_prompt": 8, "max_response_tokens": 8}
+    sizes: dict[str, Any] = {"rollouts_per_prompt": 8, "max_response_tokens": 8}
     own, base = section_of(arm), section_of(BASELINE)
     return arm != BASELINE and own.arguments(**sizes) == base.arguments(**sizes) and own.overlong == base.overlong
 

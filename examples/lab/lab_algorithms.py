@@ -24,7 +24,6 @@ from megatron_daro.algo.algorithm import (
     SampleAlgorithm,
     Samples,
     StepStats,
-    length_classes,
     token_mean,
 )
 from megatron_daro.algo.difficulty_weights import LEAST_MASS, Adam, DifficultyWeights
@@ -99,8 +98,13 @@ class CellWeights(DifficultyWeights):
         self._basis = None if kernels is None else gaussian_basis(rollouts_per_prompt, kernels, length_classes)
         super().__init__(rollouts_per_prompt, parameter=parameter, **options)  # type: ignore[arg-type]  # it checks
 
+    @property
+    def num_classes(self) -> int:
+        """L."""
+        return self.length_classes
+
     def _sizes(self) -> tuple[int, int]:
-        cells = (self.rollouts_per_prompt + 1) * self.length_classes
+        cells, _ = super()._sizes()
         return cells, cells if self._basis is None else len(self._basis)
 
     def _per_cell(self, numbers: Tensor) -> Tensor:
@@ -111,12 +115,7 @@ class CellWeights(DifficultyWeights):
         return (values, mask) if self._basis is None else (self._basis @ values, self._basis @ mask)
 
     def _inner(self, values: Tensor) -> Tensor:
-        return values[self.length_classes : -self.length_classes] if self._basis is None else values
-
-    def _present(self, counts: Tensor) -> Tensor:
-        present = counts > 0
-        present[: self.length_classes] = present[-self.length_classes :] = False
-        return present
+        return super()._inner(values) if self._basis is None else values
 
     def _measure(self, sums: Tensor, over: Tensor, present: Tensor) -> Tensor:
         if self.magnitude != "gradient":
@@ -196,31 +195,6 @@ class DaroCells(Daro):
     def needs_gradient_squares(self) -> bool:
         """See `Algorithm.needs_gradient_squares`."""
         return self.difficulty.magnitude == "gradient"
-
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
-        coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
-        cells_N = bins_N * self.difficulty.length_classes + length_classes(lengths_N, self.length_edges)
-        return torch.where(lengths_N > 0, coefficients[cells_N], 0.0)
-
-    def extra_loss(self, totals: BatchTotals) -> float:
-        """See `Algorithm.extra_loss`."""
-        return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
-
-    def learn(self, step_stats: StepStats) -> None:
-        """See `DifficultyWeights.update`."""
-        sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
-        self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
-
-    @property
-    def weights(self) -> Tensor:
-        """float64 [K+1]."""
-        return self.cell_weights.mean(dim=1)
-
-    @property
-    def cell_weights(self) -> Tensor:
-        """float64 [K+1, L]."""
-        return self.difficulty.weights.reshape(-1, self.difficulty.length_classes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights' state beside the name, and where lengths are divided."""

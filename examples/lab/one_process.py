@@ -41,7 +41,7 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
-from megatron_daro.types import PreparedBatch, Rollout, StepResult, TrainBatch
+from megatron_daro.types import PreparedBatch, Rollout, StepBatch, StepResult
 
 _BUCKET_BYTES = 64 * 2**20
 _LIMIT_S = 300.0
@@ -58,7 +58,7 @@ class OnePolicy:
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
 
-    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedBatch:
         """See `PolicyGroup.prepare`."""
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
@@ -81,7 +81,7 @@ class OnePolicy:
         """Always the same one, as in a rank: what torch keeps for a thread it would keep for several, without end."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
-    def _scheduled(self, batch: TrainBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    def _scheduled(self, batch: StepBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
         return renumbered(micro_batches)
 
@@ -96,7 +96,7 @@ class OnePolicy:
             await cast(OneEngine, plan.targets[0].actor).receive(bucket)
         return SendReport()
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """Not called: the engine asks for no probes."""
         raise NotImplementedError
 

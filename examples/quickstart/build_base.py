@@ -109,12 +109,12 @@ class BaseSettings:
 
 
 def supervised_batch(settings: BaseSettings, step: int, held_out: frozenset[Any]) -> Any:
-    """The texts of one step as a TrainBatch of independent samples with advantage 1."""
-    from megatron_daro.types import TrainBatch
+    """The texts of one step as a StepBatch of independent samples with advantage 1."""
+    from megatron_daro.types import StepBatch
 
     rows = settings.samples(step, held_out)
     num, responses = len(rows), sum(len(behind) for _, behind, _ in rows)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.concatenate([np.array(prompt + behind, dtype=np.int32) for prompt, behind, _ in rows]),
         lengths_N=np.array([len(prompt) + len(behind) for prompt, behind, _ in rows], dtype=np.int64),
         prompt_lengths_N=np.array([len(prompt) for prompt, _, _ in rows], dtype=np.int64),

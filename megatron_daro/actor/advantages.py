@@ -22,10 +22,10 @@ from megatron_daro.algo.corrections import segment_sums
 from megatron_daro.algo.objective import ObjectiveSettings, kl_terms
 from megatron_daro.algo.weighting import Algorithm, TokenColumns
 from megatron_daro.errors import AlgorithmError, NonFiniteError
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
-def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
+def with_advantages(algorithm: Algorithm, batch: StepBatch, settings: ObjectiveSettings) -> StepBatch:
     """Return this rank's shard with what the losses of the step are made of. Collective over the data-parallel group.
 
     Raises:
@@ -48,7 +48,7 @@ def with_advantages(algorithm: Algorithm, batch: TrainBatch, settings: Objective
     return batch
 
 
-def with_kl_in_reward(algorithm: Algorithm, batch: TrainBatch, settings: ObjectiveSettings) -> TrainBatch:
+def with_kl_in_reward(algorithm: Algorithm, batch: StepBatch, settings: ObjectiveSettings) -> StepBatch:
     """Return this rank's shard with rewards that are less by coefficient times the KL of each answer's trained tokens,
     summed, and the advantages of these rewards over the whole step. Collective over the data-parallel group.
 
@@ -72,7 +72,7 @@ def with_kl_in_reward(algorithm: Algorithm, batch: TrainBatch, settings: Objecti
     return replace(batch, rewards_N=rewards_N.float().numpy(), advantages_N=advantages.float().numpy())
 
 
-def _kl_of_tokens(batch: TrainBatch, settings: ObjectiveSettings) -> Tensor:
+def _kl_of_tokens(batch: StepBatch, settings: ObjectiveSettings) -> Tensor:
     """float64 [R], 0 where nothing is trained. Raises AlgorithmError: a column was not computed."""
     old_R, ref_R = batch.old_logprobs_R, batch.ref_logprobs_R
     if old_R is None or ref_R is None:
@@ -99,7 +99,7 @@ def _of_the_step(*columns_N: Tensor) -> tuple[list[Tensor], slice]:
     return list(sum_over_data_parallel(together)), own
 
 
-def with_token_advantages(algorithm: Algorithm, batch: TrainBatch, token_rewards_R: Tensor | None = None) -> TrainBatch:
+def with_token_advantages(algorithm: Algorithm, batch: StepBatch, token_rewards_R: Tensor | None = None) -> StepBatch:
     """Return this rank's shard with the algorithm's advantages per token, and with the critic's targets where there is
     one. Collective over the data-parallel group. Args: token_rewards_R: see `TokenColumns`.
 
@@ -139,7 +139,7 @@ def _made_per_token(algorithm: Algorithm, method: str, tokens: TokenColumns, wha
     return kept_R.numpy()
 
 
-def _token_columns(algorithm: Algorithm, batch: TrainBatch, token_rewards_R: Tensor | None) -> TokenColumns:
+def _token_columns(algorithm: Algorithm, batch: StepBatch, token_rewards_R: Tensor | None) -> TokenColumns:
     mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
 
     def column(name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Gaps between this package and Megatron-core 0.16.1 to 0.19.x, closed in one place.
 
-Each entry names the upstream version, the reason, and when it can go. Refuses: to change upstream's modules; entries
-here subclass or wrap what upstream offers.
+Each entry names the upstream version, the reason, and when it can go. Refuses: to change upstream's modules, but for a
+flag of one; entries here subclass or wrap what upstream offers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_daro.actor.megatron import (
+    ColumnParallelLinear,
     GPTModel,
     MegatronOptimizer,
     P2PCommunicator,
     ProcessGroupCollection,
     RotaryEmbedding,
+    RowParallelLinear,
     TopKRouter,
     TransformerConfig,
     YarnRotaryEmbedding,
     finalize_model_grads,
     get_schedule_table,
+    multi_latent_attention,
     parallel_state,
     param_group_identifier_keys,
 )
@@ -91,6 +94,46 @@ class ValueModel(HiddenStateGPTModel):
             self.output_layer = head
 
 
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Multi-head latent attention whose projections to the latents are whole on every tensor-parallel rank.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: Transformer Engine's are whole, those of local layers are cut and their outputs
+    gathered; the rotary key, which the heads of all ranks share, is then left without the gradients of other ranks'
+    heads (`gather_from_tensor_model_parallel_region` sums none). Can go: when local layers have a whole linear layer.
+
+    Upstream: 0.16.1. Reason: it takes Transformer Engine for installed where it is not, and a mock for a class of it.
+    Can go: with 0.16.
+
+    Upstream: 0.19. Reason: where queries have no latent, it puts a norm before their projection, since there is one
+    for keys and values (transformer/mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`). Can go: when it does not.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: object, **options: object) -> None:
+        multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+        super().__init__(config, *arguments, **options)
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            cut = getattr(self, name, None)
+            if isinstance(cut, ColumnParallelLinear):
+                setattr(self, name, _WholeLinear(config, cut.input_size, cut.output_size))
+        if "linear_q_up_proj" in self._modules:  # the two go out one after the other (`Family.loaded_together`)
+            self._modules["linear_q_up_proj"] = self._modules.pop("linear_q_up_proj")
+
+    def _resolve_qk_norm_config(self, submodules: object) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+class _WholeLinear(torch.nn.Linear):
+    """A linear layer without bias that each tensor-parallel rank has, for its own tokens under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, columns: int, rows: int) -> None:
+        super().__init__(columns, rows, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # as upstream's layers
+        return super().forward(x), None
+
+
 @contextmanager
 def gradient_fusion_of_layers(config: TransformerConfig) -> Iterator[Callable[[torch.nn.Module], None]]:
     """Build a model in which Transformer Engine's layers add their weight gradients to the fp32 ones in the matrix
@@ -144,6 +187,18 @@ def frozen_expert_biases(config: TransformerConfig, *, wanted: bool) -> Iterator
         config.moe_router_enable_expert_bias = False
 
 
+def add_biases_of_experts(model: torch.nn.Module) -> None:
+    """Let experts that are whole on a rank have biases.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: the bias is added in place to the output of an expert's last layer
+    (transformer/mlp.py), which without expert or tensor parallelism is a view out of a reduction over one rank
+    (tensor_parallel/layers.py), and autograd refuses that. With either the output is taken as it is. Can go: when it is
+    so always.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, RowParallelLinear)):
+        layer.explicit_expert_comm = layer.explicit_expert_comm or layer.is_expert
+
+
 def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
     """Let packs of all lengths share few tables of rotary angles, each the first rows of the next.
 
@@ -158,6 +213,18 @@ def bound_rotary_tables(rotary: RotaryEmbedding) -> None:
         return (1 << max(longest - 1, 1023).bit_length()) + 1
 
     rotary.get_rotary_seq_len = rounded  # type: ignore[method-assign]
+
+
+def share_rotary_tables(model: GPTModel) -> None:
+    """Let all layers of latent attention have one rotary embedding, and so one table of angles for a pack.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: each layer has its own, and they share a cache of 32 tables: with more layers
+    every layer of every pack computes one. Tables are as long as the longest sequence of a pack: a longer one is cut to
+    the length of the pack, and then read as one row for each of its tokens. Can go: when the model has one.
+    """
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    for attention in attentions:
+        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def forget_rotary_tables() -> None:

@@ -1,7 +1,7 @@
 """The critic of one process: a second model, which says what an answer will still be worth.
 
 Built from the policy's checkpoint, or from one of its own, which may be of another shape, under the policy's layout
-and on its ranks; the two compute one after the other. `values` is a pass before the first update of a batch;
+and on its ranks; the two compute one after the other. `values` is a pass before the first optimizer step of a batch;
 `gradients` and `apply` are its part of an optimizer step, for which actor/advantages.py has made the targets. The head
 has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
 Refuses a head with a bias.
@@ -41,7 +41,7 @@ from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import ModelError
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 _BIAS = "score.bias"
 FOLDER = "critic"
@@ -86,7 +86,7 @@ class Critic:
         scheduler = build_scheduler(optimizer, chosen, total_steps=settings.total_steps)
         self.state = TrainedModel(wrapped, optimizer, scheduler)
 
-    def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def values(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """float32 [R], what it says before each response token; None before the last stage."""
         last: ValueModel = self.state.chunks[-1].module
 
@@ -96,7 +96,7 @@ class Critic:
         batch = replace(batch, routed_experts_N=None)  # those of the policy are none of this model's
         return response_column(self.state.chunks, batch, micro_batches, at, vocab_size=self.shape.vocab)
 
-    def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
+    def gradients(self, batch: StepBatch, micro_batches: MicroBatches) -> CriticReport:
         """Forward and backward of a whole step: gradients end up summed over all ranks. Collective.
 
         Args:

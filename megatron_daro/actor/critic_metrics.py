@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.actor.advantages import sum_over_data_parallel
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 TENTHS = 10
 """Parts that an answer's trained tokens are divided into, for values by position."""
@@ -22,7 +22,7 @@ _BY_BIN = ("value", "target", "advantage", "advantage_abs")
 _BY_TENTH = ("value_wrong", "value_right")
 
 
-def column_metrics(batch: TrainBatch) -> dict[str, float]:
+def column_metrics(batch: StepBatch) -> dict[str, float]:
     """How the values that the batch began with fit the targets of the step, and advantages by pass rate, over all its
     trained tokens. Collective over the data-parallel group.
 
@@ -60,13 +60,13 @@ def column_metrics(batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
-def _trained(batch: TrainBatch, column_R: np.ndarray | None) -> Tensor:
+def _trained(batch: StepBatch, column_R: np.ndarray | None) -> Tensor:
     """float64 [J]."""
     assert column_R is not None
     return torch.from_numpy(column_R[batch.loss_mask_R.astype(bool)]).double()
 
 
-def _cells(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+def _cells(batch: StepBatch) -> tuple[Tensor, Tensor]:
     """Return two int64 [J]: the bin of each trained token's sample; and its tenth, the j-th of n tokens (from 0) being
     in tenth 10 j / n, rounded down, plus 10 for right answers."""
     counts_N = torch.from_numpy(batch.trained_tokens_N)

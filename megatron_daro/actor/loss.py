@@ -1,6 +1,6 @@
 """The distributed loss of one optimizer step: token sums per pass rate, reduced over all ranks.
 
-TrainBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
+StepBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
 token losses -> loss sums per bin (one all-reduce), from which the algorithm learns.
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
@@ -32,11 +32,10 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.actor.megatron import parallel_state
-from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 MEANS: Mapping[str, str] = {
     "ratio": "ratio/mean",
@@ -54,7 +53,7 @@ TOKEN_SUMS = ("tokens", *MEANS)
 """Sums that a step adds up over its tokens, in the order of the reduced vector."""
 
 CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
-"""Sums that a step adds up per bin and class of lengths; see algo.algorithm.StepStats."""
+"""Sums that a step adds up per bin and class of samples; see algo.algorithm.StepStats."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,16 +87,17 @@ class StepSums:
         return self.step_stats.per_bin("loss_sums")
 
 
-def global_totals(batch: TrainBatch, length_edges: tuple[int, ...] = ()) -> BatchTotals:
+def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> BatchTotals:
     """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
 
     Context-parallel ranks hold the same samples, so the sum does not run over them.
     """
-    lengths_N = torch.tensor(batch.trained_tokens_N)
-    own = BatchTotals.of(torch.tensor(batch.bins_N), lengths_N, batch.rollouts_per_prompt, length_edges)
+    lengths_N, size = torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt
+    classes_N = torch.zeros_like(lengths_N) if classes_N is None else classes_N
+    own = BatchTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
     vector = own.vector().to(device.prepare())
     dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
-    return BatchTotals.from_vector(vector.cpu(), len(length_edges) + 1)
+    return BatchTotals.from_vector(vector.cpu(), num_classes)
 
 
 class StepLoss:
@@ -108,7 +108,7 @@ class StepLoss:
         algorithm: Algorithm,
         settings: ObjectiveSettings,
         output: OutputSettings,
-        batch: TrainBatch,
+        batch: StepBatch,
     ) -> None:
         """Sum the totals of the step. Collective over the data-parallel group.
 
@@ -118,10 +118,11 @@ class StepLoss:
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
-        edges, self._measures_gradient = algorithm.length_edges, algorithm.needs_gradient_squares
-        self.totals = global_totals(batch, edges)
+        num_classes, self._measures_gradient = len(algorithm.classes[1]), algorithm.needs_gradient_squares
         samples, on = _samples(batch), device.prepare()
-        self._cells_N = (samples.bins_N * (len(edges) + 1) + length_classes(samples.lengths_N, edges)).to(on)
+        classes_N = algorithm.classes_of(samples)
+        self.totals = global_totals(batch, classes_N, num_classes)
+        self._cells_N = (samples.bins_N * num_classes + classes_N).to(on)
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
         self._slopes_WN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
@@ -129,7 +130,7 @@ class StepLoss:
             _kl_scales(samples.lengths_N, self.totals).to(on) if settings.kl_mean == "rollouts" else None
         )
         self._num_bins = batch.rollouts_per_prompt + 1
-        cells = self._num_bins * (len(edges) + 1)
+        cells = self._num_bins * num_classes
         size = len(CELL_SUMS) * cells + 2 + len(self._slopes_WN) + len(TOKEN_SUMS)
         # One vector, so that one reduction serves all; the others are views of its parts.
         self._sums = torch.zeros(size, dtype=torch.float64, device=on)
@@ -219,7 +220,7 @@ def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.R
     return values
 
 
-def _samples(batch: TrainBatch) -> Samples:
+def _samples(batch: StepBatch) -> Samples:
     """Return this shard's samples, as the algorithm sees them."""
     lengths_NK = batch.group_lengths_NK
     return Samples(
@@ -227,6 +228,7 @@ def _samples(batch: TrainBatch) -> Samples:
         lengths_N=torch.tensor(batch.trained_tokens_N),
         advantages_N=torch.tensor(batch.advantages_N),
         group_lengths_NK=None if lengths_NK is None else torch.tensor(lengths_NK),
+        environments_N=None if batch.environments_N is None else torch.tensor(batch.environments_N),
     )
 
 

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.utils import extract_sharded_base, extract_sharded_tensors_and_factories
     from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -42,24 +43,30 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         get_cuda_rng_tracker,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
     )
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 __all__ = [
     "CheckpointingException",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",
     "OptimizerConfig",
@@ -68,6 +75,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RotaryEmbedding",
+    "RowParallelLinear",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -90,12 +98,16 @@ __all__ = [
     "get_gpt_decoder_block_spec",
     "get_megatron_optimizer",
     "get_schedule_table",
+    "is_layer_window_attention",
     "is_main_replica",
     "load_preprocess",
+    "make_sharded_tensors_for_checkpoint",
     "merge",
+    "multi_latent_attention",
     "nested_values",
     "parallel_state",
     "param_group_identifier_keys",
+    "quick_gelu",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "save_preprocess",

@@ -7,7 +7,7 @@ order, since most of them are collective.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError, ConfigError, WorkerError
-from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepResult, TrainBatch, TrainedName
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepBatch, StepResult, TrainedName
 
 
 def layout_of(actor: ActorSection) -> Layout:
@@ -94,7 +94,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
     """
     options = _megatron_options(actor, shape)
     needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
-    if needing and not uses_transformer_engine(actor):
+    if needing and not uses_transformer_engine(actor, shape):
         raise ConfigError(
             f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
             "which this run does not have here (docs/gpu.md); fix: remove it"
@@ -109,7 +109,7 @@ def _megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[
     chosen: Mapping[str, Any] = {}
     if torch.cuda.is_available():
         has_experts = shape.experts is not None
-        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor))
+        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor, shape))
     return split_megatron_options({**actor.megatron, **chosen})
 
 
@@ -122,7 +122,7 @@ def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping
         sequence_parallel=actor.use_sequence_parallel,
         recompute=actor.recompute,
         fp8=fp8_options(actor),
-        transformer_engine=uses_transformer_engine(actor),
+        transformer_engine=uses_transformer_engine(actor, shape),
         options=options,
     )
 
@@ -162,14 +162,15 @@ class MegatronPolicy:
             actor.logprob_kernel,
         )
         options = _megatron_options(actor, self.shape)
-        transformer_engine = uses_transformer_engine(actor)
-        self.remarks = remarks(actor, transformer_engine)
+        transformer_engine = uses_transformer_engine(actor, self.shape)
+        self.remarks = remarks(actor, self.shape, transformer_engine)
         config = _transformer_config(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         own = make_algorithm(
             **algorithm.arguments(
                 rollouts_per_prompt=settings.rollouts_per_prompt,
                 max_response_tokens=settings.max_response_tokens,
+                environments=settings.environments,
             )
         )
         self._objective = objective_settings(algorithm, own)
@@ -180,7 +181,6 @@ class MegatronPolicy:
                 load_hf_weights(self.chunks, self.shape, tensors)
         if settings.lora.rank:
             lora.attach(self.chunks, self.shape, settings.lora, seed=settings.seed)
-            self.remarks += (lora.REMARK,)
         self.reference = (reference or HostCopy(self._trained_parameters())) if needs_reference else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
@@ -250,7 +250,7 @@ class MegatronPolicy:
         if lacking := self._memory.away.intersection(kinds):
             raise RuntimeError(f"{', '.join(sorted(lacking))}: on the host while servers have the device")
 
-    def train_step(self, batch: TrainBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
+    def train_step(self, batch: StepBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
         """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
         self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
@@ -269,27 +269,29 @@ class MegatronPolicy:
             return result
         return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
-    def run_pass(self, name: str, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def run_pass(self, name: str, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
         before the last stage. Collective over the ranks that share the shard."""
         passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs, "values": self.values}
         return passes[name](batch, micro_batches)
 
     def logprobs(
-        self, batch: TrainBatch, micro_batches: MicroBatches, *, temperature: float | None = None
+        self, batch: StepBatch, micro_batches: MicroBatches, *, temperature: float | None = None, base: bool = False
     ) -> np.ndarray | None:
         """float32 [R] of the shard's response tokens under the current weights; None before the last stage.
 
         Args:
             batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
+            base: without adapters.
         """
         self._needs("weights")
         self._take_turn("policy")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
-        return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
+        with lora.without_adapters(self.chunks) if base else nullcontext():
+            return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
-    def reference_logprobs(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def reference_logprobs(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
         self._take_turn("policy")
@@ -297,7 +299,7 @@ class MegatronPolicy:
         with self._reference_weights():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
 
-    def values(self, batch: TrainBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def values(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
         own = self._own_critic()
@@ -309,7 +311,7 @@ class MegatronPolicy:
             raise RuntimeError("values or weights of a critic were asked for, but the algorithm has no critic")
         return self.critic
 
-    def _routed(self, batch: TrainBatch) -> TrainBatch:
+    def _routed(self, batch: StepBatch) -> StepBatch:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
         if not self._routing_replay:
             return replace(batch, routed_experts_N=None)
@@ -331,7 +333,7 @@ class MegatronPolicy:
         return [(local, device.shown(local.values)) for local in parameters]
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's adapters under PEFT's names as `export` does weights."""
+        """Yield the adapters of all stages; see `lora.export_adapters`."""
         self._needs("weights")
         self._take_turn("policy")
         return lora.export_adapters(self.chunks)

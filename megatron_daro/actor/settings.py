@@ -20,7 +20,7 @@ class PolicySettings:
     of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
     learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
     whether `device.expand_segments` may be called. lora: adapters, which alone are trained where it has a rank; seed:
-    that they are drawn from.
+    that they are drawn from. environments: names of several.
     """
 
     model_path: Path
@@ -32,3 +32,4 @@ class PolicySettings:
     expandable_segments: bool = False
     lora: LoraSection = field(default_factory=LoraSection)
     seed: int = 0
+    environments: tuple[str, ...] = ()

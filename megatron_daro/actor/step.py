@@ -1,6 +1,6 @@
 """One optimizer step: gradients of policy and critic, the update of both or of neither, the metrics.
 
-  TrainBatch shard -> advantages (advantages.py)
+  StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
     -> who still reads the weights is waited for
     -> gradients are checked -> update, and what the algorithm learns -> the critic's update
@@ -13,7 +13,7 @@ weights stay as they were and the result says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from megatron_daro.actor.optimizer import GradientCheck, apply_update, check_gra
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import NonFiniteError
-from megatron_daro.types import StepResult, TrainBatch, TrainedName
+from megatron_daro.types import StepBatch, StepResult, TrainedName
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class StepCritic(Protocol):
 
     pretrain_steps: int
 
-    def gradients(self, batch: TrainBatch, micro_batches: MicroBatches) -> CriticReport:
+    def gradients(self, batch: StepBatch, micro_batches: MicroBatches) -> CriticReport:
         """Forward and backward."""
 
     def apply(self, report: CriticReport) -> dict[str, float]:
@@ -140,7 +140,7 @@ def _all_have_it(model: TrainedName, *, keep_gradients: bool = False) -> None:
 
 def forward_backward(
     train_state: TrainState,
-    batch: TrainBatch,
+    batch: StepBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,
@@ -162,7 +162,7 @@ def forward_backward(
 
 def train_step(
     train_state: TrainState,
-    batch: TrainBatch,
+    batch: StepBatch,
     micro_batches: MicroBatches,
     settings: ObjectiveSettings,
     output: OutputSettings,
@@ -213,19 +213,19 @@ def train_step(
             turn("critic")
             metrics |= critic.apply(critic_report)
     if weights_before is not None:
-        metrics |= _weight_metrics(weights_before)
+        metrics |= _weight_metrics(weights_before, *train_state.algorithm.classes)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
     reason = "" if check.fit else _reason(sums, check, critic_report)
     return StepResult(step=step, metrics=metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
 
 
-def _weight_metrics(weights: Tensor) -> dict[str, float]:
-    """Metrics of difficulty weights [K+1, L]: per pass rate, and where they differ by length also per class."""
-    means, (num_bins, classes) = weights.mean(dim=1), weights.shape
+def _weight_metrics(weights: Tensor, classed_by: str, classes: Sequence[str]) -> dict[str, float]:
+    """Metrics of difficulty weights [K+1, L]: per pass rate, and where there are several classes also of each."""
+    means, num_bins = weights.mean(dim=1), len(weights)
     metrics = {f"difficulty/weight/{k}": float(means[k]) for k in range(1, num_bins - 1)}
-    if classes > 1:
-        names = {f"difficulty/weight_by_length/{k}/{c}": (k, c) for k in range(1, num_bins - 1) for c in range(classes)}
-        metrics |= {name: float(weights[where]) for name, where in names.items()}
+    if len(classes) > 1:
+        cells = [(k, c, name) for k in range(1, num_bins - 1) for c, name in enumerate(classes)]
+        metrics |= {f"difficulty/weight_by_{classed_by}/{k}/{name}": float(weights[k, c]) for k, c, name in cells}
     return metrics
 
 

@@ -32,8 +32,8 @@ GroupFilter = Literal["auto", "none", "pass_rate"]
 class BatchTotals:
     """What every rank must know about the whole optimizer step before its first forward pass.
 
-    tokens_per_cell: int64 [K+1, L], trained tokens per bin and class of lengths; L is 1 unless the algorithm has
-    `length_edges`. rollouts_per_bin: int64 [K+1], those without tokens included.
+    tokens_per_cell: int64 [K+1, L], trained tokens per bin and class of samples; L is 1 unless the algorithm has
+    classes. rollouts_per_bin: int64 [K+1], those without tokens included.
     """
 
     tokens_per_cell: Tensor
@@ -44,22 +44,28 @@ class BatchTotals:
         cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int, length_edges: tuple[int, ...] = ()
     ) -> BatchTotals:
         """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
-        bins_N, lengths_N = torch.as_tensor(bins_N), torch.as_tensor(lengths_N)
+        lengths_N = torch.as_tensor(lengths_N)
         classes_N = length_classes(lengths_N, length_edges)
+        return cls.of_classes(bins_N, lengths_N, classes_N, rollouts_per_prompt, len(length_edges) + 1)
+
+    @classmethod
+    def of_classes(
+        cls, bins_N: Tensor, lengths_N: Tensor, classes_N: Tensor, rollouts_per_prompt: int, num_classes: int
+    ) -> BatchTotals:
+        """Return the same for samples whose classes, int64 [N] below num_classes, are known."""
+        bins_N = torch.as_tensor(bins_N)
         tokens = [
             token_counts(bins_N, torch.where(classes_N == c, lengths_N, 0), rollouts_per_prompt)
-            for c in range(len(length_edges) + 1)
+            for c in range(num_classes)
         ]
         ones_N = torch.ones_like(bins_N, dtype=torch.int64)
         return cls(torch.stack(tokens, dim=1), bin_sums(ones_N, bins_N, rollouts_per_prompt))
 
     @classmethod
-    def from_vector(cls, vector: Tensor, num_length_classes: int = 1) -> BatchTotals:
+    def from_vector(cls, vector: Tensor, num_classes: int = 1) -> BatchTotals:
         """Return the inverse of `vector`, after it was summed over ranks."""
-        tokens, rollouts = vector.to(torch.int64).tensor_split(
-            [len(vector) * num_length_classes // (num_length_classes + 1)]
-        )
-        return cls(tokens.reshape(-1, num_length_classes), rollouts)
+        tokens, rollouts = vector.to(torch.int64).tensor_split([len(vector) * num_classes // (num_classes + 1)])
+        return cls(tokens.reshape(-1, num_classes), rollouts)
 
     def vector(self) -> Tensor:
         """int64 [(L+1)(K+1)]: tokens per cell, then rollouts per bin; a plain sum over ranks adds totals."""
@@ -106,13 +112,14 @@ class Samples:
 
     bins_N: int64 [N]. lengths_N: [N], trained response tokens. advantages_N: floating [N]. group_lengths_NK: int64
     [N, K], trained tokens of every rollout of the sample's group, the sample's own among them; None unless the
-    algorithm `needs_group_lengths`.
+    algorithm `needs_group_lengths`. environments_N: int64 [N], the number of each sample's environment; None: one.
     """
 
     bins_N: Tensor
     lengths_N: Tensor
     advantages_N: Tensor
     group_lengths_NK: Tensor | None = None
+    environments_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +138,7 @@ class StepStats:
     entropy: float
 
     def per_bin(self, name: str) -> Tensor:
-        """float64 [K+1], a sum over all lengths."""
+        """float64 [K+1], a sum over all classes."""
         return self.sums[name].sum(dim=1)
 
 
@@ -174,11 +181,20 @@ class Algorithm(ABC):
     """Whether `Samples.group_lengths_NK` must be there."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
     """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
-    before the first update of a batch. None: one advantage for all tokens of a rollout."""
+    before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""
     resets_optimizer: bool = False
     """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
     length_edges: tuple[int, ...] = ()
     """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then."""
+
+    @property
+    def classes(self) -> tuple[str, tuple[str, ...]]:
+        """What samples are classed by beside their pass rate, and what the classes are called."""
+        return "length", tuple(map(str, range(len(self.length_edges) + 1)))
+
+    def classes_of(self, samples: Samples) -> Tensor:
+        """int64 [N], the number of each sample's class."""
+        return length_classes(samples.lengths_N, self.length_edges)
 
     @property
     def own_objective(self) -> Mapping[str, Any]:
@@ -341,7 +357,7 @@ class Algorithm(ABC):
 
     @property
     def weights(self) -> Tensor | None:
-        """Difficulty weights float64 [K+1], the mean over classes of lengths; None for an algorithm without."""
+        """Difficulty weights float64 [K+1], the mean over classes; None for an algorithm without."""
         return None
 
     @property

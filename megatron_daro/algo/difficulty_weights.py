@@ -8,13 +8,14 @@ examples/lab/lab_algorithms.py does both.
 The weights move by an Adam in float64 on the CPU in which every entry has a step count of its own. A bin that is
 absent from a step keeps its moments and its count, so its first step after a pause is as large as it would have been.
 
-Shape letters: K rollouts per prompt, C cells and P learned numbers, both K+1 here. Bins 0 and K carry no signal.
+Shape letters: K rollouts per prompt, L classes of samples, C cells and P learned numbers, both (K+1) L here, bin by
+bin. Bins 0 and K carry no signal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -140,6 +141,7 @@ class DifficultyWeights:
         self,
         rollouts_per_prompt: int,
         *,
+        environments: Sequence[str] = (),
         learning_rate: float = 0.01,
         parameter: Parameter = "log",
         magnitude: str = "abs",
@@ -154,6 +156,7 @@ class DifficultyWeights:
 
         Args:
             rollouts_per_prompt: K, 2 or more.
+            environments: names of those that have weights of their own; L is their number. Empty: L is 1.
             learning_rate: of the weights' Adam; 0 keeps them at 1.
             parameter: what Adam moves: "log" s_k = ln w_k (gradient w_k m_k - 1), "linear" w_k itself (m_k - 1/w_k).
             magnitude: m_k: "abs" |L_k|, "signed" L_k, "token" the mean |token loss| (needs abs_loss_sums), "advantage"
@@ -181,6 +184,7 @@ class DifficultyWeights:
                 raise AlgorithmError(f"{field}: got {value!r}, allowed are {', '.join(allowed)}")
         _check_half_life(half_life, parameter)
         self.rollouts_per_prompt, self.half_life = rollouts_per_prompt, half_life
+        self.environments = tuple(environments)
         self.parameter, self.magnitude, self.normalizer, self.scale = parameter, magnitude, normalizer, scale
         self.clamp = (float(clamp[0]), float(clamp[1]))
         self._cells, size = self._sizes()
@@ -188,6 +192,11 @@ class DifficultyWeights:
         # ln w or w; with a half-life the average of m_k, whose inverse is w.
         start = 0.0 if parameter == "log" and half_life is None else 1.0
         self._values = torch.full((size,), start, dtype=torch.float64)
+
+    @property
+    def num_classes(self) -> int:
+        """L."""
+        return max(len(self.environments), 1)
 
     @property
     def learning_rate(self) -> float:
@@ -316,11 +325,12 @@ class DifficultyWeights:
 
     def _inner(self, values: Tensor) -> Tensor:
         """Return those learnt numbers, of [P], that ever move."""
-        return values[1:-1]
+        return values[self.num_classes : -self.num_classes]
 
     def _sizes(self) -> tuple[int, int]:
         """Return C and P."""
-        return self.rollouts_per_prompt + 1, self.rollouts_per_prompt + 1
+        cells = (self.rollouts_per_prompt + 1) * self.num_classes
+        return cells, cells
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists (JSON keeps them bit for bit): what the weights are, values, moments and steps."""
@@ -355,6 +365,7 @@ class DifficultyWeights:
     def _form(self) -> dict[str, Any]:
         """Return what a saved state must agree in; what is not the default is written down."""
         form: dict[str, Any] = {"rollouts_per_prompt": self.rollouts_per_prompt, "parameter": self.parameter}
+        form |= {"environments": list(self.environments)} if self.environments else {}
         return form | ({} if self.half_life is None else {"averages": True})
 
     def _measured(
@@ -392,7 +403,7 @@ class DifficultyWeights:
     def _present(self, counts: Tensor) -> Tensor:
         """Cells that take part: tokens in the step, and neither all wrong nor all right."""
         present = counts > 0
-        present[0] = present[-1] = False
+        present[: self.num_classes] = present[-self.num_classes :] = False
         return present
 
     def _denominators(self, counts: Tensor, present: Tensor, *, together: bool) -> Tensor:
@@ -413,7 +424,7 @@ class DifficultyWeights:
         if vector.shape != (self._cells,):
             raise AlgorithmError(
                 f"{name}: got shape {tuple(vector.shape)}, allowed is ({self._cells},): one entry per bin "
-                f"0..{self.rollouts_per_prompt} (rollouts_per_prompt)"
+                f"0..{self.rollouts_per_prompt} (rollouts_per_prompt) and class of samples"
             )
         return vector
 

@@ -173,7 +173,7 @@ class Kimi(Algorithm):
 
         Args:
             tau: weight of the relative entropy to the policy that the batch began with, above 0; read with several
-                updates per batch.
+                optimizer steps per batch.
             reset_optimizer: whether the optimizer's moments are zero again when a batch begins.
         """
         super().__init__(**common)
@@ -190,7 +190,7 @@ class Kimi(Algorithm):
 
 
 class Daro(Algorithm):
-    """w_k / N_k with learnt difficulty weights; groups with mu of 0 or 1 are filtered."""
+    """w_k / N_k with learnt difficulty weights, maybe of each environment; groups with mu of 0 or 1 are filtered."""
 
     name = "daro"
     dynamic_filter = True
@@ -217,19 +217,42 @@ class Daro(Algorithm):
         )
         self.difficulty = DifficultyWeights(rollouts_per_prompt, **difficulty)
 
+    @property
+    def classes(self) -> tuple[str, tuple[str, ...]]:
+        """See `Algorithm.classes`."""
+        names = self.difficulty.environments
+        return ("environment", names) if names else super().classes
+
+    def classes_of(self, samples: Samples) -> Tensor:
+        """See `Algorithm.classes_of`. Raises AlgorithmError: nobody says which environments they are of."""
+        if not self.difficulty.environments:
+            return super().classes_of(samples)
+        if samples.environments_N is None:
+            raise AlgorithmError(
+                "daro: weights by environment_pass_rate, but the samples have no environments_N; build the batch with "
+                "the run's environments, or set weights_by to pass_rate"
+            )
+        return samples.environments_N
+
+    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.coefficients`."""
+        bins_N = samples.bins_N
+        coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
+        cells_N = bins_N * self.difficulty.num_classes + self.classes_of(samples).to(bins_N.device)
+        return torch.where(samples.lengths_N > 0, coefficients[cells_N], 0.0)
+
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
-        coefficients = self.difficulty.coefficients(totals.tokens_per_bin).to(bins_N.device)
-        return torch.where(lengths_N > 0, coefficients[bins_N], 0.0)
+        return self.coefficients(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
 
     def extra_loss(self, totals: BatchTotals) -> float:
         """See `Algorithm.extra_loss`."""
-        return self.difficulty.barrier(totals.tokens_per_bin)
+        return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
 
     def learn(self, step_stats: StepStats) -> None:
         """See `DifficultyWeights.update`."""
-        sums = {name: step_stats.per_bin(name) for name in step_stats.sums}
-        self.difficulty.update(token_counts=step_stats.totals.tokens_per_bin, **sums)
+        sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
+        self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
 
     def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
         """See `DifficultyWeights.update`."""
@@ -237,8 +260,13 @@ class Daro(Algorithm):
 
     @property
     def weights(self) -> Tensor:
-        """float64 [K+1]."""
-        return self.difficulty.weights
+        """float64 [K+1], the mean over classes."""
+        return self.cell_weights.mean(dim=1)
+
+    @property
+    def cell_weights(self) -> Tensor:
+        """float64 [K+1, L]."""
+        return self.difficulty.weights.reshape(-1, self.difficulty.num_classes)
 
     @property
     def clamped(self) -> int:
@@ -250,7 +278,8 @@ class Daro(Algorithm):
         return {**super().state_dict(), "difficulty": self.difficulty.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for another algorithm, another K, weights of another form, or a torn state."""
+        """Raise CheckpointError for another algorithm, another K, weights of another form or of other environments, or
+        a torn state."""
         super().load_state_dict(state)
         self.difficulty.load_state_dict(state.get("difficulty") or {})
 

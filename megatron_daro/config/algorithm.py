@@ -6,7 +6,7 @@ mathematics is in megatron_daro.algo, which this file cannot import because it i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -111,6 +111,8 @@ class DaroSection(Section):
     with bin, the policy's loss is divided as with batch."""
     scale: Literal["sum", "mean"] = "sum"
     """Sum over bins, or mean over the bins present."""
+    weights_by: Literal["pass_rate", "environment_pass_rate"] = "pass_rate"
+    """A weight for each pass rate, or for each pass rate of each of `environments`."""
     clamp: tuple[float, float] = (0.1, 10.0)
     """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. 10 binds where wrong answers are less
     than 1.2 to 1.4 times as long as right ones (by pass rate)."""
@@ -197,8 +199,8 @@ class AlgorithmSection(Section):
     entropy_coefficient: float = Field(default=0.0, ge=0, le=100)
     """Factor of the entropy bonus."""
     old_logprobs: Literal["auto", "forward", "recompute", "rollout"] = "auto"
-    """Denominator of the ratio. forward: the train pass's detached values (one update per batch); recompute: an
-    extra pass; rollout: the engine's; auto: forward with one update per batch, else recompute."""
+    """Denominator of the ratio. forward: the train pass's detached values (one optimizer step per batch); recompute: an
+    extra pass; rollout: the engine's; auto: forward with one optimizer step per batch, else recompute."""
     kl: KlSection = KlSection()
     """KL term."""
     correction: CorrectionSection = CorrectionSection()
@@ -225,8 +227,8 @@ class AlgorithmSection(Section):
         return self.name in ("ppo", "daro_ppo")
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the passes that the ranks make over a batch before its first update, in order. Each yields the column
-        of the response tokens that it is named after.
+        """Return the passes that the ranks make over a batch before its first optimizer step, in order. Each yields the
+        column of the response tokens that it is named after.
 
         Args:
             columns: what the algorithm makes advantages of, per token.
@@ -236,18 +238,23 @@ class AlgorithmSection(Section):
         reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
         return ("old_logprobs",) * old + ("ref_logprobs",) * reference + ("values",) * ("values" in columns)
 
-    def arguments(self, *, rollouts_per_prompt: int, max_response_tokens: int) -> dict[str, Any]:
+    def arguments(
+        self, *, rollouts_per_prompt: int, max_response_tokens: int, environments: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Return the keyword arguments of megatron_daro.algo.weighting.make_algorithm for this run.
 
         Args:
-            rollouts_per_prompt: K. max_response_tokens: the longest response allowed.
+            rollouts_per_prompt: K. max_response_tokens: the longest response allowed. environments: names of several.
         """
+        daro = self.daro.model_dump(exclude={"weights_by"})
+        if self.daro.weights_by == "environment_pass_rate":
+            daro["environments"] = tuple(environments)
         return {
             "name": self.name,
             "rollouts_per_prompt": rollouts_per_prompt,
             "max_response_tokens": max_response_tokens,
             "std": self.std,
             "group_filter": self.filter,
-            **(self.daro.model_dump() if self.name in ("daro", "daro_ppo") else {}),
+            **(daro if self.name in ("daro", "daro_ppo") else {}),
             **self.options,
         }

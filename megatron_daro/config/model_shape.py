@@ -74,6 +74,7 @@ class YarnScaling:
     """YaRN (arXiv 2309.00071). `original_max_positions` in tokens; beta_fast and beta_slow in rotations.
 
     attention_factor multiplies cosine and sine. truncate: bounds of the ramp are rounded to whole dimensions.
+    score_factor: the same for the scores of latent attention, which are multiplied by its square; of others 1.
     """
 
     factor: float
@@ -82,6 +83,7 @@ class YarnScaling:
     beta_slow: float
     attention_factor: float
     truncate: bool
+    score_factor: float = 1.0
 
 
 RopeScaling = Llama3Scaling | YarnScaling
@@ -96,12 +98,13 @@ _KEYS = names(
 
 
 def read_rope(
-    config: Mapping[str, Any], where: str, *, partial: bool = False
+    config: Mapping[str, Any], where: str, *, partial: bool = False, latent: bool = False
 ) -> tuple[float, float, RopeScaling | None]:
     """Return base frequency, the share of a head's entries that is rotated, and scaling.
 
     Args:
-        config: of the model. where: names the file in messages. partial: whether the share may be below 1.
+        config: of the model. where: names the file in messages. partial: whether the share may be below 1. latent:
+            whether attention is, whose rotary part Megatron-core scales in its own way.
 
     Raises:
         ModelError: it asks for what is not implemented.
@@ -122,7 +125,9 @@ def read_rope(
         raise ModelError(f"{where}: rope type {kind!r} with {', '.join(unknown)}, which is not known; remove it.")
     if kind == "default":
         return base, share, None
-    return base, share, (_llama3 if kind == "llama3" else _yarn)(rope, config, where)
+    if kind == "llama3" and latent:
+        raise ModelError(f"{where}: rope type 'llama3' is not supported with latent attention; allowed: 'yarn'.")
+    return base, share, _llama3(rope, config, where) if kind == "llama3" else _yarn(rope, config, where, latent=latent)
 
 
 def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], float]:
@@ -168,7 +173,7 @@ def _llama3(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> L
     )
 
 
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> YarnScaling:
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], where: str, *, latent: bool) -> YarnScaling:
     factor = number(rope, "factor", where)
     attention_factor = _attention_factor(rope, factor, where)
     if factor <= 1 and attention_factor != 1:
@@ -178,13 +183,18 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> Yar
         )
     if "truncate" in rope and rope["truncate"] is None:
         raise ModelError(f"{where}: truncate must be true or false, got null, which transformers takes as false.")
+    truncate = flag(rope, "truncate", where, default=True)
+    if latent and not truncate:
+        raise ModelError(f"{where}: truncate false is not supported with latent attention; allowed: true.")
+    all_of_head = rope.get("mscale_all_dim")
     return YarnScaling(
         factor=factor,
         original_max_positions=_original_positions(rope, config, where),
         beta_fast=number(rope, "beta_fast", where, default=32.0),
         beta_slow=number(rope, "beta_slow", where, default=1.0),
         attention_factor=attention_factor,
-        truncate=flag(rope, "truncate", where, default=True),
+        truncate=truncate,
+        score_factor=_mscale(factor, number(rope, "mscale_all_dim", where)) if latent and all_of_head else 1.0,
     )
 
 
@@ -192,13 +202,13 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, where: str) -> flo
     """Return the given factor; else 0.1 * ln(factor) + 1, or the quotient of two such terms with their own weights."""
     if rope.get("attention_factor") is not None:
         return number(rope, "attention_factor", where)
-
-    def concentration(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return concentration(number(rope, "mscale", where)) / concentration(number(rope, "mscale_all_dim", where))
-    return concentration(1.0)
+        return _mscale(factor, number(rope, "mscale", where)) / _mscale(factor, number(rope, "mscale_all_dim", where))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 LM_HEAD = "ForCausalLM"
@@ -218,6 +228,7 @@ _READ = names(
 _READ_OF_EXPERTS = names("num_experts_per_tok output_router_logits router_aux_loss_coef")
 _READ_OF_DENSE_LAYERS = names("decoder_sparse_step mlp_only_layers")
 _READ_OF_SIGMOID = names("n_group topk_group routed_scaling_factor")
+_READ_OF_LATENT = names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim")
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "activation": ("swiglu", "silu"),
@@ -262,7 +273,8 @@ class ExpertShape:
 
     normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
     balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not. shared_ffn:
-    the width of the MLP that sees every token beside the experts; 0: there is none. scores: of the router's logits;
+    the width of the MLP that sees every token beside the experts; 0: there is none. limit: of gate and up, as
+    `ExpertKeys` has it; 0: there is none, and experts are as dense MLPs are. scores: of the router's logits;
     with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
     in so many, and a token chooses from the best chosen_groups of them. scale: of the weights.
     """
@@ -278,6 +290,20 @@ class ExpertShape:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention. query_rank, kv_rank: of the latents that queries, and keys and values, are made of;
+    query_rank None: queries are made of the hidden state. rotary: entries of a head that are rotated, in its key the
+    same for all heads; plain: entries of a head before them. value: entries of a head's value."""
+
+    query_rank: int | None
+    kv_rank: int
+    plain: int
+    rotary: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +313,10 @@ class ModelShape:
     `ffn` is the width of gate and of up in dense layers; `head_dim` is per head and need not be hidden / heads; `dtype`
     is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
     model. rotary_share: of the entries of a head, the first of which are rotated. further_layers: those that predict
-    tokens after the next; they are in the checkpoint after the others, and nothing here computes them.
+    tokens after the next; they are in the checkpoint after the others, and nothing here computes them. latent: of
+    latent attention, where `head_dim` is that of queries and keys. sinks: heads have a logit to which no token belongs.
+    biases: all linear layers have one, the router's and the experts' too. window: in `windowed` layers a token sees so
+    many, itself among them.
     """
 
     family: str
@@ -309,10 +338,22 @@ class ModelShape:
     experts: ExpertShape | None = None
     rotary_share: float = 1.0
     further_layers: int = 0
+    latent: LatentShape | None = None
+    sinks: bool = False
+    biases: bool = False
+    window: int = 0
+    windowed: tuple[int, ...] = ()
+
+    @property
+    def value_dim(self) -> int:
+        """Entries of a head's value."""
+        return self.latent.value if self.latent else self.head_dim
 
     def has_role(self, role: str) -> bool:
         """Whether a model of this shape has what the table of its family names for a role."""
-        return {"qkv_bias": self.qkv_bias, "query_norm": self.qk_norm, "key_norm": self.qk_norm}.get(role, True)
+        low_rank = self.latent is not None and self.latent.query_rank is not None
+        switched = {"qkv_bias": self.qkv_bias, "query_norm": self.qk_norm, "key_norm": self.qk_norm, "q": not low_rank}
+        return (switched | dict.fromkeys(("q_down", "q_latent_norm", "q_up"), low_rank)).get(role, True)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of one MLP."""
@@ -336,12 +377,20 @@ class ModelShape:
     def _count(self, experts_counted: int) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key) + (query + 2 * key) * self.qkv_bias
+        attention += self.hidden * self.biases + self.heads * self.sinks
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        if self.latent:
+            queries, kv_rank, value = self.latent.query_rank or 0, self.latent.kv_rank, self.heads * self.latent.value
+            attention = queries * (self.hidden + query) if queries else self.hidden * query
+            attention += self.hidden * (kv_rank + self.latent.rotary + value)
+            attention += kv_rank * (self.heads * self.latent.plain + value)
+            norms = 2 * self.hidden + queries + kv_rank
         mlps = (self.layers - self.expert_layers) * 3 * self.hidden * self.ffn
         if self.experts:
-            router = (self.hidden + (self.experts.scores == "sigmoid")) * self.experts.number
+            router = (self.hidden + (self.experts.scores == "sigmoid" or self.biases)) * self.experts.number
             width = experts_counted * self.experts.ffn + self.experts.shared_ffn
-            mlps += self.expert_layers * (router + 3 * self.hidden * width)
+            biases = experts_counted * (2 * self.experts.ffn + self.hidden) * self.biases
+            mlps += self.expert_layers * (router + 3 * self.hidden * width + biases)
         outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
         return self.layers * (attention + norms) + mlps + outside
 
@@ -373,14 +422,16 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary)
+    theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary, latent=family.latent)
+    latent = _latent(config, heads, kv_heads, where) if family.latent else None
+    windowed = _windowed_layers(config, where) if family.window == "alternating" else ()
     return ModelShape(
         family=family.model_type,
         layers=integer(config, "num_hidden_layers", where),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=_head_dim(config, hidden, heads, where),
+        head_dim=latent.plain + latent.rotary if latent else _head_dim(config, hidden, heads, where),
         ffn=integer(config, "intermediate_size", where),
         vocab=integer(config, "vocab_size", where),
         rope_theta=theta,
@@ -394,6 +445,11 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         experts=_experts(config, family, family.experts, where) if family.experts else None,
         rotary_share=rotary_share,
         further_layers=integer(config, family.further_tokens, where, least=0) if family.further_tokens else 0,
+        latent=latent,
+        sinks="sinks" in family.tensors,
+        biases="router_logit_bias" in family.tensors,
+        window=integer(config, "sliding_window", where) if windowed else 0,
+        windowed=windowed,
     )
 
 
@@ -458,10 +514,10 @@ def _family(config: dict[str, Any], where: str, endings: Sequence[str]) -> Famil
 def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the configuration with what transformers assumes for missing keys.
 
-    A null stays where it says something else than a missing key: no window, as many key-value heads as heads, and, for
-    transformers, no causal mask, and no length before a scaling that needs one.
+    A null stays where it says something else than a missing key: no window, as many key-value heads as heads, queries
+    without a latent, and, for transformers, no causal mask, and no length before a scaling that needs one.
     """
-    telling = ("sliding_window", "num_key_value_heads", "is_causal", "original_max_position_embeddings")
+    telling = names("sliding_window num_key_value_heads q_lora_rank is_causal original_max_position_embeddings")
     return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
 
 
@@ -474,11 +530,12 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     """Raise, naming all of them, if keys ask for a forward pass that is not implemented, or if nothing reads them."""
     wrong = [
         f"{key} {show(config[key])} (allowed: {' or '.join(map(show, allowed))})"
-        for key, allowed in _ONLY.items()
+        for key, allowed in {**_ONLY, **family.only}.items()
         if key in config and key not in _own_keys(family) and not any(_same(config[key], value) for value in allowed)
     ]
-    if config.get("quantization_config"):
-        wrong.append("quantization_config (allowed: none; convert the checkpoint to bf16 first)")
+    if (method := quantization(config)) and method not in (FP8_BLOCKS, family.quantized):
+        allowed = f"fp8 e4m3 in blocks of 128 x 128{f' or {family.quantized}' if family.quantized else ''}"
+        wrong.append(f"quantization_config (allowed: none, or {allowed}, which are converted)")
     wrong += _windows(config, family, where)
     wrong += [
         f"{key} {show(config[key])} (not known; if it changes nothing about the model, remove it from config.json)"
@@ -488,6 +545,21 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
 
 
+FP8_BLOCKS = "fp8 blocks"
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """Return how the matrices of a checkpoint are quantized: `FP8_BLOCKS`, with a scale each, or its `quant_method`;
+    empty where they are not."""
+    given = config.get("quantization_config")
+    if not isinstance(given, Mapping):
+        return str(given) if given else ""
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    if {"fmt": "e4m3", **given} == {"fmt": "e4m3", **given, **wanted}:
+        return FP8_BLOCKS
+    return str(given.get("quant_method", "?")) if given else ""
+
+
 def _same(value: object, allowed: object) -> bool:
     """Whether they are equal; true and false equal no number."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
@@ -495,7 +567,8 @@ def _same(value: object, allowed: object) -> bool:
 
 def _known(family: Family) -> frozenset[str]:
     """Keys of config.json that are read, that have one allowed value, or that change nothing."""
-    return _READ | _ONLY.keys() | _HARMLESS | {"quantization_config"} | _own_keys(family)
+    known = _READ | _ONLY.keys() | family.only.keys() | _HARMLESS | family.harmless
+    return known | {"quantization_config"} | _own_keys(family)
 
 
 def _own_keys(family: Family) -> frozenset[str]:
@@ -503,10 +576,11 @@ def _own_keys(family: Family) -> frozenset[str]:
     own = {family.further_tokens, *family.switches.values()}
     own |= {"partial_rotary_factor"} if family.partial_rotary else set()
     if keys := family.experts:
-        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared}
+        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared, keys.limit}
         own |= {keys.normalize} if isinstance(keys.normalize, str) else set()
         own |= _READ_OF_SIGMOID if keys.scores == "sigmoid" else set()
         own |= _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors and not keys.dense else set()
+    own |= _READ_OF_LATENT if family.latent else set()
     return frozenset(own - {""})
 
 
@@ -515,6 +589,8 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
+    if family.window == "alternating":
+        return []
     others = sorted(set(kinds or ()) - {"full_attention"})
     if others:
         return [f"layers of {' and '.join(others)} (allowed: layer_types full_attention throughout)"]
@@ -531,6 +607,18 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
         return []
     off = "use_sliding_window false" if family.window.startswith("switched") else "sliding_window null"
     return [f"sliding-window attention in use, of {show(width)} tokens (allowed: {off})"]
+
+
+def _windowed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the layers with a window: those that `layer_types` names, or the first, the third and so on."""
+    names_ = ("sliding_attention", "full_attention")
+    layers = integer(config, "num_hidden_layers", where)
+    kinds = config.get("layer_types") or [names_[layer % 2] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(names_):
+        raise ModelError(
+            f"{where}: layer_types must be {' or '.join(names_)} for each of the {layers} layers; got {show(kinds)}."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == names_[0])
 
 
 def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
@@ -567,6 +655,7 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
         groups=groups,
         chosen_groups=chosen_groups,
         scale=number(config, "routed_scaling_factor", where) if sigmoid else 1.0,
+        limit=number(config, keys.limit, where) if keys.limit else 0.0,
     )
 
 
@@ -626,6 +715,38 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, where: str) ->
             f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; set head_dim."
         )
     return integer(config, "head_dim", where, default=hidden // heads)
+
+
+_LATENT_NORM_EPS = 1e-6
+
+
+def _latent(config: Mapping[str, Any], heads: int, kv_heads: int, where: str) -> LatentShape:
+    """Return the sizes of latent attention.
+
+    Raises:
+        ModelError: keys contradict each other, or programs compute another model: the norms of the latents have 1e-6
+            in transformers whatever the key says, and what it says in Megatron-core and SGLang.
+    """
+    shape = LatentShape(
+        query_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank", where),
+        kv_rank=integer(config, "kv_lora_rank", where),
+        plain=integer(config, "qk_nope_head_dim", where),
+        rotary=integer(config, "qk_rope_head_dim", where),
+        value=integer(config, "v_head_dim", where),
+    )
+    allowed: dict[str, object] = {
+        "num_key_value_heads": heads,
+        "head_dim": shape.rotary,
+        "qk_head_dim": shape.plain + shape.rotary,
+        "rms_norm_eps": _LATENT_NORM_EPS,
+    }
+    for key, value in allowed.items():
+        got = kv_heads if key == "num_key_value_heads" else config.get(key)
+        if got is not None and got != value:
+            raise ModelError(f"{where}: {key} {show(got)} is not supported with latent attention; allowed: {value}.")
+    if shape.rotary % 2:
+        raise ModelError(f"{where}: qk_rope_head_dim {shape.rotary} is odd; its entries are rotated in pairs.")
+    return shape
 
 
 def _dtype(config: Mapping[str, Any], where: str) -> str | None:

@@ -38,6 +38,9 @@ _QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
 EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
 FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
 OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
+ATTENTION_OUTPUT = Parameter(
+    "attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "attended"),)
+)
 ATTENTION = (
     Parameter(
         "attention_norm",
@@ -50,7 +53,32 @@ ATTENTION = (
     Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
     Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
     Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
-    Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "query"),)),
+    ATTENTION_OUTPUT,
+    Parameter("attention_output_bias", "self_attention.linear_proj.bias", "copy", (("hidden",),)),
+    Parameter("sinks", "self_attention.core_attention.softmax_offset", "rows", (("heads",),)),
+)
+LATENT_ATTENTION = (
+    Parameter("attention_norm", "input_layernorm.weight", "copy", (("hidden",),)),
+    Parameter("q", "self_attention.linear_q_proj.weight", "rows", (("query", "hidden"),)),
+    Parameter("q_down", "self_attention.linear_q_down_proj.weight", "copy", (("query_rank", "hidden"),)),
+    Parameter(
+        "q_latent_norm",
+        "self_attention.q_layernorm.weight",
+        "copy",
+        (("query_rank",),),
+        fused_name="self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    Parameter("q_up", "self_attention.linear_q_up_proj.weight", "rows", (("query", "query_rank"),)),
+    Parameter("kv_down", "self_attention.linear_kv_down_proj.weight", "copy", (("kv_rank_and_rotary", "hidden"),)),
+    Parameter(
+        "kv_latent_norm",
+        "self_attention.kv_layernorm.weight",
+        "copy",
+        (("kv_rank",),),
+        fused_name="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    Parameter("kv_up", "self_attention.linear_kv_up_proj.weight", "rows", (("plain_and_value", "kv_rank"),)),
+    ATTENTION_OUTPUT,
 )
 DENSE_MLP = (
     Parameter(
@@ -67,6 +95,7 @@ ROUTER = (
     Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
     Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
     Parameter("router_bias", "mlp.router.expert_bias", "copy", (("experts",),), fp32=True),
+    Parameter("router_logit_bias", "mlp.router.bias", "copy", (("experts",),)),
     Parameter("shared_gate_up", "mlp.shared_experts.linear_fc1.weight", "gate_up", (("shared_ffn", "hidden"),) * 2),
     Parameter("shared_down", "mlp.shared_experts.linear_fc2.weight", "columns", (("hidden", "shared_ffn"),)),
 )
@@ -85,17 +114,44 @@ EXPERT = (
         (("hidden", "expert_ffn"),),
         fused_name="mlp.experts.linear_fc2.weight{expert}",
     ),
+    Parameter(
+        "expert_gate_up_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "gate_up",
+        (("expert_ffn",),) * 2,
+        fused_name="mlp.experts.linear_fc1.bias{expert}",
+    ),
+    Parameter(
+        "expert_down_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        "copy",
+        (("hidden",),),
+        fused_name="mlp.experts.linear_fc2.bias{expert}",
+    ),
 )
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """Return the sizes that the table's dimensions stand for."""
-    experts = shape.experts
+    experts, latent = shape.experts, shape.latent
+    of_latents = (
+        {
+            "query_rank": latent.query_rank or 0,
+            "kv_rank": latent.kv_rank,
+            "kv_rank_and_rotary": latent.kv_rank + latent.rotary,
+            "plain_and_value": shape.heads * (latent.plain + latent.value),
+        }
+        if latent
+        else {}
+    )
     return {
+        **of_latents,
         "hidden": shape.hidden,
         "query": shape.heads * shape.head_dim,
         "key": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
+        "heads": shape.heads,
+        "attended": shape.heads * shape.value_dim,
         "ffn": shape.ffn,
         "vocab": shape.vocab,
         "experts": experts.number if experts else 0,

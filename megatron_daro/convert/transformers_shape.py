@@ -70,7 +70,15 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "hidden_size", shape.hidden, theirs("hidden_size")
     yield "num_attention_heads", shape.heads, theirs("num_attention_heads")
     yield "num_key_value_heads", shape.kv_heads, theirs("num_key_value_heads")
-    yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
+    if latent := shape.latent:
+        yield "q_lora_rank", latent.query_rank, theirs("q_lora_rank")
+        yield "kv_lora_rank", latent.kv_rank, theirs("kv_lora_rank")
+        yield "qk_nope_head_dim", latent.plain, theirs("qk_nope_head_dim")
+        yield "qk_rope_head_dim", latent.rotary, theirs("qk_rope_head_dim")
+        yield "v_head_dim", latent.value, theirs("v_head_dim")
+        yield "rope_interleave", True, theirs("rope_interleave")
+    else:
+        yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
     yield "intermediate_size", shape.ffn, theirs("intermediate_size")
     yield "vocab_size", shape.vocab, theirs("vocab_size")
     yield "rms_norm_eps", shape.rms_eps, theirs("rms_norm_eps")
@@ -78,18 +86,23 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "max_position_embeddings", shape.max_positions, theirs("max_position_embeddings")
     yield "hidden_act", "silu", theirs("hidden_act")
     family = families()[shape.family]
-    biases = family.switches.get("qkv_bias") == "attention_bias" and shape.qkv_bias
-    yield "attention_bias", biases, theirs("attention_bias", False)
+    if "attention_bias" not in family.only:
+        biases = family.switches.get("qkv_bias") == "attention_bias" and shape.qkv_bias
+        yield "attention_bias", biases, theirs("attention_bias", False)
     if key := family.switches.get("query_norm"):
         yield key, shape.qk_norm, theirs(key)
     yield "mlp_bias", False, theirs("mlp_bias", False)
     yield "is_causal", True, theirs("is_causal", True)
-    yield "layers with a window", [], _windowed_layers(resolved)
+    yield "layers with a window", list(shape.windowed), _windowed_layers(resolved)
+    if shape.windowed:
+        yield "sliding_window", shape.window, theirs("sliding_window")
+    for key, allowed in family.only.items():
+        yield key, allowed[0], theirs(key, allowed[0])
     for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
         rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
         yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
         ours = (shape.rope_theta, shape.rotary_share, shape.rope_scaling)
-        yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary)
+        yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary, latent=family.latent)
         resolved.standardize_rope_params()
     keys = family.experts
     if shape.experts and keys:
@@ -101,6 +114,8 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
             yield keys.normalize, experts.normalize, theirs(keys.normalize)
         if "gate_up" in family.tensors:
             yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved, keys)
+        if keys.limit:
+            yield keys.limit, experts.limit, theirs(keys.limit, experts.limit)
         if keys.shared:
             yield keys.shared, experts.shared_ffn // experts.ffn, theirs(keys.shared)
         if keys.scores == "sigmoid":

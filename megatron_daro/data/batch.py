@@ -1,6 +1,6 @@
 """Batch assembly: scored groups become the columns of one optimizer step.
 
-Groups (rollouts and verdicts, filtered already) -> TrainBatch -> schedule -> packing.
+Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing.
 Bins come from the verdicts' `correct`, never from the shaped reward; advantages come from the shaped reward.
 Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
 Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
@@ -10,7 +10,7 @@ Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R resp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -28,7 +28,7 @@ from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.errors import DataError
 from megatron_daro.routed_experts import StoredExperts
-from megatron_daro.types import Group, Rollout, TrainBatch
+from megatron_daro.types import Group, Rollout, StepBatch
 
 Overlong = Literal["none", "penalty", "filter", "both"]
 
@@ -44,7 +44,8 @@ def build_batch(
     repetition_penalty: float = 0.0,
     teacher: tuple[float, float] | None = None,
     by_turn: bool = False,
-) -> TrainBatch:
+    environments: Mapping[str, int] | None = None,
+) -> StepBatch:
     """Return the batch of all rollouts, groups in the given order, rollouts in index order.
 
     Args:
@@ -58,9 +59,9 @@ def build_batch(
         repetition_penalty: what is taken from the reward of an answer that repeats itself.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own
             advantage. Source: https://thinkingmachines.ai/blog/on-policy-distillation/. None: no distillation.
-
         by_turn: rewards of turns are normalised over all turns of a group, and a token's advantage is the sum of those
             of its turn and of later ones. Source: process supervision, DeepSeekMath (arXiv 2402.03300, section 4.1.3).
+        environments: data source -> number of its environment. None: the run has one.
 
     Returns:
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
@@ -95,7 +96,7 @@ def build_batch(
     if overlong in ("filter", "both"):
         loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
-    batch = TrainBatch(
+    batch = StepBatch(
         tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
         lengths_N=lengths_N,
         prompt_lengths_N=prompt_lengths_N,
@@ -110,6 +111,7 @@ def build_batch(
         rollouts_per_prompt=rollouts_per_prompt,
         routed_experts_N=_routed_experts(rollouts),
         contexts_N=contexts_of(rollouts),
+        environments_N=None if not environments else _environments(groups, environments, rollouts_per_prompt),
     )
     if by_turn:
         batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
@@ -119,17 +121,17 @@ def build_batch(
 
 
 PASSED = ("old_logprobs_R", "ref_logprobs_R", "values_R")
-"""Columns of a TrainBatch that passes over it give."""
+"""Columns of a StepBatch that passes over it give."""
 
 
-def with_columns_of(batch: TrainBatch, earlier: Sequence[TrainBatch]) -> TrainBatch:
+def with_columns_of(batch: StepBatch, earlier: Sequence[StepBatch]) -> StepBatch:
     """Return the batch with the columns that passes over other batches of the same rollouts gave.
 
     Args:
         batch: whole groups, each of them in one of `earlier`, in any order.
         earlier: batches with the same columns of `PASSED`.
     """
-    size, parts = batch.rollouts_per_prompt, dict[int, tuple[TrainBatch, slice]]()
+    size, parts = batch.rollouts_per_prompt, dict[int, tuple[StepBatch, slice]]()
     for one in earlier:
         ends = np.cumsum(one.response_lengths_N)[size - 1 :: size].tolist()
         for group_id, start, end in zip(one.group_ids_N[::size].tolist(), [0, *ends[:-1]], ends, strict=True):
@@ -144,7 +146,7 @@ def with_columns_of(batch: TrainBatch, earlier: Sequence[TrainBatch]) -> TrainBa
     return replace(batch, **columns)
 
 
-def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> TrainBatch:
+def _taught(batch: StepBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> StepBatch:
     """Return the batch with the advantages of distillation, 0 where nothing is trained."""
     untaught = next((r for r in rollouts if r.teacher_logprobs is None and r.response_length), None)
     if untaught is not None:
@@ -159,12 +161,12 @@ def _taught(batch: TrainBatch, rollouts: Sequence[Rollout], coefficient: float, 
     return _with_token_advantages(batch, coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R)
 
 
-def _with_token_advantages(batch: TrainBatch, advantages_R: np.ndarray) -> TrainBatch:
+def _with_token_advantages(batch: StepBatch, advantages_R: np.ndarray) -> StepBatch:
     """Return the batch with these, 0 where nothing is trained."""
     return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
 
 
-def _by_turn(batch: TrainBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
+def _by_turn(batch: StepBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
     """Return float64 [R], each response token's sum of the normalised rewards of its turn and of later ones."""
     rewards = [_turn_rewards(r, float(reward)) for r, reward in zip(rollouts, batch.rewards_N, strict=True)]
     ids_T = np.repeat(batch.group_ids_N, [len(one) for one in rewards])
@@ -192,7 +194,7 @@ def _turn_lengths(rollout: Rollout) -> list[int]:
     return lengths
 
 
-def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
+def _with_group_lengths(batch: StepBatch) -> StepBatch:
     """Return the batch, groups one after the other, with the trained tokens of each sample's whole group."""
     lengths_GK = batch.trained_tokens_N.reshape(-1, batch.rollouts_per_prompt)
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
@@ -201,6 +203,16 @@ def _with_group_lengths(batch: TrainBatch) -> TrainBatch:
 def contexts_of(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], ...] | None:
     """Return the tokens of each sequence of each rollout; None if each is one."""
     return tuple(r.contexts for r in rollouts) if any(r.contexts for r in rollouts) else None
+
+
+def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_per_prompt: int) -> np.ndarray:
+    """int64 [N]. Raises DataError: a source has none."""
+    if strange := sorted({group.prompt.source for group in groups} - numbers.keys()):
+        raise DataError(
+            f"environments: got problems of the data source {strange[0]!r}; allowed: {', '.join(numbers)}; fix: name "
+            "it in the sources of an environment"
+        )
+    return np.repeat(np.array([numbers[group.prompt.source] for group in groups], np.int64), rollouts_per_prompt)
 
 
 def _routed_experts(rollouts: Sequence[Rollout]) -> tuple[StoredExperts | None, ...] | None:

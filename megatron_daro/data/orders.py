@@ -136,6 +136,42 @@ class PromptSource:
         return np.argsort(keys, kind="stable").tolist()
 
 
+class Mix:
+    """Several sources at once: the next prompt is of that which lags most behind its share of the draws."""
+
+    def __init__(self, sources: Mapping[str, PromptSource | _Draws], weights: Mapping[str, float]) -> None:
+        """Begin each. Args: sources: by the name of their environment. weights: likewise, above 0."""
+        total = sum(weights.values())
+        self._sources, self._shares = sources, {name: weights[name] / total for name in sources}
+
+    def next(self, n: int) -> list[Prompt]:
+        """Return the next n prompts."""
+        return [self._behind().next(1)[0] for _ in range(n)]
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Tell each source, which knows its own."""
+        for source in self._sources.values():
+            source.observe(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return those of all."""
+        return {name: source.state_dict() for name, source in self._sources.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken. Raises CheckpointError: it is of other environments, or as theirs do."""
+        if state.keys() != self._sources.keys():
+            raise CheckpointError(
+                f"data cursor: state of {sorted(state)}, this run has environments {sorted(self._sources)}; resume "
+                "with the same environments"
+            )
+        for name, source in self._sources.items():
+            source.load_state_dict(state[name])
+
+    def _behind(self) -> PromptSource | _Draws:
+        drawn = sum(source.drawn for source in self._sources.values()) + 1
+        return max(self._sources.items(), key=lambda one: self._shares[one[0]] * drawn - one[1].drawn)[1]
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Return what changes with the prompts, their order, answers and tokens."""
     digest = hashlib.sha256()

@@ -1,6 +1,6 @@
 """Packing: the samples of one micro-batch end to end in one row ("thd" layout), and the way back.
 
-TrainBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
+StepBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
 response columns. Every column stands at the position that *predicts*: position t sees token t and its label is token t
 + 1. So the log-probability a model returns at t is that of `labels_T[t]`, and nothing has to be shifted afterwards.
 Refuses samples without a prompt token (their first response token has no position that predicts it), repeated or
@@ -8,7 +8,7 @@ unknown sample indices, and multiples below one. It never truncates and never dr
 
 Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
 tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, C sequences of the
-samples (one each, but several of an agent that rewrote its history: `TrainBatch.contexts_N`), G the same and one more
+samples (one each, but several of an agent that rewrote its history: `StepBatch.contexts_N`), G the same and one more
 where the end is padding.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.errors import DataError
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_paralle
 
 
 def pack(
-    batch: TrainBatch,
+    batch: StepBatch,
     indices: Sequence[int],
     *,
     sequence_multiple: int = 1,
@@ -214,7 +214,7 @@ def pack(
     )
 
 
-def _routed_experts(batch: TrainBatch, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
+def _routed_experts(batch: StepBatch, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
     """Read those of the samples from their files."""
     experts_N = batch.routed_experts_N or ()
     shape = next((experts.shape[1:] for experts in experts_N if experts), None)
@@ -324,7 +324,7 @@ def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor
 
 
 def _checked_indices(
-    batch: TrainBatch, indices: Sequence[int], sequence_multiple: int, total_multiple: int
+    batch: StepBatch, indices: Sequence[int], sequence_multiple: int, total_multiple: int
 ) -> np.ndarray:
     indices_M = np.asarray(indices, dtype=np.int64)
     if sequence_multiple < 1 or total_multiple < 1:

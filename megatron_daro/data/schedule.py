@@ -1,6 +1,6 @@
 """The split of a batch: which data-parallel rank computes which samples, in which micro-batches.
 
-Lengths of a TrainBatch -> Schedule -> each rank packs its own micro-batches.
+Lengths of a StepBatch -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
 pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
 Refuses a sample that does not fit the token budget. It never drops or repeats a sample.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class CostModel:
         Args:
             num_parameters: active parameters per token, without the input embedding.
             num_layers: layers with attention.
-            attention_width: heads times head dimension.
+            attention_width: heads times head dimension, the mean of that of keys and that of values.
 
         Returns:
             6 * parameters per token, and 6 * layers * width per token pair (causal: half of 12).
@@ -66,13 +66,20 @@ class CostModel:
     @classmethod
     def of_model(cls, shape: ModelShape) -> CostModel:
         """Return the same for a model: the parameters that a token is multiplied with, so without an input embedding of
-        its own and without the experts that are not chosen for it."""
+        its own and without the experts that are not chosen for it. A layer with a window costs the same for each
+        token."""
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
-        return cls.transformer(
+        cost = cls.transformer(
             num_parameters=shape.num_active_parameters - lookup,
-            num_layers=shape.layers,
-            attention_width=shape.heads * shape.head_dim,
+            num_layers=shape.layers - len(shape.windowed),
+            attention_width=shape.heads * (shape.head_dim + shape.value_dim) // 2,
         )
+        return replace(cost, linear=cost.linear + window_operations(shape))
+
+
+def window_operations(shape: ModelShape) -> float:
+    """Return the floating-point operations, forward and backward, of a token's scores in layers with a window."""
+    return 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim
 
 
 @dataclass(frozen=True, slots=True)

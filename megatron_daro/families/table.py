@@ -6,10 +6,15 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     embedding, final_norm, output                       of the whole model
     attention_norm, qkv (query, key, value), qkv_bias,  of each layer; leave out qkv_bias, query_norm and key_norm
     query_norm, key_norm, attention_output, mlp_norm    where the family has none
+    q, or q_down, q_latent_norm, q_up, and              in place of qkv, where attention is latent (multi-head latent
+    kv_down, kv_latent_norm, kv_up                      attention, MLA); config.json says which a model has of q
     gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
     router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
     shared_down                                         bias of the choice, and no expert that sees every token
+    attention_output_bias, router_logit_bias,           of families whose linear layers all have biases: all of these
+    expert_gate_up_bias (gate, up), expert_down_bias    and qkv_bias
+    sinks                                               of each layer: a logit for each head, to which no token belongs
 
 `Family.switches` is for roles that only some models of a family have.
 """
@@ -23,12 +28,12 @@ from typing import Literal
 from megatron_daro.errors import ModelError
 
 Names = Mapping[str, tuple[str, ...]]
-Value = str | int | float | bool
+Value = str | int | float | bool | Mapping[str, str | int | float | bool]
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 _PARTS = {
     **dict.fromkeys(("qkv", "qkv_bias"), _QKV),
-    **dict.fromkeys(("gate_up", "expert_gate_up", "shared_gate_up"), _GATE_UP),
+    **dict.fromkeys(("gate_up", "expert_gate_up", "expert_gate_up_bias", "shared_gate_up"), _GATE_UP),
 }
 """What the tensors of a role are, in order; of every other role there is one."""
 
@@ -40,11 +45,18 @@ class Family:
     model_type, architecture: as config.json names them. tensors: role -> Hugging Face names. defaults: what
     transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
     attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
-    layers (switched) or in those from `max_window_layers` on (switched_from_layer). experts: keys of a mixture of
-    experts; None for a dense family. switches: role -> the key that says whether a model has it; of other roles every
-    model of the family has those that stand in `tensors`. partial_rotary: `partial_rotary_factor` may be below 1: only
-    the first entries of a head are rotated. further_tokens: the key of the number of layers that predict tokens after
-    the next (MTP); they stand in the checkpoint after the others, and are not trained.
+    layers (switched) or in those from `max_window_layers` on (switched_from_layer). It is trained of families whose
+    `layer_types` say it layer by layer, where it is missing of every other one from the first on (alternating).
+    experts: keys of a mixture of experts; None for a dense family. stacked: role -> the tensor that holds those of all
+    experts of a layer, [experts, columns, rows], or [experts, rows] of biases, with the rows of gate and up in turns;
+    the names of the role itself are then those that its parts have here (convert/stacked.py). switches: role -> the key
+    that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
+    partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
+    further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
+    checkpoint after the others, and are not trained. only: further keys with the only values that are computed, in
+    place of those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of
+    an export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
+    converted as if they were not, beside fp8 blocks.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
@@ -53,11 +65,21 @@ class Family:
     architecture: str
     tensors: Names
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    window: Literal["by_width", "switched", "switched_from_layer"] = "by_width"
+    window: Literal["by_width", "switched", "switched_from_layer", "alternating"] = "by_width"
     experts: ExpertKeys | None = None
+    stacked: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
     partial_rotary: bool = False
     further_tokens: str = ""
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    loaded_together: tuple[str, ...] = ()
+    quantized: str = ""
+
+    @property
+    def latent(self) -> bool:
+        """Whether queries, keys and values are made of latents of lower rank."""
+        return "kv_down" in self.tensors
 
     def __post_init__(self) -> None:
         for role, names in self.tensors.items():
@@ -82,7 +104,8 @@ class ExpertKeys:
     experts may be chosen from some groups only (`n_group`, `topk_group`), and the weights are multiplied with
     `routed_scaling_factor`. dense: the number of first layers without experts; empty: `decoder_sparse_step` and
     `mlp_only_layers` say it, where the family has dense layers. shared: the number of experts, each as wide as the
-    others, that see every token.
+    others, that see every token. limit: up to which gate and up of an expert are taken; it then multiplies gate *
+    sigmoid(1.702 * gate) with up + 1, no SiLU with up.
     """
 
     number: tuple[str, ...]
@@ -92,6 +115,7 @@ class ExpertKeys:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     dense: str = ""
     shared: str = ""
+    limit: str = ""
 
 
 OUTSIDE: Names = {
@@ -104,6 +128,18 @@ ATTENTION: Names = {
     "qkv": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
     "attention_output": ("model.layers.{layer}.self_attn.o_proj.weight",),
     "mlp_norm": ("model.layers.{layer}.post_attention_layernorm.weight",),
+}
+LATENT_ATTENTION: Names = {
+    "attention_norm": ATTENTION["attention_norm"],
+    "q": ("model.layers.{layer}.self_attn.q_proj.weight",),
+    "q_down": ("model.layers.{layer}.self_attn.q_a_proj.weight",),
+    "q_latent_norm": ("model.layers.{layer}.self_attn.q_a_layernorm.weight",),
+    "q_up": ("model.layers.{layer}.self_attn.q_b_proj.weight",),
+    "kv_down": ("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",),
+    "kv_latent_norm": ("model.layers.{layer}.self_attn.kv_a_layernorm.weight",),
+    "kv_up": ("model.layers.{layer}.self_attn.kv_b_proj.weight",),
+    "attention_output": ATTENTION["attention_output"],
+    "mlp_norm": ATTENTION["mlp_norm"],
 }
 QKV_BIAS: Names = {"qkv_bias": tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv")}
 QK_NORM: Names = {
@@ -118,6 +154,11 @@ EXPERTS: Names = {
     "router": ("model.layers.{layer}.mlp.gate.weight",),
     "expert_gate_up": tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in _GATE_UP),
     "expert_down": ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+}
+EXPERT_BIASES: Names = {
+    f"{role}_bias": tuple(name.removesuffix("weight") + "bias" for name in names)
+    for role, names in EXPERTS.items()
+    if role != "router"
 }
 SHARED_EXPERTS: Names = {
     "router_bias": ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),

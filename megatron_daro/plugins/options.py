@@ -53,6 +53,11 @@ class PluginSection(Section):
                 "daro.magnitude: got 'advantage', allowed inside another framework are abs, signed and token: a host "
                 "hands on sums of losses per pass rate only"
             )
+        if self.daro.weights_by != "pass_rate":
+            raise AlgorithmError(
+                f"daro.weights_by: got {self.daro.weights_by!r}, allowed inside another framework is pass_rate: a host "
+                "does not say which environment a rollout is of"
+            )
         section = AlgorithmSection(name="daro", std=self.std, filter="auto", daro=self.daro)
         # DARO does not read the longest response; only dr_grpo's constant denominator does.
         return make_algorithm(**section.arguments(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=1))

@@ -34,6 +34,7 @@ Files, in the order to read them:
     rollouter.py            single answers, and how verdicts are asked for
     environment.py          one conversation of several turns, and what an environment of your own offers
     conversations.py        many of them
+    several_environments.py each group to the environment of its problem
     environment_thread.py   the thread of the user's coroutines
     context.py              one sequence of tokens of a conversation, as aligned columns
     turn_requests.py        what conversations ask of engine and verifiers
@@ -45,5 +46,5 @@ Files, in the order to read them:
     agent_endpoint.py       OpenAI's API over HTTP
     agent_session.py        the chats of one rollout: which tokens a request goes on from
     own_environment.py      what `environment.kind` names
-    verifiers_hub.py        environments of the package verifiers
+    verifiers_worker.py     runs tasks of the package verifiers, in a worker process
 """

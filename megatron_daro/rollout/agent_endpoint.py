@@ -1,7 +1,7 @@
 """OpenAI's API for agents: chats of many sessions, each under a key of its own, answered by the run's engine.
 
 HTTP -> checked request -> AgentSession -> Conversation -> the engine, and back. On the environments' event loop. It
-listens on loopback only. What would change an answer and is not served is refused by name.
+listens on loopback unless told otherwise. What would change an answer and is not served is refused by name.
 
 Source: OpenAI's reference of POST /v1/chat/completions, as its Python client 3.57 sends and reads it.
 """
@@ -20,6 +20,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from megatron_daro.config.sections import LOOPBACK
+from megatron_daro.errors import RolloutError
 from megatron_daro.rollout.agent_session import AgentSession, ChatRequest, Message, RefusedRequestError, Reply
 from megatron_daro.rollout.environment import Conversation
 from megatron_daro.rollout.rendering import Turns
@@ -57,14 +59,17 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 class AgentEndpoint:
     """The server. Its sessions are named by their keys."""
 
-    def __init__(self, turns: Turns, warn: Callable[[str], None], max_turn_tokens: int | None) -> None:
+    def __init__(
+        self, turns: Turns, warn: Callable[[str], None], max_turn_tokens: int | None, host: str = LOOPBACK
+    ) -> None:
         """Listen to nothing yet.
 
         Args:
             turns: writes chats as tokens. warn: told of what is sampled otherwise than the run samples.
-            max_turn_tokens: of an answer; None: what there is room for.
+            max_turn_tokens: of an answer; None: what there is room for. host: where it listens and is reached; on
+                another than loopback every request needs a key.
         """
-        self._turns, self._warn, self._most = turns, warn, max_turn_tokens
+        self._turns, self._warn, self._most, self._host = turns, warn, max_turn_tokens, host
         self._sessions: dict[str, AgentSession] = {}
         self._started: asyncio.Future[str] | None = None
         self._runner: web.AppRunner | None = None
@@ -93,12 +98,20 @@ class AgentEndpoint:
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}/v1"
+        site = web.TCPSite(self._runner, self._host, 0, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise RolloutError(
+                f"environment.host: got {self._host}, where this machine cannot listen ({error.strerror}); fix: set it "
+                "to an address of the driver's machine"
+            ) from error
+        named = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{named}:{self._runner.addresses[0][1]}/v1"
 
     async def _health(self, http: web.Request) -> web.Response:
+        if self._host != LOOPBACK:
+            self._session(http)
         return _json({"status": "ok", "sessions": len(self._sessions)})
 
     async def _models(self, http: web.Request) -> web.Response:

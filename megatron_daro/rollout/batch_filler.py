@@ -7,7 +7,7 @@
     finish_batch="enough"  every group is a call of its own, as fits servers. A group that the filter takes out is
                            replaced while others are still generated. Enough trainable groups end the batch: the rest is
                            aborted, and goes on in the next batch or is dropped. A run does not repeat exactly. A
-                           round is only a measure of prompts here: as many as a batch begins with.
+                           round is only a measure of prompts here: oversampling x prompts_per_batch.
 
 `fill` waits for the next arrival of all calls; each call waits for its engine, and its verdicts are made meanwhile.
 """
@@ -154,7 +154,7 @@ class BatchFiller:
         return math.ceil(missing * self._section.oversampling / self._rate_of(batch)) - len(flight.calls)
 
     def _prompts_allowed(self, flight: _Flight) -> float:
-        """Prompts that may still be admitted: as many as 1 + max_refill_rounds rounds of the first one's size have.
+        """Prompts that may still be admitted: as many as 1 + max_refill_rounds rounds have.
         Where groups begin in rounds, the number of these is bounded instead."""
         if self._in_rounds:
             return math.inf

@@ -1,6 +1,6 @@
 """The deadline of every wait of the loop, in one table, and the one way to wait.
 
-The sampler and the controller await nothing from outside except through `Deadlines.within`, so
+What comes from outside the loop is awaited through `Deadlines.within`, or with one of these limits, so
 a hung engine, verifier, actor or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
 also for something that ignores being cancelled.
 """

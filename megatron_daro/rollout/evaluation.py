@@ -57,7 +57,7 @@ class Evaluator:
         return metrics
 
     async def _evaluate_set(self, held_out: HeldOut, *, first_id: int, step: int) -> dict[str, float]:
-        """Group ids are negative and depend on the set and the problem only: the same questions get the same noise."""
+        """Group ids are negative and depend on sets and problem only: an engine with a seed draws the same again."""
         section, stops = held_out.section, held_out.stops(self._stops)
         sampling = SamplingParams(
             temperature=section.temperature,
@@ -202,7 +202,7 @@ class Evaluations:
 
     async def run(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluate into `metrics`, for a line that `write` writes, and return them. Beside generation it only begins
-        here."""
+        here, and puts its numbers into that very dict when it has ended."""
         if not self._beside:
             metrics |= await self._measured(step)
             return metrics

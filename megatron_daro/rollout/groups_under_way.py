@@ -1,8 +1,8 @@
 """Groups that are not complete: while they are generated (Pending), and between two batches (UnfinishedGroup).
 
-The sampler admits prompts as Pending; answers and verdicts are put into them; a group that is still unfinished when its
-batch is complete is kept as an UnfinishedGroup, in checkpoints too, and goes on in the next batch. Recorded groups that
-contradict themselves are refused.
+`BatchFiller` admits prompts as Pending; answers and verdicts are put into them; a group that is still unfinished when
+its batch is complete is kept as an UnfinishedGroup, in checkpoints too, and goes on in the next batch. Recorded groups
+that contradict themselves are refused.
 """
 
 from __future__ import annotations

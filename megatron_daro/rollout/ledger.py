@@ -1,8 +1,8 @@
 """The books of the groups: every admitted group is in exactly one of outstanding, trained, filtered, dropped.
 
-The sampler admits groups, retries and filters them; the controller marks them trained or dropped. It gives out group
-ids and attempt numbers, and decides whether an answer still counts. It keeps no rollouts.
-Finished groups are counted, not remembered one by one: ids only grow, so an id below the next one that is not
+`BatchFiller` admits groups and asks again, `BatchSoFar` filters and drops, the controller marks what it trained or
+dropped. The ledger gives out group ids and attempt numbers, and decides whether an answer still counts. It keeps no
+rollouts. Finished groups are counted, not remembered one by one: ids only grow, so an id below the next one that is not
 outstanding is finished, and finishing it again is refused.
 """
 

@@ -71,7 +71,7 @@ def plan_minibatches(
 
     Returns:
         (mini-batches, unused groups: the stale ones, and those for which the run has no more steps). No mini-batches if
-        everything is stale.
+        everything is stale; else one at least trains, also of a recorded batch (rollout/replay.py).
     """
     fresh = [group for group in batch.groups if group not in stale]
     plan = _recorded_minibatches(batch, step) if batch.recorded else _minibatches(fresh, step, section)

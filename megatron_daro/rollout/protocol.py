@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.types import Group, GroupRequest, PreparedBatch, Prompt, Rollout, StepResult, TrainBatch, Verdict
+from megatron_daro.types import Group, GroupRequest, PreparedBatch, Prompt, Rollout, StepBatch, StepResult, Verdict
 
 
 class Engine(Protocol):
@@ -135,7 +135,7 @@ class PhaseTimer(Protocol):
 class Policy(Protocol):
     """The policy under training."""
 
-    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedBatch:
         """Return the batch with the log-probs and values that it needs, under the weights as they are now."""
         ...
 

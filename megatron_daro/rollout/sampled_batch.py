@@ -61,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledBatch:
-    """The groups of one training batch and what sampling them took.
+    """The groups of one batch and what sampling them took.
 
     groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
     incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: generated in these seconds.

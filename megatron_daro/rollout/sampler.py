@@ -1,8 +1,7 @@
-"""Fills one training batch: prompts -> engine -> scorer -> complete groups -> filter -> batch.
+"""From batch to batch: what was left over + what `BatchFiller` fills up -> SampledBatch, and what is left over now.
 
-It uses what was kept from the batch before, has `BatchFiller` fill up the rest, tells batch and surplus apart by group
-id, and takes the snapshot to continue from. It refuses a run in which no group carries a signal, whose answers it has
-recorded, and groups that are too old; it trains nothing.
+It tells batch and surplus apart by group id, and takes the snapshot to continue from. It refuses a run in which no
+group carries a signal, whose answers it has recorded, and groups that are too old; it trains nothing.
 """
 
 from __future__ import annotations

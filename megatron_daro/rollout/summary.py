@@ -4,7 +4,8 @@ Groups and the built batch -> metrics, merged by the controller with what the po
 directory's contract. It measures samples only and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
-metrics.jsonl, TensorBoard and the report's table then have it, at every step of the batch.
+metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that were sampled for the batch,
+so each step of the batch has the same number. What is of one step's groups alone stands in `step_metrics`.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -21,7 +22,7 @@ from megatron_daro.algo.difficulty import predicted_bin_loss
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
-from megatron_daro.types import Group, Rollout, TrainBatch, Verdict
+from megatron_daro.types import Group, Rollout, StepBatch, Verdict
 
 GroupMetrics = Callable[[Sequence[Group]], Mapping[str, float]]
 """Key -> number, of the complete groups that were sampled for a batch, the filtered and dropped ones too."""
@@ -59,7 +60,7 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 def step_metrics(
     batch: SampledBatch,
     minibatch: MiniBatch,
-    columns: TrainBatch,
+    columns: StepBatch,
     steps_per_batch: int,
 ) -> dict[str, float]:
     """All of the below for one optimizer step: `columns` are those of `minibatch`, which is of `batch`."""
@@ -91,13 +92,36 @@ def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, f
     Returns:
         What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
     """
-    groups = [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
-    metrics = {"rollout/rounds": float(batch.rounds)}
+    groups, metrics = sampled_groups(batch, rollouts_per_prompt), {"rollout/rounds": float(batch.rounds)}
     for measure in GROUP_METRICS:
         metrics |= measure(groups)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
     return metrics | {key: float(value) for key, value in batch.counters.items()}
+
+
+def sampled_groups(batch: SampledBatch, rollouts_per_prompt: int) -> list[Group]:
+    """Return the complete groups that were sampled for a batch, the filtered and dropped ones too."""
+    return [g for g in (*batch.groups, *batch.filtered, *batch.dropped) if len(g.rollouts) == rollouts_per_prompt]
+
+
+def environment_metrics(groups: Sequence[Group], environment_of_source: Mapping[str, str]) -> dict[str, float]:
+    """Return accuracy, reward and length of each of several environments, and its share of the groups."""
+    metrics: dict[str, float] = {}
+    for name in sorted(set(environment_of_source.values())):
+        own = [group for group in groups if environment_of_source.get(group.prompt.source) == name]
+        metrics[f"environments/{name}/groups"] = float(len(own))
+        for measure, key, short in _OF_ENVIRONMENTS if own else ():
+            metrics[f"environments/{name}/{short}"] = measure(own)[key]
+    return metrics
+
+
+_OF_ENVIRONMENTS = (
+    (_correctness, "accuracy/mean", "accuracy"),
+    (_correctness, "reward/mean", "reward"),
+    (_responses, "response/length_mean", "length_mean"),
+    (_responses, "response/truncated_fraction", "truncated_fraction"),
+)
 
 
 _OVERFLOW = ("context_overflow", "out_of_room")
@@ -130,12 +154,12 @@ def _reward_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 
 def group_bins(groups: Iterable[Group], rollouts_per_prompt: int) -> dict[str, float]:
-    """`difficulty/groups/{k}` for every k in 0..K."""
-    bins = Counter(group.bin for group in groups if len(group.rollouts) == rollouts_per_prompt)
+    """`difficulty/groups/{k}` for every k in 0..K, of complete groups."""
+    bins = Counter(group.bin for group in groups)
     return {f"difficulty/groups/{k}": float(bins[k]) for k in range(rollouts_per_prompt + 1)}
 
 
-def length_metrics(batch: TrainBatch) -> dict[str, float]:
+def length_metrics(batch: StepBatch) -> dict[str, float]:
     """Mean trained tokens of right and wrong answers per bin, and the loss that they predict.
 
     Args:

@@ -31,7 +31,7 @@ from megatron_daro.runtime.kept_states import Kept
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of
 from megatron_daro.runtime.supervisor import end_frozen, gather
-from megatron_daro.types import MemoryKind, TrainBatch
+from megatron_daro.types import MemoryKind, StepBatch
 
 T = TypeVar("T")
 _LEAVE_S = 120.0
@@ -55,7 +55,7 @@ class Healing:
     def __init__(
         self,
         ranks: Ranks,
-        repeat: Callable[[TrainBatch, int], Awaitable[object]],
+        repeat: Callable[[StepBatch, int], Awaitable[object]],
         limits: HealingLimits,
         run: RunContext,
     ) -> None:
@@ -135,7 +135,7 @@ class Healing:
         """Wait until the snapshot that is under way is committed, so that a death costs the next step alone."""
         await self.repeated(self._finish_pending)
 
-    async def trained(self, batch: TrainBatch, step: int) -> None:
+    async def trained(self, batch: StepBatch, step: int) -> None:
         """Take note of a step that was done, and begin a snapshot of what the ranks are now."""
         if self.keeps == "none":
             return

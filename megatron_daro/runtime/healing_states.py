@@ -20,10 +20,10 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import peers_of, sources_of
 from megatron_daro.runtime.workers import RankInfo
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 _HOUR_S = 3600.0
-Update = tuple[int, TrainBatch, int]
+Update = tuple[int, StepBatch, int]
 """An optimizer step: number of the first snapshot that has it, its batch, its number."""
 
 
@@ -50,7 +50,7 @@ class State:
 class Trained:
     """An optimizer step was done."""
 
-    batch: TrainBatch
+    batch: StepBatch
     step: int
 
 

@@ -19,7 +19,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.sections import DataSection, EvalSet, EvalTemplate
 from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.data.formats import PassRate
-from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
+from megatron_daro.data.orders import Curriculum, Mix, Prioritised, PromptSource
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops, read_stops
 from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
@@ -47,14 +47,34 @@ def prompt_source(
     Raises:
         DataError: the order, or data.pass_rates, needs pass rates that the files do not have, or nothing is left.
     """
-    data, seed = config.data, config.trainer.seed
+    data = config.data
     if data.pass_rates is not None:
         prompts = _inside(data.pass_rates, prompts, known, notices)
     if known:
         _say_whose(config, prompts, known, notices)
     rates = {prompt_id: one.rate for prompt_id, one in known.items()}
+    weights = {one.name: one.weight for one in config.environments if one.weight is not None}
+    if not weights:
+        return _in_order(config, prompts, rates, planned_prompts(config))
+    names, sources = config.environment_of_source, {}
+    for name, weight in weights.items():
+        own = [prompt for prompt in prompts if names[prompt.source] == name]
+        if not own:
+            raise DataError(
+                f"environments: {name} has no problem in data.train; fix: remove it, or correct its sources"
+            )
+        share = weight / sum(weights.values())
+        sources[name] = _in_order(config, own, rates, math.ceil(share * planned_prompts(config)))
+    return Mix(sources, weights)
+
+
+def _in_order(
+    config: Config, prompts: Sequence[Prompt], rates: Mapping[str, float], planned: int
+) -> PromptSource | Curriculum | Prioritised:
+    """Return the stream of these prompts alone. Args: planned: how many the run takes of it."""
+    data, seed = config.data, config.trainer.seed
     if data.order == "curriculum":
-        return Curriculum(prompts, rates, data.curriculum, seed=seed, ramp=planned_prompts(config) // 2)
+        return Curriculum(prompts, rates, data.curriculum, seed=seed, ramp=planned // 2)
     if data.order == "prioritised":
         return Prioritised(prompts, rates, data.prioritised, seed=seed)
     return PromptSource(prompts, seed=seed, shuffle=data.shuffle)
@@ -143,14 +163,13 @@ def training_prompts(
         section.format,
         section.problem_field,
         section.answer_field,
-        repeats="keep" if config.environment.of_verifiers else "drop",
+        repeats="keep" if any(one.of_verifiers for one in config.all_environments) else "drop",
         ends=ends,
         held_out={one.section.name: one.prompts for one in held_out},
     )
     _say(notices, "training data", report.summary())
     prompts, written = _tokenised(section, problems, tokenizer, "data")
-    if is_agent(config.environment):
-        prompts = _begun(prompts)
+    prompts = _begun(config, prompts, "data.train")
     _say(notices, "training data", written.summary())
     return prompt_source(config, prompts, report.pass_rates, notices), written
 
@@ -179,9 +198,24 @@ def _held_out(
     return HeldOut(one, tuple(prompts), trained_with(section), written.opens_thinking)
 
 
-def _begun(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts of which the model is shown the first token only: an agent writes all others by itself."""
-    return [replace(prompt, tokens=prompt.tokens[:1]) for prompt in prompts]
+def _begun(config: Config, prompts: Sequence[Prompt], field: str) -> list[Prompt]:
+    """Return the prompts; of those for agents the model is shown the first token only: they write all others.
+
+    Raises:
+        DataError: a data source belongs to none of several environments.
+    """
+    names = config.environment_of_source
+    if names and (strange := sorted({prompt.source for prompt in prompts} - names.keys())):
+        raise DataError(
+            f"{field}: got problems of the data source {', '.join(map(repr, strange))}, which none of environments "
+            f"names; allowed: {', '.join(map(repr, names))}; fix: add it to the sources of an environment, or write "
+            "its name into the rows' data_source (a file without that is called as its name says)"
+        )
+    agents = {getattr(one, "name", "") for one in config.all_environments if is_agent(one)}
+    return [
+        replace(prompt, tokens=prompt.tokens[:1]) if names.get(prompt.source, "") in agents else prompt
+        for prompt in prompts
+    ]
 
 
 def _tokenised(
@@ -236,8 +270,9 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
     )
     stops = answer_stops(config, tokenizer)
     held_out = held_out_sets(config.data, tokenizer, notices)
-    if is_agent(config.environment):
-        held_out = [replace(one, prompts=tuple(_begun(one.prompts))) for one in held_out]
+    held_out = [
+        replace(one, prompts=tuple(_begun(config, one.prompts, f"data.eval.{i}"))) for i, one in enumerate(held_out)
+    ]
     prompts, written = training_prompts(config, tokenizer, held_out, notices=notices, ends=ends)
     _check_vocabulary(
         config, tokenizer, shape.vocab, [written.largest_id, *(max(p.tokens) for s in held_out for p in s.prompts)]
@@ -281,4 +316,4 @@ def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
 def ends_at_texts(config: Config, stops: Stops) -> bool:
     """Whether some answer of the run may end at a text: an agent names its own. Args: stops: of its training."""
     of_sets = [TEMPLATES[one.template].stop for one in config.data.eval if one.template != "data"]
-    return bool(stops.texts or any(of_sets) or is_agent(config.environment))
+    return bool(stops.texts or any(of_sets) or any(map(is_agent, config.all_environments)))

@@ -42,6 +42,7 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.provenance import identity
+from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
 from megatron_daro.types import PlainValue
@@ -64,7 +65,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         DaroError: the cause of a failure; all processes are gone by then.
     """
     config = with_template_date(config, resume=resume)
-    algorithm = parts.algorithm_of(config)
+    algorithm = algorithm_of(config)
     check_start(config, resume=resume, generates=replay is None)
     run_dir, phases = filled(config.trainer.run_dir), Phases()
     with interruptible() as interrupts, taken_back_if_it_fails(run_dir), ExitStack() as stack:
@@ -73,7 +74,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         run = RunContext.of(config, progress, phases)
         stack.enter_context(driver_log(run.log_dir, terminal=progress.mode != "off"))
         stack.callback(run_directory.remove_unfinished_export, config.trainer)
-        for remark in parts.algorithm_remarks(config, algorithm):
+        for remark in algorithm_remarks(config, algorithm):
             progress.warn(remark)
         # Before any process is started: data that is wrong costs no time.
         progress.stage("start", "reading the data")
@@ -161,6 +162,7 @@ async def _train(
             deadlines=run.deadlines,
             colocation=parts.colocation(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
+            environment_of_source=config.environment_of_source,
         ),
         batches_ahead=config.rollout.batches_ahead if generation else 0,
     )

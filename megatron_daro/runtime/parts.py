@@ -14,21 +14,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_daro.actor.settings import PolicySettings
-from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
 from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
-from megatron_daro.config.sections import EngineSection
+from megatron_daro.config.sections import EngineSection, EnvironmentSection
 from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
-from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.conversations import Conversations
@@ -39,6 +38,7 @@ from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
+from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
@@ -46,11 +46,12 @@ from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
 from megatron_daro.runtime.node_workers import VerifierPools
 from megatron_daro.runtime.policy_group import PolicyGroup
+from megatron_daro.runtime.run_algorithm import algorithm_of
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.colocation import Colocation, SharingEngine
 from megatron_daro.sync.publish import ReceivingEngine
-from megatron_daro.types import Group, SamplingParams, TrainBatch
+from megatron_daro.types import Group, SamplingParams, StepBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,53 +73,15 @@ class Generation:
     evaluator: Evaluator | None
 
 
-def algorithm_of(config: Config) -> Algorithm:
-    """Return the driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
-
-    Raises:
-        ConfigError: no such algorithm, or options that it does not take.
-    """
-    sizes = config.rollout.rollouts_per_prompt, config.rollout.max_response_tokens
-    try:
-        return make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=sizes[0], max_response_tokens=sizes[1]))
-    except AlgorithmError as error:
-        of_options = str(error).partition(":")[0] in config.algorithm.options
-        field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
-        raise ConfigError(f"{field}.{error}{fix}") from error
-
-
-def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
-    rollout, remarks = config.rollout, list(algorithm.remarks)
-    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
-    if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
-        remarks.append(
-            f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
-            "filter, since the surplus would be thrown away; fix: set rollout.oversampling=1, or "
-            "algorithm.filter=pass_rate"
-        )
-    return remarks
-
-
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
-    """Return (groups, optimizer step) -> TrainBatch, with the algorithm's advantages."""
+    """Return (groups, optimizer step) -> StepBatch, with the algorithm's advantages."""
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill
     teacher = (distill.coefficient, distill.reward_weight) if distill.urls else None
-    by_turn = config.algorithm.turn_rewards
-    if (teacher or by_turn) and algorithm.token_columns is not None:
-        field = "distill" if teacher else "turn_rewards"
-        raise ConfigError(
-            f"algorithm.{field}: got it with algorithm.name {config.algorithm.name}, which makes advantages per token "
-            "itself; allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
-        )
-    if by_turn and type(algorithm).advantages is not Algorithm.advantages:
-        raise ConfigError(
-            f"algorithm.turn_rewards: got true with algorithm.name {config.algorithm.name}, another advantage "
-            "than GRPO's; allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
-        )
+    names = [one.name for one in config.environments]
+    environments = {source: names.index(name) for source, name in config.environment_of_source.items()}
 
-    def build(groups: Sequence[Group], step: int) -> TrainBatch:
+    def build(groups: Sequence[Group], step: int) -> StepBatch:
         return build_batch(
             groups,
             algorithm,
@@ -128,7 +91,8 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
             length_weight=length_reward.weight_at(step),
             repetition_penalty=config.algorithm.repetition_penalty,
             teacher=teacher,
-            by_turn=by_turn,
+            by_turn=config.algorithm.turn_rewards,
+            environments=environments,
         )
 
     return build
@@ -206,15 +170,29 @@ def rollouter_of(
 ) -> Rollouter:
     """Return what takes groups from prompts to scored rollouts. Raises ConfigError: the environment cannot be made."""
     config = run.config
-    if not config.environment.is_own:
+    if config.environments:
+        by_name = {one.name: _rollouter(run, one, tokenizer, engine, scorer) for one in config.environments}
+        return Mixed(by_name, config.environment_of_source)
+    return _rollouter(run, config.environment, tokenizer, engine, scorer)
+
+
+def _rollouter(
+    run: RunContext,
+    section: EnvironmentSection,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: ReceivingEngine,
+    scorer: VerifierPools,
+) -> Rollouter:
+    config = run.config
+    if not section.is_own:
         return SingleTurn(engine, scorer)
-    section, chat = config.environment, config.data.prompt_template == "chat"
+    chat = config.data.prompt_template == "chat"
     environment = make_environment(
         section,
         tokenizer,
         chat=chat,
         warn=run.progress.warn,
-        pools=partial(StepPools, run),
+        pools=partial(StepPools, run, section),
         correct_reward=config.reward.correct_reward,
     )
     return Conversations(
@@ -274,6 +252,7 @@ def policy_settings(config: Config) -> PolicySettings:
         expandable_segments=not shares_memory and not megatron.get("nccl_ub"),
         lora=_with_absolute_path(config.lora),
         seed=config.trainer.seed,
+        environments=tuple(one.name for one in config.environments),
     )
 
 
@@ -283,18 +262,9 @@ def _with_absolute_path(section: LoraSection) -> LoraSection:
 
 
 def policy_group(run: RunContext, placement: Placement, *, trains: bool) -> PolicyGroup:
-    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced.
-
-    Raises:
-        ConfigError: the critic shall be exported of an algorithm of your own that has none.
-    """
+    """Return the Megatron ranks. Args: trains: else they only export, and none is ever replaced."""
     config, trainer = run.config, run.config.trainer
     columns = algorithm_of(config).token_columns or ()
-    if trainer.export_critic and "values" not in columns:
-        raise ConfigError(
-            f"trainer.export_critic: got true, but {config.algorithm.name} has no critic (token_columns without "
-            "values); fix: set trainer.export_critic=false"
-        )
     healing = None
     if trains and trainer.replace_lost_ranks:
         healing = HealingLimits(trainer.snapshot_gib, trainer.max_replacements, trainer.hung_rank_s)

@@ -40,7 +40,7 @@ from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
 from megatron_daro.sync.files import complete_adapter, complete_checkpoint
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepResult, TrainBatch
+from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepBatch, StepResult
 
 T = TypeVar("T")
 
@@ -131,13 +131,13 @@ class PolicyGroup:
             "their torch sees none: they compute on the CPU; install torch for CUDA on the nodes",
         ]
 
-    async def prepare(self, batch: TrainBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedBatch:
         """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights; its
         shards stay with the ranks for `train`."""
         async with self._busy:
             return await self._repeated(lambda: self._prepare(batch))
 
-    async def _prepare(self, batch: TrainBatch) -> PreparedBatch:
+    async def _prepare(self, batch: StepBatch) -> PreparedBatch:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
@@ -163,7 +163,7 @@ class PolicyGroup:
             self._version = step
         return result
 
-    async def repeat(self, batch: TrainBatch, step: int) -> StepResult:
+    async def repeat(self, batch: StepBatch, step: int) -> StepResult:
         """Do a step once again; the batch travels whole, with the columns that it has."""
         return await self._train(PreparedBatch(batch), step)
 
@@ -183,8 +183,9 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
-        """While it is held the weights do not change, and may be exported and scored with. Yields their version, the
-        number of the last optimizer step; `version`, where given, is what they are called from now on."""
+        """While it is held the weights do not change: `export` and `score` are called within, all else waits. Yields
+        their version, the number of the last optimizer step; `version`, where given, is what they are called from now
+        on: after skipped steps it is a later step."""
         async with self._busy:
             self._version = self._version if version is None else version
             yield self._version
@@ -215,15 +216,16 @@ class PolicyGroup:
         complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)
         return await weight_export.write(self.ranks, plan, complete)
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
-        return await self._repeated(lambda: self._score(rollouts, temperature))
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without
+        adapters."""
+        return await self._repeated(lambda: self._score(rollouts, temperature, base))
 
-    async def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
+    async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
         batch = _scored_batch(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
-            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature)
+            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature, base)
         )
         column = await self.ranks.column(batch, shards, calls)
         ends = np.cumsum(batch.response_lengths_N)
@@ -294,10 +296,10 @@ class PolicyGroup:
             self._healing.close()
         self.ranks.dismiss()
 
-    def _shards(self, batch: TrainBatch) -> list[Shard]:
+    def _shards(self, batch: StepBatch) -> list[Shard]:
         return shards_of(batch, self._actor, self._cost)
 
-    async def _run_pass(self, name: str, batch: TrainBatch, shards: Sequence[Shard]) -> np.ndarray:
+    async def _run_pass(self, name: str, batch: StepBatch, shards: Sequence[Shard]) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
         calls = await self.ranks.with_shards(
             shards, lambda worker, s: worker.run_pass.remote(name, s.reference, s.micro_batches)
@@ -313,10 +315,10 @@ def _empty(directory: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _scored_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
+def _scored_batch(rollouts: Sequence[Rollout]) -> StepBatch:
     """Return the rollouts as a batch of which only log-probs are wanted."""
     zeros, counts = np.zeros(len(rollouts), dtype=np.float32), np.zeros(len(rollouts), dtype=np.int64)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.concatenate([r.tokens for r in rollouts]),
         lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
         prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),

@@ -12,7 +12,7 @@ import asyncio
 import datetime
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +20,16 @@ from typing import Any
 
 from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
-from megatron_daro.config.base import changed, filled
+from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
+from megatron_daro.config.lora import served_config
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
-from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
+from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
@@ -41,6 +42,7 @@ from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.provenance import identity, provenance
+from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
 CONFIG_FILE = "config.yaml"
@@ -137,11 +139,8 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
         DaroError: what the start would end with.
     """
     config, lines = with_template_date(config, resume=resume), _Lines()
-    if _algorithm_can_be_refused(config):
-        from megatron_daro.runtime import parts
-
-        for remark in parts.algorithm_remarks(config, parts.algorithm_of(config)):
-            lines.warn(remark)
+    for remark in algorithm_remarks(config, algorithm_of(config)):
+        lines.warn(remark)
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, generates=replay is None and not elsewhere)
@@ -165,8 +164,9 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
     """Say which of Megatron's options ranks on GPUs add."""
     actor = config.actor
-    experts = read_model_shape(config.model.path).experts is not None
-    if chosen := gpu_defaults(actor, experts=experts, transformer_engine=actor.precision != "fp32"):
+    shape = read_model_shape(config.model.path)
+    on_engine = actor.precision != "fp32" and not shape.sinks
+    if chosen := gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_engine):
         named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
@@ -200,20 +200,6 @@ def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
         recovery.check_fits(*newest, identity(config))
 
 
-def needs_torch(config: Config) -> bool:
-    """Whether a dry run of this configuration imports modules that import torch, which takes seconds."""
-    model = config.model.trust_remote_code or config.model.megatron_weights is not None
-    return model or _algorithm_can_be_refused(config) or _megatron_looks_at_options(config)
-
-
-def _algorithm_can_be_refused(config: Config) -> bool:
-    """Return whether the algorithm may refuse what the checks of the configuration let pass."""
-    section = config.algorithm
-    daro = section.name in ("daro", "daro_ppo") and bool(changed(section.daro))
-    own = ":" in section.name or bool(section.options)
-    return own or daro or section.std != "auto" or config.rollout.oversampling > 1
-
-
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     """Refuse what a start refuses before it reads or writes anything.
 
@@ -236,12 +222,13 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
-    if generates and config.environment.is_own:
-        try_environment(config.environment)
+    for section in config.all_environments:
+        if generates and section.is_own:
+            try_environment(section)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
-            asyncio.run(_ask_servers(config.engine.sglang.urls))
+            asyncio.run(_ask_servers(config))
         if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
@@ -286,22 +273,27 @@ def _make_own_verifier(section: RewardSection) -> None:
         raise ConfigError(str(error)) from error
 
 
-async def _ask_servers(urls: Sequence[str]) -> None:
-    """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
+async def _ask_servers(config: Config) -> None:
+    """Refuse servers that do not answer, are none, or do not take the adapters. Raises EngineError for the first."""
+    from megatron_daro.engine.sglang.adapters import unfit_for
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
     from megatron_daro.engine.sglang.starting import still_starts, unusable
+
+    adapter = served_config(config)
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:
             try:
-                await client.facts(timeout_s=_ASK_S)
+                facts = await client.facts(timeout_s=_ASK_S)
+                if adapter and (reasons := unfit_for(adapter, facts)):
+                    raise EngineError(f"engine.sglang.urls: {url} cannot be used: {reasons[0]}")
             except UnreachableError as error:
                 if not still_starts(error):
                     raise unusable(url, error) from None
             except RefusedError as error:
                 raise unusable(url, error) from None
 
-    await asyncio.gather(*map(ask, urls))
+    await asyncio.gather(*map(ask, config.engine.sglang.urls))
 
 
 def _megatron_looks_at_options(config: Config) -> bool:

@@ -12,24 +12,24 @@ from ray import ObjectRef
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.data.schedule import CostModel, schedule
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
     """What one data-parallel rank computes.
 
-    rows: of the batch. reference: to its TrainBatch in the object store. micro_batches: row numbers within that one.
-    columns: names of TrainBatch -> references to columns that were computed for this shard since.
+    rows: of the batch. reference: to its StepBatch in the object store. micro_batches: row numbers within that one.
+    columns: names of StepBatch -> references to columns that were computed for this shard since.
     """
 
     rows: tuple[int, ...]
-    reference: ObjectRef[TrainBatch]
+    reference: ObjectRef[StepBatch]
     micro_batches: tuple[tuple[int, ...], ...]
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def shards_of(batch: TrainBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
+def shards_of(batch: StepBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
     """Return the batch split over data-parallel ranks, each part put once into the object store.
 
     Args:
@@ -63,7 +63,7 @@ def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...],
     return rows, tuple(local)
 
 
-def joined_column(batch: TrainBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
+def joined_column(batch: StepBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
     """Return a response column of the batch from those of its shards.
 
     Args:

@@ -46,9 +46,9 @@ class StepWorker:
 class StepPools:
     """The `StepPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
 
-    def __init__(self, run: RunContext) -> None:
-        """`environment.workers` processes are dealt out to the nodes."""
-        section = self._section = run.config.environment
+    def __init__(self, run: RunContext, section: EnvironmentSection) -> None:
+        """The section's `workers` are dealt out to the nodes."""
+        self._section = section
         self._loop = asyncio.get_running_loop()
         self._shares: list[int] = []
         self._pool: WorkerPool | None = None

@@ -1,6 +1,7 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
-Thin shells: `PolicyGroup` and `EngineGroup` call them; all work is done by actor/, engine/ and sync/.
+Thin shells: `PolicyGroup` and `EngineGroup` call them; the work is done by actor/, engine/ and sync/, but for the
+transport `ray`, whose sender is here.
 Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The actors that
 a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
 """
@@ -43,7 +44,7 @@ from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.shard_tcp import Offer
-from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepResult, TrainBatch
+from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepBatch, StepResult
 
 if TYPE_CHECKING:
     from megatron_daro.actor.host_memory import HostCopy
@@ -194,7 +195,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def train(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
+    def train(self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
         """One optimizer step on this rank's shard. Collective; metrics come from the ranks that report only.
 
         columns: of the shard, computed since it was sent; they take the place of those in `batch`.
@@ -207,7 +208,7 @@ class TrainWorker:
     def run_pass(
         self,
         name: str,
-        batch: TrainBatch,
+        batch: StepBatch,
         micro_batches: Sequence[Sequence[int]],
     ) -> np.ndarray | None:
         """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank reports."""
@@ -216,10 +217,12 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def score(self, batch: TrainBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> np.ndarray | None:
+    def score(
+        self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
+    ) -> np.ndarray | None:
         """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
-        another rank reports."""
-        column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature)
+        another rank reports. base: without adapters."""
+        column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature, base=base)
         return column_R if self._reports() else None
 
     def _reports(self) -> bool:

@@ -1,17 +1,19 @@
 """Packing a stream of tensors into buckets of bytes, and reading them back without copying.
 
 Actor export -> (HF name, tensor) stream -> `bucketize` -> transport -> `WeightBucket.tensors`.
-The layout is that of SGLang's `flattened_bucket`, and the same for every receiver. Knows nothing of models or
-transports.
+The layout is that of SGLang's `flattened_bucket`, and the same for every receiver. Knows nothing of transports, and of
+models only which tensors must not be parted.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_daro.errors import SyncError
+from megatron_daro.families import families
+from megatron_daro.sync.fp8_cast import pattern_of
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -75,6 +79,7 @@ def bucketize(
     stream: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, reuse: bool = False, copy_all: bool = False
 ) -> Iterator[WeightBucket]:
     """Whole tensors, in order, in packed buckets of one dtype and at most `bucket_bytes`; a larger tensor has its own.
+    Tensors that a server takes in one call only (`Family.loaded_together`) count as one.
 
     Args:
         stream: (HF name, tensor of a float dtype, any shape, any device). A larger tensor is not copied: the stream
@@ -95,21 +100,45 @@ def bucketize(
     buffers = _Buffers(bucket_bytes, 2 if reuse else 0)
     data, used, held = torch.empty(0, dtype=torch.uint8), 0, list[tuple[str, tuple[int, ...]]]()
     dtype_name = ""
-    for name, tensor in stream:
-        tensor_dtype, bytes_B = _dtype_name(name, tensor), tensor_bytes(tensor)
-        if held and (tensor_dtype != dtype_name or used + len(bytes_B) > bucket_bytes):
+    for named in _together(stream):
+        unit_dtype = _dtype_name(*named[0])
+        unit, parts = [(name, tuple(tensor.shape)) for name, tensor in named], [tensor_bytes(t) for _, t in named]
+        size = sum(map(len, parts))
+        if held and (unit_dtype != dtype_name or used + size > bucket_bytes):
             yield _bucket(held, dtype_name, data[:used])
             held = []
-        if len(bytes_B) > bucket_bytes:
-            yield _bucket([(name, tuple(tensor.shape))], tensor_dtype, bytes_B.clone() if copy_all else bytes_B)
+        if size > bucket_bytes:
+            whole = torch.cat(parts) if len(parts) > 1 or copy_all else parts[0]
+            yield _bucket(unit, unit_dtype, whole)
             continue
         if not held:
-            data, used, dtype_name = buffers.take(tensor.device), 0, tensor_dtype
-        data[used : used + len(bytes_B)].copy_(bytes_B)
-        used += len(bytes_B)
-        held.append((name, tuple(tensor.shape)))
+            data, used, dtype_name = buffers.take(parts[0].device), 0, unit_dtype
+        for bytes_B in parts:
+            data[used : used + len(bytes_B)].copy_(bytes_B)
+            used += len(bytes_B)
+        held += unit
     if held:
         yield _bucket(held, dtype_name, data[:used])
+
+
+def _together(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors one by one, but those that must not be parted as one."""
+    with_next = _with_next()
+    unit: list[tuple[str, Tensor]] = []
+    for name, tensor in stream:
+        unit.append((name, tensor))
+        if not with_next.fullmatch(name):
+            yield unit
+            unit = []
+    if unit:
+        yield unit
+
+
+@cache
+def _with_next() -> re.Pattern[str]:
+    """Return what fits the names of tensors that must stand in one bucket with the next one of the stream."""
+    tables = families().values()
+    return pattern_of(name for one in tables for role in one.loaded_together[:-1] for name in one.tensors[role])
 
 
 class _Buffers:

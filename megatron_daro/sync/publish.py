@@ -1,9 +1,10 @@
 """Weight sync, step by step: the policy exports, an engine receives, and both are compared.
 
 The controller publishes after every batch; an engine asks for it when a server comes back. The policy exports what a
-plan says and scores probes, the engine prepares receivers, installs what arrives and answers probes; whether a
-receiver really has the new weights is judged here. A receiver whose weights are not known to be those of its version
-does not generate. A receiver is what has weights of its own: a server, or a replica of the embedded engine.
+plan says and scores probes, the engine prepares receivers, installs what arrives, compares checksums where it has them,
+and answers probes; whether a receiver's log-probs are those of the new weights is judged here. A receiver whose weights
+are not known to be those of its version does not generate. A receiver is what has weights of its own: a server, or a
+replica of the embedded engine.
 
 GPUs that the policy and the engine share: colocation.py.
 """
@@ -39,8 +40,8 @@ class WeightExporter(Protocol):
         """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
         ...
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response under these weights."""
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
         ...
 
 
@@ -185,7 +186,11 @@ class WeightSync:
         """Receivers whose answers are not those of the policy's new weights are rejected. Returns metrics."""
         if not isinstance(update, ProbedUpdate) or not (answers := await update.probe()):
             return {}
-        outcome = self._check.judge(answers, await self._scores(answers), report.digests)
+        scores, base_R = await self._scores(answers), None
+        if any(answer.base_R is not None for answer in answers.values()):
+            fixed = next(iter(answers.values())).fixed
+            (base_R,) = await self._policy.score([fixed], temperature=1.0, base=True)
+        outcome = self._check.judge(answers, scores, report.digests, base_R)
         for name, reason in outcome.rejected.items():
             update.reject(name, reason)
         return {"sync/verified": float(len(outcome.verified))}

@@ -75,6 +75,67 @@ def test_a_replay_trains_the_same_and_needs_no_agent(run, task, tmp_path):
     assert [[line[name] for name in names] for line in again] == [[line[name] for name in names] for line in first]
 
 
+@pytest.fixture(scope="module")
+def mixed(task, tiny, tmp_path_factory):
+    """Options of a run with this agent and single answers, and a run of three steps."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows = [json.loads(line) for line in tiny.train.read_text().splitlines()]
+    files = [folder / "single.jsonl", folder / "agents.jsonl"]
+    for number, path in enumerate(files):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[number::2]))
+    agent = json.loads(task[1].removeprefix("environment="))
+    several = [
+        {"name": "single", "weight": 1},
+        {"name": "tools", "sources": ["agents", "held_out"], "weight": 1, **agent},
+    ]
+    options = [
+        *(option for option in task if not str(option).startswith(("environment=", "trainer.eval"))),
+        f"environments={json.dumps(several)}",
+        f"data.train={json.dumps([str(path) for path in files])}",
+        "algorithm.daro.weights_by=environment_pass_rate",
+        "trainer.eval_every_steps=0",
+    ]
+    trained(["train", *options, "trainer.steps=4", f"trainer.run_dir={folder / 'run'}"], folder / "log")
+    return options, folder / "run"
+
+
+def test_several_environments_train_together_and_are_measured_each(mixed):
+    _, run = mixed
+    lines = steps(run)
+    for line in lines:
+        assert_books_add_up(line)
+        assert line["mismatch/logprob_abs_max"] < 1e-4
+        assert line["environments/tools/groups"] + line["environments/single/groups"] > 0
+        assert line["environments/tools/failed"] == line["environment/failed"] == 0
+    weights = {
+        name: value for name, value in lines[-1].items() if name.startswith("difficulty/weight_by_environment/1/")
+    }
+    assert set(weights) == {"difficulty/weight_by_environment/1/single", "difficulty/weight_by_environment/1/tools"}
+    assert len({*weights.values(), 1.0}) == 3
+    for group, _ in read_step(run, 1):
+        turns = {len(rollout.turns) for rollout in group.rollouts}
+        assert turns == ({3} if group.prompt.source == "agents" else {0})
+
+
+@pytest.mark.heavy
+def test_a_mixed_run_replays_and_resumes(mixed, tmp_path):
+    options, run = mixed
+    trained(
+        ["train", *options, "trainer.steps=4", f"trainer.run_dir={tmp_path / 'again'}", "--replay", str(run)],
+        tmp_path / "log",
+    )
+    names = ("loss/policy", "loss/grad_norm", "difficulty/weight_by_environment/1/tools", "environments/tools/reward")
+    assert [[line[n] for n in names] for line in steps(tmp_path / "again")] == [
+        [line[n] for n in names] for line in steps(run)
+    ]
+    resumed = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(checkpoint(resumed, 4))
+    (resumed / "rollouts" / "step_000004.parquet").unlink()
+    (resumed / "rollouts" / "step_000003.parquet").unlink()
+    trained(["train", *options, f"trainer.run_dir={resumed}", "trainer.steps=4", "--resume"], tmp_path / "resumed")
+    assert metric_lines(resumed, [1, 2, 3, 4]) == metric_lines(run, [1, 2, 3, 4])
+
+
 @pytest.mark.heavy
 def test_a_run_that_was_cut_goes_on(run, task, tmp_path):
     resumed = shutil.copytree(run, tmp_path / "run")

@@ -291,13 +291,13 @@ def healed(device: torch.device, directory: Path) -> Outcome:
 
 def equal_samples(samples: int, sample_tokens: int, vocab: int) -> Any:
     """Samples of one length, an eighth of it prompt; groups of four with two right answers each."""
-    from megatron_daro.types import TrainBatch
+    from megatron_daro.types import StepBatch
 
     rng = np.random.default_rng(0)
     prompt = max(sample_tokens // 8, 1)
     total = samples * (sample_tokens - prompt)
     correct = np.tile([1, 0, 1, 0], samples // 4).astype(np.uint8)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=rng.integers(0, vocab, samples * sample_tokens).astype(np.int32),
         lengths_N=np.full(samples, sample_tokens),
         prompt_lengths_N=np.full(samples, prompt),

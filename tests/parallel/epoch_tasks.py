@@ -19,10 +19,10 @@ from policy_tasks import (
     uneven_split,
 )
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
-def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any], **options: Any) -> dict[str, Any]:
+def ppo_epochs(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Both models' summed gradients in the last mini-batch of a second epoch, after updates on those before it, with
     old log-probs and values of before the first. Groups of the batch are neighbours."""
     from megatron_daro.actor.advantages import with_advantages
@@ -32,7 +32,7 @@ def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
     policy, size = build_policy(path, layout, algorithm, **options), batch.rollouts_per_prompt
     number = len(batch) // size
 
-    def halves(order: Sequence[int]) -> list[TrainBatch]:
+    def halves(order: Sequence[int]) -> list[StepBatch]:
         rows = [[size * group + i for group in part for i in range(size)] for part in np.array_split(order, 2)]
         return [batch.select(part) for part in rows]
 
@@ -50,7 +50,7 @@ def ppo_epochs(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
     return {"gradients": gradients | its, "policy_loss": sums.policy_loss, "clipped": clipped}
 
 
-def _with_passes(policy: Any, layout: Any, batch: TrainBatch) -> TrainBatch:
+def _with_passes(policy: Any, layout: Any, batch: StepBatch) -> StepBatch:
     """The batch with old log-probs and values, which ranks compute for their own rows, as the driver joins them."""
     from megatron.core import parallel_state
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from policy_tasks import build_policy, my_rows, save_policy, summed_gradients, uneven_split
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 DARO = {"name": "daro"}
 PLAIN = {"learning_rate": 1e-2, "grad_clip": 0.0}
@@ -21,7 +21,7 @@ def adapters(policy: Any) -> Arrays:
     return {name: tensor.clone().numpy() for name, tensor in policy.export_adapter()}
 
 
-def gradients(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> Arrays:
+def gradients(policy: Any, batch: StepBatch, micro_batches: list[list[int]]) -> Arrays:
     """Summed gradients of this stage's adapters under PEFT's names."""
     from megatron_daro.actor.lora import gathered_adapters
 
@@ -30,7 +30,7 @@ def gradients(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) ->
     return {name: tensor.clone().numpy() for name, tensor in found}
 
 
-def two_updates(path: Path, layout: Any, batch: TrainBatch, lora: dict[str, Any], **options: Any) -> dict[str, Any]:
+def two_updates(path: Path, layout: Any, batch: StepBatch, lora: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Adapters, their gradients, log-probs of the batch and merged weights, before and after an update."""
     algorithm, optimizer = {**DARO, "kl": {"coefficient": 1e-9}}, {**PLAIN, "distributed": False}
     policy = build_policy(path, layout, algorithm, lora=lora, optimizer=optimizer, **options)
@@ -60,7 +60,7 @@ def two_updates(path: Path, layout: Any, batch: TrainBatch, lora: dict[str, Any]
     return {"updates": found}
 
 
-def save_train(path: Path, layout: Any, batch: TrainBatch, directory: Path, lora: dict[str, Any]) -> Arrays:
+def save_train(path: Path, layout: Any, batch: StepBatch, directory: Path, lora: dict[str, Any]) -> Arrays:
     """Train a step, save, train another one. Returns the adapters at the end."""
     policy = build_policy(path, layout, DARO, lora=lora, optimizer=PLAIN)
     mine = batch.select(my_rows(len(batch), layout))
@@ -70,7 +70,7 @@ def save_train(path: Path, layout: Any, batch: TrainBatch, directory: Path, lora
     return adapters(policy)
 
 
-def load_train(path: Path, layout: Any, batch: TrainBatch, directory: Path, lora: dict[str, Any]) -> dict[str, Any]:
+def load_train(path: Path, layout: Any, batch: StepBatch, directory: Path, lora: dict[str, Any]) -> dict[str, Any]:
     """Load what was saved and train the step after it. Returns the adapters before and after."""
     policy = build_policy(path, layout, DARO, lora=lora, to_be_restored=True, optimizer=PLAIN)
     policy.load(directory)

@@ -14,7 +14,7 @@ import torch
 from small_models import ROLLOUTS
 from torch import Tensor
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Sample:
     bin: int
 
 
-def reference(model: torch.nn.Module, batch: TrainBatch, algorithm: Mapping[str, Any]) -> Reference:
+def reference(model: torch.nn.Module, batch: StepBatch, algorithm: Mapping[str, Any]) -> Reference:
     """Gradient and parts of the loss that the algorithm section describes; all advantages and columns of the batch."""
     samples = [_trained_tokens(model, batch.select([i])) for i in range(len(batch))]
     tokens_per_bin = np.zeros(ROLLOUTS + 1)
@@ -76,7 +76,7 @@ def reference(model: torch.nn.Module, batch: TrainBatch, algorithm: Mapping[str,
     )
 
 
-def _trained_tokens(model: torch.nn.Module, sample: TrainBatch) -> _Sample:
+def _trained_tokens(model: torch.nn.Module, sample: StepBatch) -> _Sample:
     tokens, prompt = torch.tensor(sample.tokens_T, dtype=torch.long), int(sample.prompt_lengths_N[0])
     kept = torch.tensor(sample.loss_mask_R).bool()
     distribution = torch.log_softmax(model(tokens[None]).logits[0, prompt - 1 : -1], -1)

@@ -15,10 +15,10 @@ import numpy as np
 from policy_tasks import build_policy, collect_gradients, everything, save_policy, summed_gradients
 
 from megatron_daro.observe.metrics import comparable
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
-def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[TrainBatch, list[list[int]]]:
+def _shard(batch: StepBatch, layout: Any, num_micro_batches: int) -> tuple[StepBatch, list[list[int]]]:
     """This data-parallel rank's samples, and an uneven split of them into micro-batches."""
     from megatron.core import parallel_state
 
@@ -28,7 +28,7 @@ def _shard(batch: TrainBatch, layout: Any, num_micro_batches: int) -> tuple[Trai
     return mine, [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
 
-def _scheduled(batch: TrainBatch, layout: Any, token_budget: int) -> tuple[TrainBatch, list[list[int]]]:
+def _scheduled(batch: StepBatch, layout: Any, token_budget: int) -> tuple[StepBatch, list[list[int]]]:
     """This data-parallel rank's samples as a run splits them."""
     from megatron.core import parallel_state
 
@@ -62,7 +62,7 @@ def freed_on_the_way(layout: Any) -> list[float] | None:
     return None
 
 
-def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
+def shapes_between_stages(path: Path, layout: Any, batch: StepBatch) -> int:
     """How often this rank and its neighbours told each other shapes while it computed log-probs and gradients."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -84,7 +84,7 @@ def shapes_between_stages(path: Path, layout: Any, batch: TrainBatch) -> int:
 
 
 def short_step(
-    path: Path, layout: Any, batch: TrainBatch, token_budget: int, algorithm: dict[str, Any]
+    path: Path, layout: Any, batch: StepBatch, token_budget: int, algorithm: dict[str, Any]
 ) -> dict[str, Any]:
     """A step with its passes, split as in a run: summed gradients, metrics, and the samples of each micro-batch."""
     mine, micro_batches = _scheduled(batch, layout, token_budget)
@@ -102,7 +102,7 @@ def short_step(
     }
 
 
-def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, **options: Any) -> Any:
+def response_logprobs(path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, **options: Any) -> Any:
     """float32 [R] of this rank's samples and their row numbers; None before the last stage."""
     policy = build_policy(path, layout, {"name": "grpo"}, **options)
     mine, micro_batches = _shard(batch, layout, num_micro_batches)
@@ -112,7 +112,7 @@ def response_logprobs(path: Path, layout: Any, batch: TrainBatch, num_micro_batc
 def gradients(
     path: Path,
     layout: Any,
-    batch: TrainBatch,
+    batch: StepBatch,
     num_micro_batches: int,
     algorithm: dict[str, Any],
     state: dict[str, Any] | None = None,
@@ -156,7 +156,7 @@ def _without(method: str | None) -> Iterator[None]:
 def train(
     path: Path,
     layout: Any,
-    batches: list[TrainBatch],
+    batches: list[StepBatch],
     num_micro_batches: int | list[int],
     algorithm: dict[str, Any],
     save_to: Path | None = None,
@@ -191,7 +191,7 @@ def train(
 
 
 def train_and_move(
-    path: Path, layout: Any, batches: list[TrainBatch], num_micro_batches: int, moves: bool, **options: Any
+    path: Path, layout: Any, batches: list[StepBatch], num_micro_batches: int, moves: bool, **options: Any
 ) -> dict[str, Any]:
     """Optimizer steps, after each of which the policy's memory goes to the host, a part and then all, and comes back.
 
@@ -227,7 +227,7 @@ def _told(move: Any, **more: int) -> dict[str, int]:
     return {"moved": move.moved, "left": move.left, **more}
 
 
-def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> list[str]:
+def _refused(policy: Any, batch: StepBatch, micro_batches: list[list[int]]) -> list[str]:
     """Which of these the policy refuses to do."""
     calls = {
         "train": lambda: policy.train_step(batch, micro_batches, step=1),
@@ -245,7 +245,7 @@ def _refused(policy: Any, batch: TrainBatch, micro_batches: list[list[int]]) -> 
     return found
 
 
-def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, **options: Any) -> dict[str, Any]:
+def save_and_leave(path: Path, layout: Any, batch: StepBatch, directory: Path, **options: Any) -> dict[str, Any]:
     """A checkpoint whose files are written when the policy is told to leave its memory; then it is loaded.
 
     writes: whether this rank has anything to write: without a distributed optimizer one rank writes what all have.
@@ -286,7 +286,7 @@ def save_and_leave(path: Path, layout: Any, batch: TrainBatch, directory: Path, 
 
 
 def go_back(
-    path: Path, layout: Any, batches: list[TrainBatch], algorithm: dict[str, Any], **options: Any
+    path: Path, layout: Any, batches: list[StepBatch], algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """A step, a snapshot, and a second step, which overtakes the snapshot but for its update; then back and the second
     step again, in the same policy and in another one that was built to be restored.
@@ -314,7 +314,7 @@ def go_back(
     return {"results": results, "numbers": numbers}
 
 
-def _whole_step(policy: Any, batch: TrainBatch, micro_batches: list[list[int]], *, step: int) -> dict[str, float]:
+def _whole_step(policy: Any, batch: StepBatch, micro_batches: list[list[int]], *, step: int) -> dict[str, float]:
     """A step with the passes before it, on one pipeline stage."""
     if policy.reference:
         batch = replace(batch, ref_logprobs_R=policy.run_pass("ref_logprobs", batch, micro_batches))

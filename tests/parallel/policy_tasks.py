@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_daro.config import nccl_environment
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 VOCAB = 50
 
@@ -96,7 +96,7 @@ def loss_settings(policy: Any, algorithm: dict[str, Any], *, temperature: float 
 def summed_gradients(
     policy: Any,
     algorithm: dict[str, Any],
-    batch: TrainBatch,
+    batch: StepBatch,
     micro_batches: Sequence[Sequence[int]],
     **settings: Any,
 ) -> Any:
@@ -144,17 +144,18 @@ def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     """The summed gradients of this stage under Hugging Face names."""
     from megatron_daro.actor.model import local_parameters
     from megatron_daro.actor.weights import gathered
+    from megatron_daro.convert.stacked import stack
 
     found: dict[str, np.ndarray] = {}
     for local in local_parameters(policy.chunks, policy.shape):
         if policy.shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
         if local.parameter.requires_grad:
-            found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
-    return found
+            found |= {name: t.clone().cpu() for name, t in gathered(local, local.parameter.main_grad)}
+    return {name: tensor.numpy() for name, tensor in stack(found.items(), policy.shape)}
 
 
-def _with_columns(policy: Any, layout: Any, batch: TrainBatch, num_micro_batches: int) -> Any:
+def _with_columns(policy: Any, layout: Any, batch: StepBatch, num_micro_batches: int) -> Any:
     """This rank's shard, an uneven split of it, and the columns of the algorithm's passes: the last stage has them, and
     gives them to the others as Ray's references do."""
     from megatron.core import parallel_state
@@ -171,7 +172,7 @@ def _with_columns(policy: Any, layout: Any, batch: TrainBatch, num_micro_batches
 
 
 def token_gradients(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any]
+    path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, algorithm: dict[str, Any]
 ) -> dict[str, Any]:
     """Summed gradients of advantages per token, and the loss; the columns are computed by a pass."""
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
@@ -181,7 +182,7 @@ def token_gradients(
 
 
 def token_epochs(
-    path: Path, layout: Any, batch: TrainBatch, splits: Sequence[int], algorithm: dict[str, Any]
+    path: Path, layout: Any, batch: StepBatch, splits: Sequence[int], algorithm: dict[str, Any]
 ) -> list[dict[str, float]]:
     """Metrics of optimizer steps on one batch, each split into so many micro-batches; columns of before the first."""
     policy = build_policy(path, layout, algorithm, optimizer={"learning_rate": 1e-3})
@@ -192,7 +193,7 @@ def token_epochs(
     ]
 
 
-def error_of_a_step(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> str:
+def error_of_a_step(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, Any]) -> str:
     """What a train step on this rank's part of the batch says: its error, why it was skipped, or nothing."""
     policy = build_policy(path, layout, algorithm)
     mine = batch.select(my_rows(len(batch), layout))
@@ -206,7 +207,7 @@ def error_of_a_step(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[
 def moments(
     path: Path,
     layout: Any,
-    batch: TrainBatch,
+    batch: StepBatch,
     opens: Sequence[bool],
     algorithm: dict[str, Any],
     spoiled: Sequence[int] = (),
@@ -231,7 +232,7 @@ def moments(
     return found
 
 
-def token_skip(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
+def token_skip(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
     """What a step says, and whether it changed anything."""
     policy = build_policy(path, layout, algorithm)
     before = everything(policy)
@@ -243,7 +244,7 @@ def token_skip(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, 
 
 
 def logprobs_and_weights(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, temperature: float = 1.0, **options: Any
+    path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, temperature: float = 1.0, **options: Any
 ) -> dict[str, Any]:
     """Log-probs [R] of the whole batch (None before the last stage), and the exported weights in bytes."""
     policy = build_policy(path, layout, {"name": "grpo"}, temperature=temperature, **options)
@@ -255,7 +256,7 @@ def logprobs_and_weights(
 def loss_terms(
     path: Path,
     layout: Any,
-    batch: TrainBatch,
+    batch: StepBatch,
     num_micro_batches: int,
     algorithm: dict[str, Any],
     padding: tuple[int, int] | None = None,
@@ -283,7 +284,7 @@ def loss_terms(
 
 
 def gradients_of_micro_batches(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any]
+    path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, algorithm: dict[str, Any]
 ) -> dict[str, Any]:
     """The natural bug: each micro-batch is divided by its own totals, and not by those of the step."""
     policy = build_policy(path, layout, algorithm, optimizer={"distributed": False})
@@ -309,7 +310,7 @@ def _padded(multiples: tuple[int, int] | None) -> Iterator[None]:
         forward.pack_multiples = original
 
 
-def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_recipe: str | None) -> list[int]:
+def pack_lengths(layout: Any, batch: StepBatch, sequence_parallel: bool, fp8_recipe: str | None) -> list[int]:
     """Tokens of this rank's slice of each of three micro-batches."""
     from megatron_daro.actor.forward import packed_micro_batches
 
@@ -319,7 +320,7 @@ def pack_lengths(layout: Any, batch: TrainBatch, sequence_parallel: bool, fp8_re
     return [len(packed.tokens_T) for packed in packs]
 
 
-def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
+def rotary_tables(path: Path, layout: Any, batch: StepBatch) -> dict[str, Any]:
     """Tables of rotary angles that log-probs of packs of all lengths leave behind, and one against upstream's own."""
     policy = build_policy(path, layout, {"name": "grpo"})
     rotary = policy.chunks[0].rotary_pos_emb
@@ -331,7 +332,7 @@ def rotary_tables(path: Path, layout: Any, batch: TrainBatch) -> dict[str, Any]:
     return {"tables": tables, "equal": bool(torch.equal(own[:300], rotary(300, packed_seq=True)))}
 
 
-def reference_after_training(path: Path, layout: Any, batch: TrainBatch, **options: Any) -> dict[str, Any]:
+def reference_after_training(path: Path, layout: Any, batch: StepBatch, **options: Any) -> dict[str, Any]:
     """Log-probs of the start weights: before any step, as the reference after one step, and of the moved weights."""
     kl = {"name": "grpo", "kl": {"coefficient": 0.1}}
     policy = build_policy(path, layout, kl, optimizer={"learning_rate": 1e-2}, **options)
@@ -349,8 +350,8 @@ def reference_after_training(path: Path, layout: Any, batch: TrainBatch, **optio
 def skip_and_go_on(
     path: Path,
     layout: Any,
-    good: Sequence[TrainBatch],
-    bad: TrainBatch | None,
+    good: Sequence[StepBatch],
+    bad: StepBatch | None,
     poison: str,
     algorithm: dict[str, Any],
     **options: Any,
@@ -361,7 +362,7 @@ def skip_and_go_on(
     """
     policy = build_policy(path, layout, algorithm, **options)
 
-    def step(batch: TrainBatch, number: int) -> Any:
+    def step(batch: StepBatch, number: int) -> Any:
         mine = batch.select(my_rows(len(batch), layout))
         return policy.train_step(mine, uneven_split(len(mine), 2), step=number)
 
@@ -453,7 +454,7 @@ def _poisoned(policy: Any, poison: str) -> Iterator[None]:
 
 
 def experts(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+    path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Log-probs of the whole batch, the weights that exporting ranks get, and summed gradients with their norm."""
     from megatron_daro.actor.weights import exports_weights, sends_for_stage
@@ -477,7 +478,7 @@ def experts(
 
 
 def steps_in_simulated_fp8(
-    path: Path, layout: Any, batch: TrainBatch, recipes: Sequence[str], num_steps: int
+    path: Path, layout: Any, batch: StepBatch, recipes: Sequence[str], num_steps: int
 ) -> dict[str, list[dict[str, float]]]:
     """Metrics of DARO's steps in bf16, and with the layers' products quantised as each recipe does it."""
     from contextlib import nullcontext
@@ -496,7 +497,7 @@ def steps_in_simulated_fp8(
     return found
 
 
-def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[list[int]], **options: Any) -> int:
+def live_bytes(path: Path, layout: Any, batch: StepBatch, micro_batches: list[list[int]], **options: Any) -> int:
     """Peak of live bytes of forward and backward beside weights and gradients."""
     from live_bytes import LiveBytes
 
@@ -510,7 +511,7 @@ def live_bytes(path: Path, layout: Any, batch: TrainBatch, micro_batches: list[l
 
 
 def critic_gradients(
-    path: Path, layout: Any, batch: TrainBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
+    path: Path, layout: Any, batch: StepBatch, num_micro_batches: int, algorithm: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Both models' summed gradients in a step of PPO, with the values that a pass gave plus `batch.values_R`."""
     from megatron_daro.actor.advantages import with_advantages
@@ -535,7 +536,7 @@ def critic_gradients(
     }
 
 
-def exported_critic(path: Path, layout: Any, batch: TrainBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
+def exported_critic(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, Any]) -> dict[str, Any]:
     """What the critic says of this rank's rows, and this stage's part of its export."""
     from megatron_daro.actor.weights import exports_weights
 
@@ -563,7 +564,7 @@ def of_last_stage(column_R: np.ndarray | None) -> np.ndarray:
 def ppo_steps(
     path: Path,
     layout: Any,
-    batches: Sequence[TrainBatch],
+    batches: Sequence[StepBatch],
     algorithm: dict[str, Any],
     save_to: Path | None = None,
     load_from: Path | None = None,

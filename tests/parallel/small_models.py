@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 VOCAB = 50
 ROLLOUTS = 4
@@ -49,6 +49,28 @@ GLM = {
     "num_nextn_predict_layers": 0,
     "rms_norm_eps": 1e-5,
 }
+# Windows that are shorter than most samples, and a limit that many gates are above.
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 6,
+    "swiglu_limit": 0.2,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {**YARN, "attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -72,7 +94,15 @@ MODELS = {
     # A first dense layer, biases; experts in two groups, of which a token sees those of one.
     "glm4_moe": ("Glm4MoeConfig", {**GLM, "attention_bias": True, "n_group": 2, "topk_group": 1}),
     # Norms of queries and keys; experts that are not in groups, two that every token sees.
+    # Queries of a latent; experts in four groups, of which a token sees those of two.
+    "deepseek_v3": ("DeepseekV3Config", {**DEEPSEEK, "q_lora_rank": 40, "n_group": 4, "topk_group": 2}),
+    # Queries of the hidden state, plain rotary embeddings; experts that are not in groups.
+    "deepseek_v3_plain": (
+        "DeepseekV3Config",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
+    ),
     "glm4_moe_normed": ("Glm4MoeConfig", {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
 }
 
 
@@ -109,7 +139,7 @@ def as_in_checkpoint(model, tensors: dict[str, torch.Tensor], directory: Path) -
     return {name: tensor.numpy() for name, tensor in saved.items() if name not in buffers}
 
 
-def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> TrainBatch:
+def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> StepBatch:
     """Ragged samples in shuffled order, all bins 0..K among them, some tokens and one whole sample masked out."""
     rng = np.random.default_rng(seed)
     num = groups * ROLLOUTS
@@ -124,7 +154,7 @@ def random_batch(*, groups: int = 6, seed: int = 0, with_old: bool = True) -> Tr
     mask[:first] = 0
     trained = np.array([part.sum() for part in np.split(mask, np.cumsum(responses)[:-1])], dtype=np.int64)
     rollout_logprobs = (-rng.random(total) * 4).astype(np.float32)
-    batch = TrainBatch(
+    batch = StepBatch(
         tokens_T=rng.integers(0, VOCAB, int(lengths.sum())).astype(np.int32),
         lengths_N=lengths,
         prompt_lengths_N=prompts,

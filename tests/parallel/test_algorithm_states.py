@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import megatron_tasks
 import pytest
 from lab_names import configured
@@ -15,6 +17,7 @@ STATEFUL = {
         "name": configured("daro_cells"),
         "options": {"length_edges": [8, 16], "magnitude": "gradient", "half_life": 3},
     },
+    "daro_environments": {"name": "daro", "options": {"environments": ["a", "b"], "learning_rate": 0.3}},
     "daro_kernels": {
         "name": configured("daro_cells"),
         "options": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3},
@@ -31,6 +34,7 @@ def model(tmp_path_factory):
 
 
 def states(pool, model, name, layout, batches, **options):
+    batches = [replace(batch, environments_N=batch.group_ids_N % 2) for batch in batches]
     results = pool.run(
         megatron_tasks.train,
         layouts()[layout],

@@ -30,6 +30,13 @@ def layouts():
     }
 
 
+def layout_for(directory, name):
+    """The layout of a name, in which experts with biases are not cut: Megatron-core cannot."""
+    from megatron_daro.config.model_shape import read_model_shape
+
+    return replace(layouts()[name], expert_tensor=1) if read_model_shape(directory).biases else layouts()[name]
+
+
 LAYOUTS = list(layouts())
 ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
 RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]
@@ -42,6 +49,13 @@ LEARNT = {
     "parameter": "log",
     "values": np.log(WEIGHTS).tolist(),
     **dict.fromkeys(("first_moments", "second_moments", "steps"), [0] * (ROLLOUTS + 1)),
+}
+OF_ENVIRONMENTS = np.stack([WEIGHTS, WEIGHTS[::-1]], axis=1)
+LEARNT_OF_ENVIRONMENTS = {
+    **LEARNT,
+    "environments": ["a", "b"],
+    "values": np.log(OF_ENVIRONMENTS).reshape(-1).tolist(),
+    **dict.fromkeys(("first_moments", "second_moments", "steps"), [0] * 2 * (ROLLOUTS + 1)),
 }
 STATES = {
     "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
@@ -92,7 +106,9 @@ def reference_gradients(model, batch, algorithm):
     for s in samples:
         tokens_per_bin[s.bins_N[0]] += s.loss_mask_R.sum()
     tokens_per_cell = np.zeros((ROLLOUTS + 1, len(EDGES) + 1))
+    tokens_of_environments = np.zeros((ROLLOUTS + 1, 2))
     for s in samples:
+        tokens_of_environments[s.bins_N[0], environment_of(s)] += s.loss_mask_R.sum()
         length = int(s.loss_mask_R.sum())
         tokens_per_cell[s.bins_N[0], np.searchsorted(EDGES, length, "right")] += length
     total, kept = tokens_per_bin.sum(), tokens_per_bin[1:-1].sum()
@@ -124,12 +140,20 @@ def reference_gradients(model, batch, algorithm):
             "dr_grpo": 1 / (len(samples) * 32),
             "daro": (0 < k < ROLLOUTS) / tokens_per_bin[k],
             "daro_shared": (0 < k < ROLLOUTS) * WEIGHTS[k] / kept,
+            "daro_by_environment": (0 < k < ROLLOUTS)
+            * OF_ENVIRONMENTS[k, environment_of(s)]
+            / tokens_of_environments[k, environment_of(s)],
             "daro_by_length": (0 < k < ROLLOUTS) / tokens_per_cell[k, np.searchsorted(EDGES, length, "right")],
         }[algorithm]
         loss = loss + factor * sample_loss
     loss.backward()
     gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters()}
     return float(loss.detach()), loss_sums, gradients
+
+
+def environment_of(sample):
+    """The environment of a sample's group."""
+    return int(sample.group_ids_N[0]) % 2
 
 
 def relative_difference(got, want):
@@ -217,6 +241,10 @@ def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, mod
 
 
 FORMS = {
+    "daro_by_environment": (
+        {"name": "daro", "options": {"environments": ["a", "b"]}},
+        {"difficulty": LEARNT_OF_ENVIRONMENTS},
+    ),
     "daro_by_length": ({"name": configured("daro_cells"), "options": {"length_edges": EDGES}}, None),
     "daro_shared": ({"name": "daro", "daro": {"normalizer": "shared"}}, {"difficulty": LEARNT}),
     "dapo_prompt": ({"name": "dapo", "options": {"denominator": "prompt"}}, None),
@@ -228,6 +256,7 @@ FORMS = {
 def test_gradients_of_other_forms(rank_pool, model, form, layout):
     directory, hf = model
     batch, (algorithm, state) = random_batch(), FORMS[form]
+    batch = replace(batch, environments_N=batch.group_ids_N % 2)
     loss, _, want = reference_gradients(hf, batch, form)
     results = rank_pool.run(
         megatron_tasks.gradients,

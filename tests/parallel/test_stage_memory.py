@@ -9,7 +9,7 @@ import policy_tasks
 import pytest
 import transformers
 
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 SIZES = {
     "hidden_size": 256,
@@ -32,10 +32,10 @@ def model(tmp_path_factory):
     return directory
 
 
-def batch_of(samples: int) -> TrainBatch:
+def batch_of(samples: int) -> StepBatch:
     """Samples of one length."""
     rng, responses = np.random.default_rng(0), TOKENS - 8
-    return TrainBatch(
+    return StepBatch(
         tokens_T=rng.integers(0, 2005, samples * TOKENS).astype(np.int32),
         lengths_N=np.full(samples, TOKENS),
         prompt_lengths_N=np.full(samples, 8),

@@ -15,10 +15,11 @@ from sglang_pool import PooledServer, collect, engine_of, expected, group, save_
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.lora import LoraSection
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.types import PreparedBatch, TrainBatch
+from megatron_daro.types import PreparedBatch, StepBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -34,9 +35,9 @@ def ray_cluster():
         yield
 
 
-async def policy_of(model, **layout):
+async def policy_of(model, *, lora=None, **layout):
     actor = ActorSection(**layout, precision="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
-    settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
+    settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10, lora=lora or LoraSection())
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)
     await placement.start()
@@ -47,7 +48,7 @@ async def policy_of(model, **layout):
 def batch_of(rollouts):
     """The rollouts as a batch; every other one is taken for right."""
     advantages_N = np.array([1.0 if i % 2 else -1.0 for i in range(len(rollouts))], dtype=np.float32)
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.concatenate([r.tokens for r in rollouts]),
         lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
         prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),

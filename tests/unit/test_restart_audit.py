@@ -22,7 +22,9 @@ from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.restart_audit import CLASS_OF, ChangeClass, audit, record
 
 FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
-SINGLE = [path for path in FIELDS if not path.startswith("data.eval.") and CLASS_OF.get(path) != "content"]
+SINGLE = [
+    path for path in FIELDS if not path.startswith(("data.eval.", "environments.")) and CLASS_OF.get(path) != "content"
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import (
@@ -14,7 +13,7 @@ from megatron_daro.types import (
     Prompt,
     Rollout,
     SamplingParams,
-    TrainBatch,
+    StepBatch,
     Verdict,
 )
 
@@ -28,14 +27,14 @@ def rollout(length=4, version=3, **changes) -> Rollout:
     return replace(Rollout("p", 1, 0, 0, tokens, 2, ones, numbers, "length", version, "old"), **changes)
 
 
-def batch(lengths, *, first=0, **changes) -> TrainBatch:
+def batch(lengths, *, first=0, **changes) -> StepBatch:
     """Samples with one prompt token each; values differ everywhere."""
     number, total = len(lengths), sum(lengths)
     per_sample = {
         name: np.arange(first, first + number)
         for name in ("rewards_N", "correct_N", "bins_N", "group_ids_N", "advantages_N", "truncated_N")
     }
-    return TrainBatch(
+    return StepBatch(
         tokens_T=np.arange(total + number) + 100 * first,
         lengths_N=np.array(lengths) + 1,
         prompt_lengths_N=np.ones(number, np.int64),
@@ -115,18 +114,3 @@ def test_chosen_samples_stand_in_the_given_order():
     assert len(none) == len(none.tokens_T) == 0 and none.tokens_T.dtype == one.tokens_T.dtype
     assert none.trained_tokens_N.tolist() == none.select([]).response_lengths_N.tolist() == []
     assert batch([1, 2]).select([1]).routed_experts_N is None
-
-
-def test_batches_stand_end_to_end():
-    routed = (StoredExperts((Part("x", 0, 1),), (2, 1, 1)),)
-    one = batch([2], opens_batch=False, old_logprobs_R=np.zeros(2))
-    other = batch([1], first=1, opens_batch=True, old_logprobs_R=np.ones(1), routed_experts_N=routed)
-    joined = TrainBatch.concatenate([one, other])
-    assert joined.tokens_T.tolist() == [0, 1, 2, 100, 101] and joined.group_ids_N.tolist() == [0, 1]
-    assert joined.old_logprobs_R.tolist() == [0, 0, 1] and joined.ref_logprobs_R is None
-    assert joined.routed_experts_N == (None, *routed) and joined.rollouts_per_prompt == 2
-    assert joined.opens_batch is True and TrainBatch.concatenate([one, one]).opens_batch is False
-    assert TrainBatch.concatenate([one, one]).routed_experts_N is None
-    assert TrainBatch.concatenate([other]).group_ids_N.tolist() == [1]
-    with pytest.raises(ValueError, match="rollouts_per_prompt"):
-        TrainBatch.concatenate([one, replace(one, rollouts_per_prompt=4)])

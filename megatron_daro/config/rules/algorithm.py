@@ -70,6 +70,9 @@ def daro(config: Config) -> Iterator[Problem]:
     if section.parameter == "linear" and section.half_life is not None:
         allowed, fix = "log with a half-life: w itself is not learnt there", "set algorithm.daro.parameter=log"
         yield wrong(config, "algorithm.daro.parameter", allowed, fix, beside="algorithm.daro.half_life")
+    if section.weights_by == "environment_pass_rate" and len(config.environments) < 2:
+        allowed, fix = "environment_pass_rate with at least two environments", "set algorithm.daro.weights_by=pass_rate"
+        yield wrong(config, "algorithm.daro.weights_by", allowed, fix, beside="environments")
 
 
 def overlong(config: Config) -> Iterator[Problem]:
@@ -97,7 +100,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         yield from _unread_critic(config)
         return
     if options.value_clip is not None and trainer.steps_per_batch == 1:
-        allowed = "unset with one update per batch, before which no value has moved"
+        allowed = "unset with one optimizer step per batch, before which no value has moved"
         fix = "set algorithm.critic.value_clip=null, or trainer.minibatches_per_batch=4"
         yield wrong(config, "algorithm.critic.value_clip", allowed, fix, beside="trainer.minibatches_per_batch")
     if options.offload and trainer.replace_lost_ranks:

@@ -75,11 +75,13 @@ def segments(config: Config) -> Iterator[Problem]:
     """Yield what answers in segments, and the stop for repetition, do not go with."""
     rollout, needed = config.rollout, config.rollout.batches_kept
     if rollout.segment_tokens is not None:
-        for section, own in (("engine", config.engine.is_own), ("environment", config.environment.is_own)):
-            if own:
-                allowed = f"unset with an {section} of your own, whose answers begin anew and do not go on"
-                fix = "set rollout.segment_tokens=null"
-                yield wrong(config, "rollout.segment_tokens", allowed, fix, beside=f"{section}.kind")
+        several = bool(config.environments)
+        owns = (("engine", config.engine.is_own), ("environment", config.environment.is_own and not several))
+        for beside in [*(f"{section}.kind" for section, own in owns if own), *(["environments"] if several else [])]:
+            section = beside.partition(".")[0]
+            allowed = f"unset with an {section} of your own, whose answers begin anew and do not go on"
+            fix = "set rollout.segment_tokens=null"
+            yield wrong(config, "rollout.segment_tokens", allowed, fix, beside=beside)
         if rollout.max_staleness < needed:
             allowed = f"at least {needed}, the batches that the longest answer takes: else it is dropped"
             beside = "rollout.segment_tokens rollout.max_response_tokens"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from megatron_daro.config.base import changed
 from megatron_daro.config.problems import Problem, wrong
-from megatron_daro.config.sections import Config
+from megatron_daro.config.sections import Config, EnvironmentSection
 
 
 def steps(config: Config) -> Iterator[Problem]:
@@ -28,25 +29,46 @@ def reward(config: Config) -> Iterator[Problem]:
         yield wrong(config, "reward.correct_reward", allowed, fix, beside="reward.incorrect_reward")
 
 
-def environment(config: Config) -> Iterator[Problem]:
+def environments(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with each environment, and with several together."""
+    several = config.environments
+    for i, section in enumerate(config.all_environments):
+        yield from _environment(config, f"environments.{i}" if several else "environment", section)
+    if config.algorithm.turn_rewards and not any(one.is_own for one in config.all_environments):
+        allowed = "false, or an environment of several turns"
+        beside = "environments" if several else "environment.kind"
+        yield wrong(config, "algorithm.turn_rewards", allowed, "remove it", beside=beside)
+    if several and changed(config.environment):
+        allowed, fix = "nothing with environments, which take its place", "remove one of them"
+        yield wrong(config, "environment", allowed, fix, got="options", beside="environments")
+    names = [one.name for one in several]
+    sources = [source for one in several for source in one.sources or (one.name,)]
+    for what, values in (("name", names), ("data source", sources)):
+        if twice := sorted({value for value in values if values.count(value) > 1}):
+            allowed, fix = f"each {what} once", f"give each environment a {what} of its own"
+            yield wrong(config, "environments", allowed, fix, got=f"the {what} {', '.join(twice)} twice")
+    if several and len({one.weight is None for one in several}) > 1:
+        allowed, fix = "a weight for each environment, or for none", "add those that lack, or remove all"
+        yield wrong(config, "environments", allowed, fix, got="some without a weight")
+
+
+def _environment(config: Config, path: str, section: EnvironmentSection) -> Iterator[Problem]:
     """Yield what belongs to an environment of your own, and what the run hands to one by itself."""
-    section, kind = config.environment, "environment.kind"
+    kind = f"{path}.kind"
     if (section.kind == "agent") != bool(section.command):
         allowed = "a program and its arguments, with kind agent, and only with it"
-        yield wrong(config, "environment.command", allowed, "set both, or neither", beside=kind)
-    if section.kind == "agent" and config.data.prompt_template != "chat":
+        yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
+    if (section.kind == "agent" or section.of_verifiers) and config.data.prompt_template != "chat":
         allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
         yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
+    if section.host in ("0.0.0.0", "::"):
+        allowed = "an address that agents reach: it is part of their base URL"
+        yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")
     if not section.is_own:
         for name in ("options", "reward_weights"):
             if getattr(section, name):
                 allowed = f"{name} of module:Class only"
-                yield wrong(config, f"environment.{name}", allowed, "remove them", beside=kind)
-        if config.algorithm.turn_rewards:
-            allowed = "false, or an environment of several turns"
-            yield wrong(config, "algorithm.turn_rewards", allowed, "remove it", beside=kind)
-    if "tokenizer" in section.options:
-        yield wrong(config, "environment.options", "names but tokenizer: the run fills this in", "remove it")
+                yield wrong(config, f"{path}.{name}", allowed, "remove them", beside=kind)
 
 
 def packages(config: Config) -> Iterator[Problem]:

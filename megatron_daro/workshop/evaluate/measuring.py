@@ -88,9 +88,10 @@ def configuration(
     config = resolve_tree(tree, [*overrides, *fixed], source=source)
     if problems := list(templates(config)):
         raise config_error(source, problems)
-    if config.environment.is_own:
+    kinds = [section.kind for section in config.all_environments if section.is_own]
+    if kinds:
         raise ConfigError(
-            f"environment.kind: got {config.environment.kind}; allowed: single_turn, since {source} measures single "
+            f"environment.kind: got {kinds[0]}; allowed: single_turn, since {source} measures single "
             "answers; fix: evaluate in the run, with data.eval and trainer.eval_every_steps, or set "
             "environment.kind=single_turn to measure single answers"
         )

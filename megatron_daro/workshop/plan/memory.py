@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
 from megatron_daro.config.model_shape import ExpertShape
+from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
@@ -87,12 +88,14 @@ ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
 def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
     shape = workload.shape
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    query, key = (heads * (shape.head_dim + shape.value_dim) / 2 for heads in (shape.heads, shape.kv_heads))
     dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
     mlp = dense * kinds.ffn * shape.ffn
     if shape.experts:
         mlp += mixed * _expert_elements(shape.experts, shape.hidden, kinds)
     elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
+    if shape.latent:  # of each latent what comes in and goes out of its norm
+        elements += 2 * ((shape.latent.query_rank or 0) + shape.latent.kv_rank)
     return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
 
 
@@ -278,6 +281,8 @@ def largest_tensor_bytes(workload: Workload) -> float:
     """Return the bytes of the model's largest tensor under its Hugging Face name."""
     shape = workload.shape
     widest = max(shape.vocab, shape.heads * shape.head_dim, shape.ffn, shape.experts.ffn if shape.experts else 0)
+    if shape.experts and families()[shape.family].stacked:
+        widest = max(widest, 3 * shape.experts.ffn * shape.experts.number)  # gate, up and down at once
     return widest * shape.hidden * workload.dtype_bytes
 
 
@@ -289,9 +294,11 @@ def sync_bytes(workload: Workload, tensor: int) -> float:
 
 def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
     """Return the bytes of keys and values of one token on one GPU of a server."""
-    shape = workload.shape
+    shape, num_bytes = workload.shape, 1 if workload.cache_fp8 else workload.dtype_bytes
+    if shape.latent:  # the latent and the rotary key, whole on every GPU
+        return shape.layers * (shape.latent.kv_rank + shape.latent.rotary) * num_bytes
     heads = max(shape.kv_heads / tensor, 1)
-    return 2 * shape.layers * heads * shape.head_dim * (1 if workload.cache_fp8 else workload.dtype_bytes)
+    return 2 * shape.layers * heads * shape.head_dim * num_bytes
 
 
 def server_weight_bytes(workload: Workload) -> float:

@@ -170,8 +170,8 @@ def _clip(run: RunData) -> Plot | None:
         run,
         "Clip fractions",
         "Share of trained tokens whose importance ratio was clipped, by side, or changed by the off-policy "
-        "correction. Zero with one update per batch on fresh rollouts; a few percent with reuse; tens of percent mean "
-        "that steps are too large or data too old.",
+        "correction. Zero with one optimizer step per batch on fresh rollouts; a few percent with reuse; tens of "
+        "percent mean that steps are too large or data too old.",
         [
             Line("ratio/clip_fraction_high", "above 1 + eps_high"),
             Line("ratio/clip_fraction_low", "below 1 - eps_low"),

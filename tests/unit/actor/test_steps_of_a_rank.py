@@ -82,14 +82,22 @@ def test_a_step_says_what_weights_it_was_taken_with_and_how_long_its_passes_took
     assert 0 < first.own_s <= first.metrics["timing/forward_backward_s"] < 60
 
 
-def test_weights_by_length_are_told_for_each_class(model):
-    algorithm = {"name": configured("daro_cells"), "options": {"length_edges": [8], "half_life": 1}}
+@pytest.mark.parametrize(
+    ("algorithm", "by", "classes"),
+    [
+        ({"name": configured("daro_cells"), "options": {"length_edges": [8], "half_life": 1}}, "length", "01"),
+        ({"name": "daro", "options": {"environments": ["a", "b"], "half_life": 1}}, "environment", "ab"),
+    ],
+)
+def test_weights_of_classes_are_told_for_each(model, algorithm, by, classes):
     policy = policy_of(model, algorithm, optimizer={"learning_rate": 1e-3})
-    _, after = (policy.train_step(random_batch(seed=n), ROWS, step=n + 1).metrics for n in range(2))
+    batches = [random_batch(seed=n) for n in range(2)]
+    batches = [replace(batch, environments_N=batch.group_ids_N % 2) for batch in batches]
+    _, after = (policy.train_step(batch, ROWS, step=n + 1).metrics for n, batch in enumerate(batches))
     for k in range(1, 4):
-        short, long = (after[f"difficulty/weight_by_length/{k}/{c}"] for c in range(2))
-        assert abs(short - long) > 0.01 and after[f"difficulty/weight/{k}"] == pytest.approx((short + long) / 2)
-    assert "difficulty/weight_by_length/1/2" not in after
+        one, other = (after[f"difficulty/weight_by_{by}/{k}/{c}"] for c in classes)
+        assert abs(one - other) > 0.01 and after[f"difficulty/weight/{k}"] == pytest.approx((one + other) / 2)
+    assert f"difficulty/weight_by_{by}/1/2" not in after
 
 
 def test_a_policy_that_is_gone_leaves_no_tables_of_angles_behind(model):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import GLM_45_AIR
+from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
@@ -36,6 +36,12 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 GLM = {**DENSE, "model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    **DENSE,
+    **dict(GLM, model_type="deepseek_v3", num_key_value_heads=8, first_k_dense_replace=1, n_group=1, topk_group=1),
+    "qk_rope_head_dim": 8,
+    "kv_lora_rank": 20,
+}
 MIXTRAL = {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 # The embedding and the loss count as layers: the first part of the first stage and the last of the last have none.
 BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -58,6 +64,8 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
         (MIXTRAL, Layout(data=4, expert=2), {}),
         ({**GLM, "use_qk_norm": True, "attention_bias": True}, WORLD, {}),
         ({**GLM, "n_group": 2}, Layout(data=4, expert=2), {}),
+        (DEEPSEEK, replace(WORLD, virtual_pipeline=2), {}),
+        ({**DEEPSEEK, "q_lora_rank": None}, Layout(data=4, expert=2), {}),
     ],
 )
 def test_a_layout_that_fits(config, layout, options):
@@ -148,6 +156,28 @@ def test_glm_45_air_on_a_world_of_64(layout):
     shape = read_model_shape(GLM_45_AIR)
     report = check_world(shape, layout, options=options if layout.pipeline == 4 else {})
     assert len(report.ranks) == 64 and report.parameters == 106_852_251_264
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, pipeline=4, data=2, expert=16, expert_tensor=1),
+        Layout(tensor=4, pipeline=2, context=2, data=4, expert=32, expert_tensor=1),
+    ],
+    ids=str,
+)
+def test_gpt_oss_120b_on_a_world_of_64(layout):
+    report = check_world(read_model_shape(GPT_OSS_120B), layout)
+    assert len(report.ranks) == 64 and (report.tensors, report.parameters) == (615, 116_829_156_672)
+
+
+@pytest.mark.heavy
+def test_deepseek_v3_on_a_world_of_64():
+    layout = Layout(tensor=4, pipeline=4, data=4, expert=16, expert_tensor=1)
+    options = {"num_layers_in_first_pipeline_stage": 16, "num_layers_in_last_pipeline_stage": 13}
+    report = check_world(read_model_shape(DEEPSEEK_V3), layout, options=options)
+    assert len(report.ranks) == 64 and report.parameters == 671_026_419_200
 
 
 @pytest.mark.heavy

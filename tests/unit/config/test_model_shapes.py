@@ -10,6 +10,7 @@ import pytest
 from megatron_daro.config.model_shape import (
     CRITIC_HEADS,
     ExpertShape,
+    LatentShape,
     Llama3Scaling,
     ModelShape,
     YarnScaling,
@@ -69,6 +70,26 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
                 ),
             ),
         ),
+        (
+            {"model_type": "deepseek_v3", "moe_intermediate_size": 24, "num_key_value_heads": 32},
+            replace(
+                LLAMA, family="deepseek_v3", head_dim=192, max_positions=4096, further_layers=1,
+                latent=LatentShape(query_rank=1536, kv_rank=512, plain=128, rotary=64, value=128),
+                experts=ExpertShape(
+                    number=256, chosen=8, ffn=24, normalize=True, dense_layers=(0, 1, 2), shared_ffn=24,
+                    scores="sigmoid", groups=8, chosen_groups=4, scale=2.5,
+                ),
+            ),
+        ),
+        (
+            {"model_type": "gpt_oss"},
+            replace(
+                LLAMA, family="gpt_oss", kv_heads=8, head_dim=64, rms_eps=1e-5, max_positions=131072, qkv_bias=True,
+                rope_theta=150000.0, rope_scaling=YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32) + 1, False),
+                sinks=True, biases=True, window=128, windowed=(0, 2),
+                experts=ExpertShape(number=128, chosen=4, ffn=48, normalize=True, dense_layers=(), limit=7.0),
+            ),
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -77,7 +98,8 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
-    assert sorted(families()) == ["glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+    others = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+    assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
     for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):
         with pytest.raises(ModelError, match=next(iter(tensors)).split("_")[-1]):

@@ -7,8 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
-from published_configs import GLM_45, GLM_45_AIR
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from published_configs import DEEPSEEK_V3, GLM_45, GLM_45_AIR, GPT_OSS_20B, GPT_OSS_120B
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_daro.config.model_shape import ExpertShape, Llama3Scaling, YarnScaling, read_model_shape
 from megatron_daro.errors import ModelError
@@ -177,8 +185,72 @@ def test_shared_experts_switches_and_the_bias_of_a_router_are_counted(switches):
     assert shape.num_parameters - shape.num_active_parameters == shape.expert_layers * 6 * 3 * 32 * 24
 
 
-@pytest.mark.parametrize(("config", "parameters"), [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024)])
-def test_glm_has_its_published_size(config, parameters):
+DEEPSEEK = {
+    **SIZES,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+}
+
+
+@pytest.mark.parametrize("rank", [28, None])
+def test_latents_are_counted(rank, tmp_path):
+    config = DeepseekV3Config(**{key: value for key, value in DEEPSEEK.items() if key != "model_type"})
+    config.q_lora_rank = rank
+    config.save_pretrained(tmp_path)
+    shape, model = read_model_shape(tmp_path), AutoModelForCausalLM.from_config(config)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters()) + 16 * shape.expert_layers
+    assert (shape.head_dim, shape.value_dim) == (20, 6)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2"),
+        ({"head_dim": 16}, "head_dim 16"),
+        ({"qk_head_dim": 16}, "qk_head_dim 16"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ({"index_topk": 2048}, "index_topk"),  # DeepSeek-V3.2's sparse attention
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {**YARN, "rope_type": "llama3"}}, "llama3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_refuses_latent_attention_of_another_kind(change, named):
+    with pytest.raises(ModelError, match=named):
+        read_model_shape({**DEEPSEEK, **change})
+
+
+def test_a_published_yarn_scales_the_scores_of_latents_and_leaves_the_rest_as_it_is():
+    scaling = read_model_shape(DEEPSEEK_V3).rope_scaling
+    assert scaling.attention_factor == 1 and scaling.score_factor == pytest.approx(0.1 * math.log(40) + 1)
+    assert read_model_shape({**QWEN2, "rope_scaling": {**YARN, "mscale_all_dim": 1.0}}).rope_scaling.score_factor == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024), (DEEPSEEK_V3, 671_026_419_200)]
+    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)],
+)
+def test_a_model_has_its_published_size(config, parameters):
     assert read_model_shape(config).num_parameters == parameters
 
 

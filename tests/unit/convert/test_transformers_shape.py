@@ -46,7 +46,17 @@ CLASSES = {
         "Glm4MoeConfig",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_nextn_predict_layers": 0},
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "num_nextn_predict_layers": 0}
+        | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20}
+        | {"q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 6, "head_dim": 8},
+    ),
 }
+CLASSES["gpt_oss"] = (
+    "GptOssConfig",
+    {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.3},
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -55,7 +65,7 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 def config_of(family: str, **keys: Any) -> dict[str, Any]:
     """What transformers writes for a small model of the family, with keys changed by hand; `...` removes one."""
     name, own = CLASSES[family]
-    written = json.loads(getattr(transformers, name)(**SIZES, **own).to_json_string())
+    written = json.loads(getattr(transformers, name)(**{**SIZES, **own}).to_json_string())
     written |= {"architectures": [families()[family].architecture], **keys}
     return {key: value for key, value in written.items() if value is not ...}
 
@@ -116,6 +126,25 @@ EQUAL = {
     "llama3 of half a head": ("glm4_moe", {"rope_scaling": LLAMA3}),
     "experts in groups": ("glm4_moe", {"n_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}),
     "switches": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0}),
+    "queries without a latent": ("deepseek_v3", {"q_lora_rank": None}),
+    "yarn of latents": ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "keys of published deepseek": (
+        "deepseek_v3",
+        {"rope_parameters": ..., "rope_theta": 1e6, "rope_scaling": {**YARN, "type": "yarn", "mscale_all_dim": 1.0}}
+        | {"rope_interleave": ..., "head_dim": ..., "qk_head_dim": ..., "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        | {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
+    ),
+    "keys of published gpt-oss": (
+        "gpt_oss",
+        {"rope_parameters": ..., "rope_theta": 1.5e5, "rope_scaling": {**YARN, "truncate": False}}
+        | {"experts_per_token": 2, "initial_context_length": 16},
+    ),
+    "nothing said of windows and frequencies": (
+        "gpt_oss",
+        {"rope_parameters": ..., "layer_types": ..., "num_hidden_layers": 3, "max_position_embeddings": 131072},
+    ),
+    "windows in other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
     "keys that change nothing": ("llama", {"pretraining_tp": 2, "temperature": 0.5, "is_llama_config": True}),
 }
 
@@ -158,6 +187,14 @@ REFUSED = {
         "attention_factor 1.3",
     ),
     "the same at 1": ("qwen3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "attention_factor"),
+    "no biases": ("gpt_oss", {"attention_bias": False}, "attention_bias false"),
+    "another curve of the gate": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+    "chunks": ("gpt_oss", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    "too few kinds of layers": ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+    "no width of windows": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    "no limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+    "another quantization": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a new key": ("gpt_oss", {"sink_scale": 2.0}, "sink_scale"),
     "truncate null": ("qwen3", {"rope_scaling": {**YARN, "truncate": None}}, "truncate"),
     "SGLang's own factor": ("qwen3", {"rope_scaling": {**YARN, "attn_factor": 1.3}}, "attn_factor"),
     "a kind for each type of layer": (

@@ -11,7 +11,7 @@ from megatron_daro.config.algorithm import LengthRewardSection
 from megatron_daro.data.batch import build_batch, with_columns_of
 from megatron_daro.errors import AlgorithmError, DataError
 from megatron_daro.routed_experts import Part, StoredExperts
-from megatron_daro.types import Group, Prompt, Rollout, TrainBatch, TurnReport, Verdict
+from megatron_daro.types import Group, Prompt, Rollout, TurnReport, Verdict
 
 
 def algorithm(k: int, name: str = "grpo", **options) -> Algorithm:
@@ -71,8 +71,6 @@ def test_experts_of_the_engine_go_along_and_are_unknown_where_it_did_not_tell():
     batch = build_batch(groups, algorithm(2))
     assert batch.routed_experts_N == (None, experts)
     assert batch.select([1, 0, 1]).routed_experts_N == (experts, None, experts)
-    plain = replace(batch, routed_experts_N=None)
-    assert TrainBatch.concatenate([plain, batch]).routed_experts_N == (None, None, None, experts)
 
 
 def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():
@@ -81,7 +79,6 @@ def test_lengths_of_the_groups_go_along_where_the_algorithm_needs_them():
     assert batch.group_lengths_NK.tolist() == [[1, 0], [1, 0], [2, 1], [2, 1]]  # of what is trained
     part = batch.select([2, 1])
     assert part.group_lengths_NK.tolist() == [[2, 1], [1, 0]]
-    assert TrainBatch.concatenate([part, batch]).group_lengths_NK.shape == (6, 2)
 
 
 def test_penalty_and_length_reward_are_for_what_the_model_said():
@@ -204,28 +201,21 @@ def test_empty_response_is_kept():
     assert batch.trained_tokens_N.tolist() == [3, 0]
 
 
-def test_select_and_concatenate_are_inverse():
+def test_chosen_samples_stand_end_to_end():
     batch = build_batch(
         [make_group(0, [True, False, True], [1, 4, 2]), make_group(1, [False] * 3, [2, 0, 3])], algorithm(3)
     )
     parts = [batch.select([i]) for i in range(6)]
-    joined = TrainBatch.concatenate(parts)
     turned = batch.select([5, 1, 3])
     assert turned.tokens_T.tolist() == [t for i in (5, 1, 3) for t in parts[i].tokens_T.tolist()]
     assert turned.rollout_logprobs_R.tolist() == [t for i in (5, 1, 3) for t in parts[i].rollout_logprobs_R.tolist()]
     assert turned.group_ids_N.tolist() == [1, 0, 1]
     for name in ("tokens_T", "lengths_N", "loss_mask_R", "rollout_logprobs_R", "bins_N", "advantages_N", "truncated_N"):
-        np.testing.assert_array_equal(getattr(joined, name), getattr(batch, name))
-        assert getattr(joined, name).dtype == getattr(batch, name).dtype
-    assert joined.old_logprobs_R is None
+        whole = batch.select(range(6))
+        np.testing.assert_array_equal(getattr(whole, name), getattr(batch, name))
+        assert getattr(whole, name).dtype == getattr(batch, name).dtype
+    assert turned.old_logprobs_R is None
     assert len(batch.select([])) == 0
-
-
-def test_concatenate_refuses_another_k():
-    two = build_batch([make_group(0, [True, False])], algorithm(2))
-    three = build_batch([make_group(0, [True, False, True])], algorithm(3))
-    with pytest.raises(ValueError, match="rollouts_per_prompt"):
-        TrainBatch.concatenate([two, three])
 
 
 def conversation(index, turns, rewards, total, **changes):

@@ -18,16 +18,16 @@ from megatron_daro.data.packing import (
     unpack_responses,
 )
 from megatron_daro.errors import DataError
-from megatron_daro.types import TrainBatch
+from megatron_daro.types import StepBatch
 
 
-def make_batch(shapes: list[tuple[int, int]], seed: int = 0, old: bool = True) -> TrainBatch:
+def make_batch(shapes: list[tuple[int, int]], seed: int = 0, old: bool = True) -> StepBatch:
     """shapes: (prompt tokens, response tokens) per sample."""
     rng = np.random.default_rng(seed)
     prompts = np.array([p for p, _ in shapes], dtype=np.int64)
     responses = np.array([r for _, r in shapes], dtype=np.int64)
     num, num_response = len(shapes), int(responses.sum())
-    return TrainBatch(
+    return StepBatch(
         tokens_T=rng.integers(1, 1000, int((prompts + responses).sum())).astype(np.int32),
         lengths_N=prompts + responses,
         prompt_lengths_N=prompts,
@@ -45,7 +45,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int = 0, old: bool = True) -
 
 
 def test_two_samples_by_hand():
-    batch = TrainBatch(
+    batch = StepBatch(
         tokens_T=np.array([10, 11, 12, 13, 14, 20, 21, 22], dtype=np.int32),
         lengths_N=np.array([5, 3]),
         prompt_lengths_N=np.array([2, 1]),
@@ -318,7 +318,7 @@ def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as
         old_logprobs_R=of_one(apart.old_logprobs_R),
         contexts_N=((), tuple(sum(shape) for shape in shapes), ()),
     )
-    together = TrainBatch.concatenate([together.select([1]), together.select([2, 0])]).select([2, 0, 1])
+    together = together.select([1, 2, 0]).select([2, 0, 1])
     one, each = (
         pack(batch, range(len(batch)), sequence_multiple=sequence_multiple, total_multiple=total_multiple)
         for batch in (together, apart)

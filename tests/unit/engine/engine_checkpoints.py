@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -17,8 +19,15 @@ CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 EXPERTS = {
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "mixtral": (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 2}
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "kv_lora_rank": 12, "q_lora_rank": 20}
+        | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 5},
+    ),
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
+EXPERTS["gpt_oss"] = GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
 VOCAB = 31
 
 
@@ -32,11 +41,9 @@ def save_small_model(directory, family="qwen2", *, tie=False, seed=0, spread=0.3
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tie,
-        **own,
-        **experts,
+        **{"num_key_value_heads": 2, **own, **experts},
     )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)

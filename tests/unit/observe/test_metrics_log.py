@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -200,7 +202,10 @@ def test_tensorboard_holds_the_same_and_forgets_truncated_steps(tmp_path):
     assert _tensorboard_scalars(tmp_path, "loss/policy") == [(1, 1.0), (2, 20.0)]
 
 
-def test_tensorboard_of_a_resumed_process_forgets_truncated_steps(tmp_path):
+def test_tensorboard_of_a_resumed_process_forgets_truncated_steps(tmp_path, monkeypatch):
+    # TensorBoard orders files by the second of their beginning.
+    seconds = itertools.count(1_800_000_000)
+    monkeypatch.setattr(time, "time", lambda: next(seconds))
     with MetricsLog(tmp_path) as log:
         for step in (1, 2, 3):
             log.write(step, {"x": float(step)})
@@ -230,6 +235,7 @@ def test_wandb_offline_takes_steps_and_a_resumed_run_keeps_its_id(tmp_path):
 
 _IMPORTS = """
 import sys
+import time
 from pathlib import Path
 from megatron_daro.workshop.report.report import write_report
 from megatron_daro.observe import MetricsLog, Phases, Progress

@@ -13,6 +13,7 @@ from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
 from megatron_daro.rollout.summary import (
+    environment_metrics,
     group_bins,
     length_metrics,
     mean_staleness,
@@ -57,8 +58,28 @@ def test_every_complete_group_of_a_batch_counts():
     }
 
 
+def test_environments_are_measured_each_by_itself():
+    long = replace(group(2, [6] * K), prompt=replace(PROMPT, source="code"))
+    names = {"unit": "math", "code": "tools", "none": "idle"}
+    found = environment_metrics([group(1, [2, 4, 6, 8], (0,)), long], names)
+    assert found == {
+        "environments/math/groups": 1.0,
+        "environments/math/accuracy": 0.25,
+        "environments/math/reward": pytest.approx((1 - 1.5) / 4),
+        "environments/math/length_mean": 5.0,
+        "environments/math/truncated_fraction": 0.25,
+        "environments/tools/groups": 1.0,
+        "environments/tools/accuracy": 0.0,
+        "environments/tools/reward": -0.5,
+        "environments/tools/length_mean": 6.0,
+        "environments/tools/truncated_fraction": 0.0,
+        "environments/idle/groups": 0.0,
+    }
+    assert environment_metrics([long], {}) == {}
+
+
 def test_groups_are_counted_by_their_right_answers():
-    groups = [group(1, [2] * K, (0,)), group(2, [2] * K), group(3, [2] * K, range(K)), group(4, [2] * 3, (0,))]
+    groups = [group(1, [2] * K, (0,)), group(2, [2] * K), group(3, [2] * K, range(K))]
     bins = {f"difficulty/groups/{k}": float(k in (0, 1, K)) for k in range(K + 1)}
     assert group_bins(groups, K) == bins
 

@@ -9,7 +9,8 @@ from test_batch import make_group
 
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.parts import algorithm_of, algorithm_remarks, batch_builder
+from megatron_daro.runtime.parts import batch_builder
+from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 
 
 def remarks(**sections) -> list[str]:

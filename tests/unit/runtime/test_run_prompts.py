@@ -149,6 +149,25 @@ def test_only_problems_of_a_band_of_pass_rates(tmp_path, tokenizer):
         source_of(configured(unrated), tokenizer, [], notices=Said())
 
 
+def test_several_environments_take_their_share_of_the_prompts(tmp_path, tokenizer):
+    rows = [{"problem": f"{i}=", "answer": "1", "data_source": "gsm" if i else "digits"} for i in range(4)]
+    data = section(tmp_path, rows)
+    sums = {"name": "sums", "sources": ["gsm"], "kind": "single_turn"}
+    named = [{"name": "digits", "weight": 3}, {**sums, "weight": 1}]
+    source, again = (source_of(configured(data, environments=named), tokenizer, [], notices=Said()) for _ in range(2))
+    assert [p.source for p in source.next(8)] == ["digits", "digits", "gsm", "digits"] * 2
+    again.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    assert [p.text for p in again.next(6)] == [p.text for p in source.next(6)]
+    unweighted = [{"name": "digits"}, sums]
+    source = source_of(configured(data, environments=unweighted), tokenizer, [], notices=Said())
+    assert sorted(p.source for p in source.next(4)) == ["digits", "gsm", "gsm", "gsm"]
+    with pytest.raises(DataError, match=r"data\.train: .*'gsm'.*environments"):
+        source_of(configured(data, environments=named[:1]), tokenizer, [], notices=Said())
+    with pytest.raises(DataError, match=r"environments: other has no problem"):
+        other = {"name": "other", "weight": 1}
+        source_of(configured(data, environments=[*named, other]), tokenizer, [], notices=Said())
+
+
 @pytest.mark.parametrize(
     ("order", "kind"), [("epochs", PromptSource), ("curriculum", Curriculum), ("prioritised", Prioritised)]
 )

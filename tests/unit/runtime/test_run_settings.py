@@ -1,12 +1,11 @@
-"""Settings of a run for its ranks: the critic and segments of memory."""
+"""Settings of a run for its ranks: segments of memory."""
 
 from __future__ import annotations
 
 import pytest
-from run_configuration import configured, run_context
+from run_configuration import configured
 
-from megatron_daro.errors import ConfigError
-from megatron_daro.runtime.parts import policy_group, policy_settings
+from megatron_daro.runtime.parts import policy_settings
 
 
 @pytest.mark.parametrize(
@@ -21,11 +20,3 @@ from megatron_daro.runtime.parts import policy_group, policy_settings
 )
 def test_segments_of_the_ranks_grow_where_nobody_else_opens_their_memory(sections, grow):
     assert policy_settings(configured(**sections)).expandable_segments is grow
-
-
-def test_the_critic_of_an_algorithm_of_your_own_that_has_none_cannot_be_exported():
-    context = run_context(
-        algorithm={"name": "toy_algorithm:Toy", "options": {"baseline": 0.5}}, trainer={"export_critic": True}
-    )
-    with pytest.raises(ConfigError, match=r"trainer\.export_critic"):
-        policy_group(context, placement=None, trains=True)

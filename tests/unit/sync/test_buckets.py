@@ -40,6 +40,19 @@ def test_buckets_are_filled_as_far_as_they_go():
     assert [len(b.data) for b in bucketize(sent, 192)] == [192, 192, 192, 64]
 
 
+@pytest.mark.parametrize("copy_all", [False, True])
+@pytest.mark.parametrize(("limit", "lengths"), [(192, [2, 3, 1]), (64, [1, 1, 2, 1, 1]), (384, [6])])
+def test_tensors_that_a_server_takes_in_one_call_only_are_not_parted(limit, lengths, copy_all):
+    """DeepSeek-V3's, whose loader in SGLang drops one that comes without the other."""
+    pair = [f"model.layers.1.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    sent = [(name, torch.full((16,), float(i))) for i, name in enumerate(["a", "b", *pair, "c", "d"])]
+    buckets = list(bucketize(sent, limit, copy_all=copy_all))
+    assert [len(bucket.names) for bucket in buckets] == lengths
+    received = [named for bucket in buckets for named in bucket.tensors()]
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    assert all(torch.equal(got, tensor) for (_, got), (_, tensor) in zip(received, sent, strict=True))
+
+
 def test_the_stream_may_reuse_its_memory_and_is_read_one_bucket_ahead_at_most():
     scratch, asked = torch.empty(16), []
 

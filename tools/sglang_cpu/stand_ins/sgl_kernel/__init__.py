@@ -6,6 +6,7 @@ every other call. It also serves on a GPU for which the compiled package cannot 
 of it with Triton's attention and torch's operators (SGLANG_FORCE_FUSED_OP_BACKEND=torch; tests/gpu/gpu_runs.py).
 """
 
+import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -56,19 +57,19 @@ def _named(name, before=""):
     return globals().get(name) or Missing(before + name)
 
 
-class Modules:
+class Modules(importlib.abc.Loader):
     """Makes `sgl_kernel.anything` a module of missing kernels."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         """None for other packages: the ordinary finders go on."""
-        return importlib.machinery.ModuleSpec(name, cls) if name.startswith("sgl_kernel.") else None
+        return importlib.machinery.ModuleSpec(name, cls()) if name.startswith("sgl_kernel.") else None
 
     @staticmethod
     def create_module(spec):
         """Make the module."""
         module = types.ModuleType(spec.name)
-        module.__getattr__ = _named
+        vars(module)["__getattr__"] = _named
         return module
 
     @staticmethod

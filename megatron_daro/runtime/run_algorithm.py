@@ -1,0 +1,62 @@
+"""The algorithm of a run, and what other options ask of it that it may not have. Imports torch, and no Ray."""
+
+from __future__ import annotations
+
+from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.config import Config
+from megatron_daro.errors import AlgorithmError, ConfigError
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """Return the driver's instance: it makes advantages and filters groups; every rank has one more, for the loss.
+
+    Raises:
+        ConfigError: no such algorithm, options that it does not take, or a run that asks more of it than it has.
+    """
+    arguments = config.algorithm.arguments(
+        rollouts_per_prompt=config.rollout.rollouts_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        environments=[one.name for one in config.environments],
+    )
+    try:
+        algorithm = make_algorithm(**arguments)
+    except AlgorithmError as error:
+        of_options = str(error).partition(":")[0] in config.algorithm.options
+        field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
+        raise ConfigError(f"{field}.{error}{fix}") from error
+    _refuse_what_it_has_not(config, algorithm)
+    return algorithm
+
+
+def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError where other options do not go with its advantages, or with a critic that it has not."""
+    section, columns = config.algorithm, algorithm.token_columns
+    if (section.distill.urls or section.turn_rewards) and columns is not None:
+        field = "distill" if section.distill.urls else "turn_rewards"
+        raise ConfigError(
+            f"algorithm.{field}: got it with algorithm.name {section.name}, which makes advantages per token itself; "
+            "allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
+        )
+    if section.turn_rewards and type(algorithm).advantages is not Algorithm.advantages:
+        raise ConfigError(
+            f"algorithm.turn_rewards: got true with algorithm.name {section.name}, another advantage than GRPO's; "
+            "allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
+        )
+    if config.trainer.export_critic and "values" not in (columns or ()):
+        raise ConfigError(
+            f"trainer.export_critic: got true, but {section.name} has no critic (token_columns without values); "
+            "allowed: false with it; fix: set trainer.export_critic=false"
+        )
+
+
+def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
+    """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
+    rollout, remarks = config.rollout, list(algorithm.remarks)
+    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
+    if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
+        remarks.append(
+            f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
+            "filter, since the surplus would be thrown away; fix: set rollout.oversampling=1, or "
+            "algorithm.filter=pass_rate"
+        )
+    return remarks
