@@ -2,11 +2,12 @@
 
     python server_parameters.py WORK
 
-WORK/cases.json is a list of {"model": directory with config.json, "arguments": of ServerArgs, "load": bool}. Every rank
-of every case is built in this process: SGLang knows its place from the published ranks, and its layers take their share
-from that where no process group exists yet (srt/layers/linear.py, `_LogicalGroup`, 0.5.23). With "load" the model's
-safetensors file is read by SGLang's own `load_weights`, over parameters full of ones; else the model stands on the meta
-device. Written are WORK/shapes.json, [case][rank][name] -> shape, and WORK/CASE_RANK.safetensors.
+WORK/cases.json is a list of {"model": directory with config.json, "arguments": of ServerArgs, "load": bool, or names}.
+Every rank of every case is built in this process: SGLang knows its place from the published ranks, and its layers take
+their share from that where no process group exists yet (srt/layers/linear.py, `_LogicalGroup`, 0.5.23). With "load" the
+model's safetensors file is read by SGLang's own `load_weights`, over parameters full of ones, in one call or in one for
+each of several lists of names; else the model stands on the meta device. Written are WORK/shapes.json,
+[case][rank][name] -> shape, and WORK/CASE_RANK.safetensors.
 """
 
 import contextlib
@@ -53,23 +54,24 @@ def rank_of_server(arguments: dict, rank: int):
             yield
 
 
-def built(directory: Path, load: bool) -> nn.Module:
+def built(directory: Path, load: bool | list[list[str]]) -> nn.Module:
     """The model of a directory on the rank that this process is."""
     config = AutoConfig.from_pretrained(directory)
-    module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
+    module = importlib.import_module(f"sglang.srt.models.{config.model_type.replace('deepseek_v3', 'deepseek_v2')}")
     module.LogitsProcessor = lambda *_, **__: nn.Identity()  # has no parameters, and wants groups that can send
-    names = {
+    kinds = {
         entry.__name__: entry
         for entry in (module.EntryClass if isinstance(module.EntryClass, list) else [module.EntryClass])
     }
     with torch.device("cpu" if load else "meta"):
-        model = names[config.architectures[0]](config)
+        model = kinds[config.architectures[0]](config)
     if load:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1)
             weights = load_file(directory / "model.safetensors")
-            model.load_weights(iter(weights.items()))
+            for names in [list(weights)] if load is True else load:
+                model.load_weights(iter([(name, weights[name]) for name in names]))
     return model
 
 

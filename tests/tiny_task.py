@@ -106,9 +106,9 @@ def pretrain(directory: Path, steps: int = 150, family: str = "Qwen2Config", **c
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64} | changes
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_key_value_heads": 2} | changes
     config = getattr(transformers, family)(
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=len(SYMBOLS), max_position_embeddings=32,
+        num_attention_heads=4, vocab_size=len(SYMBOLS), max_position_embeddings=32,
         tie_word_embeddings=False, eos_token_id=END, bos_token_id=1, pad_token_id=0, **sizes,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -12,12 +12,12 @@ from itertools import chain
 
 from megatron_daro.config import precision
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
-from megatron_daro.config.lora import lora_problems
+from megatron_daro.config.lora import lora_problems, merging
 from megatron_daro.config.megatron_options import option_problems
 from megatron_daro.config.model_files import megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem
-from megatron_daro.config.rules import advice, algorithm, data, engine, layout, rollout, trainer
+from megatron_daro.config.rules import advice, algorithm, data, engine, latent, layout, rollout, trainer
 from megatron_daro.config.sections import Config
 
 
@@ -82,7 +82,11 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
         _Check(
             "model division",
             _division_text(shape),
-            chain(layout.division(actor, shape) if shape else (), layout.sequence_parallel(config)),
+            chain(
+                layout.division(actor, shape) if shape else (),
+                layout.sequence_parallel(config),
+                latent.latent(config, shape, hardware, surroundings.megatron),
+            ),
         ),
         _Check("batch", _batch_text(config), rollout.batch(config)),
         _Check(
@@ -96,7 +100,12 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             precision.fp8_problems(actor, shape, surroundings),
             advice.precision(config),
         ),
-        _Check("adapters", f"rank {config.lora.rank}" if config.lora.rank else "none", lora_problems(config, shape)),
+        _Check(
+            "adapters",
+            f"rank {config.lora.rank}" if config.lora.rank else "none",
+            lora_problems(config, shape),
+            merging(config, shape),
+        ),
         _Check(
             "Megatron options",
             f"{len(actor.megatron)} handed on under upstream's names",

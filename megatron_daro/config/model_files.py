@@ -17,6 +17,7 @@ from megatron_daro.config.model_shape import (
     CRITIC_HEADS,
     ModelShape,
     dangling_link,
+    quantization,
     read_model_shape,
     require_regular_files,
 )
@@ -34,7 +35,9 @@ ADAPTER = (
     f"{ADAPTER_FILE} but no model: an adapter without its base model. Merge the two (peft: merge_and_unload, then "
     "save_pretrained) and give the folder of the merged model"
 )
-QUANTIZED = "Quantized models are neither trained nor converted; take the one that is not quantized"
+QUANTIZED = (
+    "Quantized models are not trained, and only fp8 blocks with scales converted; take the one that is not quantized"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,15 @@ def read_model(directory: Path) -> ModelFiles:
         )
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
         return ModelFiles(problems=(problem, *problems))
+    if method := quantization(_read_json(directory / "config.json")[0] or {}):
+        fix = (
+            f"run `megatron-daro convert --hf {directory} --out A`, then `megatron-daro convert --megatron A --out B`, "
+        )
+        got, allowed = (
+            f"{str(directory)!r}, a model in {method}",
+            "weights in bf16, which the policy has and engines begin with",
+        )
+        problems.insert(0, Problem(_FIELD, got, allowed, fix + "and train B"))
     return ModelFiles(shape, _has_end_token(directory), tuple(problems))
 
 

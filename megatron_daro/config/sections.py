@@ -277,7 +277,8 @@ class SGLangSection(Section):
     sync: SGLangTransport = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); shards: each rank sends its own to
     those that need them (SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
-    IPC from a rank on the server's host."""
+    IPC from a rank on the server's host; adapters: those of section lora alone. Not given: adapters where there are any
+    and servers can take them (docs/lora.md)."""
     shards_over: Literal["tcp", "rdma", "mooncake_tcp"] = "tcp"
     """What carries the bytes of sync shards. tcp: through host memory; rdma: Mooncake's transfer engine, from GPU to
     GPU (mooncake-transfer-engine in both environments); mooncake_tcp: the same without its hardware, to try it."""
@@ -287,9 +288,6 @@ class SGLangSection(Section):
     """Directory of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """Running requests while weights change. retract: continue with a recomputed cache; in_place: continue with the
-    old cache; abort: request again."""
     verify: bool = True
     """Compare log-probs and checksums after each update."""
     answer_workers: int | None = Field(default=None, ge=1, le=4096)

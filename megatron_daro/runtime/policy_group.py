@@ -192,6 +192,7 @@ class PolicyGroup:
 
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
+        assert self._busy.locked(), "called within `hold`"
         if self._healing is None or TRANSPORTS[plan.transport].checkpoint:
             return await self._repeated(lambda: self._export(plan))
         await self._healing.heal()
@@ -216,15 +217,17 @@ class PolicyGroup:
         complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)
         return await weight_export.write(self.ranks, plan, complete)
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
-        return await self._repeated(lambda: self._score(rollouts, temperature))
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without
+        adapters."""
+        assert self._busy.locked(), "called within `hold`"
+        return await self._repeated(lambda: self._score(rollouts, temperature, base))
 
-    async def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
+    async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
         batch = _scored_batch(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
-            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature)
+            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature, base)
         )
         column = await self.ranks.column(batch, shards, calls)
         ends = np.cumsum(batch.response_lengths_N)

@@ -37,6 +37,20 @@ def test_a_good_run_passes_every_check_with_the_numbers_of_the_run(run_files, cp
     assert passed["precision"] >= {"bf16", "32"} and passed["algorithm"] == {"grpo"} and "9" in passed["run"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sync"),
+    [
+        ("lora.rank=4", "adapters"),
+        ("lora.rank=4 engine.sglang.sync=disk", "disk"),
+        ("lora.rank=4 lora.targets=[k_proj]", "distributed"),
+        ("", "distributed"),
+    ],
+)
+def test_servers_get_adapters_alone_where_they_can_and_nothing_else_is_said(run_files, cpu, options, sync):
+    config, _ = resolve_and_check(run_files.file, f"{SERVERS} {options}".split(), cpu)
+    assert config.engine.sglang.sync == sync
+
+
 def test_a_check_with_a_problem_is_not_among_those_that_passed(run_files):
     found = report(run_files, "rollout.temperature=0 model.path=/nowhere")
     assert {problem.field for problem in found.problems} == {"model.path", "rollout.temperature"}
@@ -46,6 +60,8 @@ def test_a_check_with_a_problem_is_not_among_those_that_passed(run_files):
 
 # Options | the option that is warned of | what makes it right, where the fix does not name a value.
 WARNED = f"""
+lora.rank=4 | lora.rank | engine.kind=sglang engine.sglang.sync=adapters
+{SERVERS} lora.rank=4 engine.sglang.sync=distributed | lora.rank | engine.sglang.sync=adapters
 cluster.gpus_per_node=8 {SERVERS} actor.tensor_parallel=2 | actor | actor.data_parallel=3
 cluster.gpus_per_node=8 actor.tensor_parallel=2 actor.data_parallel=2 | actor |
 cluster.gpus_per_node=8 {SERVERS} engine.replicas=4 actor.data_parallel=2 | actor |
@@ -104,6 +120,48 @@ def test_training_without_the_layers_that_predict_further_tokens_is_a_warning(ru
     run_files.set_shape(model_type="glm4_moe", **experts, num_nextn_predict_layers=layers)
     warnings = report(run_files).warnings
     assert [f"num_nextn_predict_layers {layers}" in warning.got for warning in warnings] == [True] * layers
+
+
+LATENT = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 2,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("actor.precision=fp8", "actor.precision"),
+        ("lora.rank=4", "lora.rank"),
+        ("actor.routing_replay=true", "actor.routing_replay"),
+        ("engine.sglang.sync=shards", "engine.sglang.sync"),
+        ("engine.sglang.fp8_blocks=true", "engine.sglang.fp8_blocks"),
+        ("actor.context_parallel=2", "actor.context_parallel"),
+    ],
+)
+def test_what_was_never_compared_with_latent_attention_is_refused(run_files, monkeypatch, option, field):
+    core = ["0.16.1"]
+
+    def version(name):
+        if name != "megatron-core":
+            raise metadata.PackageNotFoundError(name)
+        return core[0]
+
+    monkeypatch.setattr(metadata, "version", version)
+    run_files.set_shape(**LATENT)
+    gpus = Hardware("gpu", 8, capability=9.0)
+    assert report(run_files, "engine.kind=sglang", gpus).problems == ()
+    problems = report(run_files, f"engine.kind=sglang {option}", gpus).problems
+    assert field in [problem.field for problem in problems if "latent attention" in problem.allowed]
+    core[0] = "0.17.0"
+    assert report(run_files, "actor.context_parallel=2", gpus).problems == ()
 
 
 def test_a_run_that_goes_elsewhere_is_checked_against_what_is_there(run_files):

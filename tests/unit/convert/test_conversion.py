@@ -28,11 +28,18 @@ from hf_checkpoints import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from megatron_daro.config.model_files import read_model
 from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
+from megatron_daro.errors import ModelError
+from megatron_daro.sync import fp8_cast
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -87,6 +94,98 @@ def test_layers_that_predict_further_tokens_go_along_as_they_are(tmp_path, forma
     to_hf(tmp_path / "again", tmp_path / "without", config=tmp_path / "hf")
     assert_equal(tensors_of(tmp_path / "without"), given_)
     assert json.loads((tmp_path / "without/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_mxfp4_is_read_as_transformers_reads_it_and_written_in_bf16(tmp_path, format_):
+    config = config_of("gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=1, torch_dtype="bfloat16")
+    stored = dict(expected := make_hf(tmp_path / "bf16", config))
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = expected[name].shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(256, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        scales.view(-1)[:255] = torch.arange(255)  # all exponents; the last one is no number
+        scales.clamp_(max=254)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    quantized = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    write_hf_checkpoint(tmp_path / "hf", stored.items(), quantized, tmp_path / "bf16")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", format_=format_)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_nextn_predict_layers": 1,
+}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def in_blocks(directory, model):
+    """Change the matrices of a checkpoint that DeepSeek publishes in fp8 into blocks."""
+    for name, tensor in model.items():
+        if name.endswith("proj.weight"):
+            narrow, scales = fp8_cast.cast(tensor)
+            replace_tensor(directory, name, narrow)
+            replace_tensor(directory, f"{name}_scale_inv", scales)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
+
+
+def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path, capsys):
+    hf, further = tmp_path / "hf", {"model.layers.2.eh_proj.weight": torch.randn(256, 512).bfloat16()}
+    model = make_hf(hf, config_of("deepseek_v3", **WIDE)) | further
+    replace_tensor(hf, *next(iter(further.items())))
+    in_blocks(hf, model)
+    to_megatron(hf, tmp_path / "megatron", "--verify")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    found, config = tensors_of(tmp_path / "back"), json.loads((tmp_path / "back/config.json").read_text())
+    assert found.keys() == model.keys() and "quantization_config" not in config
+    assert {t.dtype for name, t in found.items() if not name.endswith("bias")} == {torch.bfloat16}
+    stored = tensors_of(hf)
+    for name, tensor in found.items():
+        if scales := {key: stored[key] for key in [f"{name}_scale_inv"] if key in stored}:
+            named = {"weight": stored[name], "weight_scale_inv": scales.popitem()[1]}
+            assert torch.equal(tensor, Fp8Dequantize(None).convert(named)["weight"].bfloat16()), name
+            assert not torch.equal(tensor, model[name]), "nothing was rounded"
+        else:
+            assert torch.equal(tensor, model[name]), name
+    assert "convert --hf" in " ".join(str(problem) for problem in read_model(hf).problems)
+
+
+@pytest.mark.parametrize("box", [(0, 300, None), (100, 290, (120, 200)), (128, 256, (128, 129)), (299, 300, (0, 1))])
+def test_blocks_at_the_edges_are_smaller(tmp_path, box):
+    """300 x 200 of 128 x 128, which transformers would take for blocks of 100 x 100."""
+    narrow, scales = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(3, 2) + 0.5
+    save_file({"a.weight": narrow, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    rows, columns = torch.arange(300)[:, None] // 128, torch.arange(200)[None] // 128
+    want = (narrow.float() * scales[rows, columns]).bfloat16()
+    start, stop, between = box
+    with HFCheckpoint(tmp_path) as tensors:
+        assert list(tensors) == ["a.weight"] and torch.equal(tensors["a.weight"], want)
+        first, last = between or (0, 200)
+        assert torch.equal(tensors.read("a.weight", start, stop, between), want[start:stop, first:last])
+        filled = torch.zeros(stop - start, last - first)
+        assert torch.equal(tensors.read("a.weight", start, stop, between, out=filled), filled) and filled.any()
+
+
+@pytest.mark.parametrize("scales", [torch.ones(3, 3), torch.ones(6), torch.ones(3, 2, dtype=torch.uint8)])
+def test_scales_of_other_blocks_are_refused(tmp_path, scales):
+    narrow = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    save_file({"a.weight": narrow, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"a\.weight_scale_inv"):
+        HFCheckpoint(tmp_path)
 
 
 def test_a_cast_leaves_the_bias_of_a_router_as_it_is(tmp_path):
