@@ -1,7 +1,8 @@
 """An agent for tests/tiny_task.py: two turns of one chat, then a chat anew, of which the first answer is judged.
 
 As a program it needs no package; `environment.options.at_once` makes it ask two chats at once, with a text that ends
-their answers. `with_openai` is a coroutine for `environment.kind: toy_agent:with_openai`.
+their answers, and `waits`, a folder, makes it leave a file there after its first answer, and wait for another, `go`.
+`with_openai` is a coroutine for `environment.kind: toy_agent:with_openai`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 
 def say(messages: list, **others) -> dict:
@@ -33,6 +36,13 @@ async def with_openai(problem, client):
     return said.content
 
 
+def wait(folder: Path) -> None:
+    """Say that there is an answer, and wait until the test has done what it does meanwhile."""
+    (folder / str(os.getpid())).touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+
+
 def user(text: str) -> dict:
     """Return a message of the user."""
     return {"role": "user", "content": text}
@@ -43,6 +53,8 @@ def main() -> None:
     problem = json.load(sys.stdin)
     digit = problem["statement"].strip("=")
     first = say([user(digit)])
+    if waits := problem["options"].get("waits"):
+        wait(Path(waits))
     say([user(digit), {"role": "assistant", "content": first["content"]}, user("7")])
     say([user(digit), user(digit)])
     if problem["options"].get("at_once"):

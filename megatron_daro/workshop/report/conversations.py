@@ -107,6 +107,44 @@ def conversation_values(row: Mapping[str, Any], decode: Decode) -> list[dict[str
     return parts
 
 
+def sequences(row: Mapping[str, Any]) -> list[tuple[int, list[str]]]:
+    """Return (depth, facts) of each sequence that an agent's model read from its first token on, as a tree: each hangs
+    on the earlier one with which it has most tokens in common at its beginning. Empty where there is but one.
+
+    Args:
+        row: with prompt_tokens, tokens, turns, reports and contexts of group_columns.SCHEMA.
+    """
+    whole, end = [*row["prompt_tokens"], *row["tokens"]], len(row["prompt_tokens"])
+    reports, turns = iter(row.get("reports") or ()), iter(row["turns"])
+    made: list[tuple[int, list[str]]] = []
+    read: list[list[int]] = []
+    begin = 0
+    for number, length in enumerate(row.get("contexts") or (), 1):
+        ids, sums, requests = whole[begin : begin + length], TurnSums(), 0
+        begin += length
+        while end < begin and (turn := next(turns, None)) is not None:
+            end += turn["observed"] + turn["generated"]
+            sums.add(turn, next(reports, {}) if turn["generated"] else {})
+            requests += turn["generated"] > 0
+        common = [_common(ids, other) for other in read]
+        most = max(common, default=0)
+        parent = common.index(most) if most else None
+        read.append(ids)
+        facts = [f"sequence {number}" + ("" if parent is None else f", from token {most} of sequence {parent + 1}")]
+        facts.append(f"{requests} request{'s' * (requests != 1)}")
+        facts.append(f"{sums.observed} tokens observed, {sums.generated} generated")
+        if sums.tool_calls or sums.tool_errors:
+            facts.append(f"tool calls {sums.tool_calls}, {sums.tool_errors} in vain")
+        facts.append(f"{sums.seconds:.2f} s in the environment")
+        made.append((0 if parent is None else made[parent][0] + 1, facts))
+    return made
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens are equal at the beginning of both."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _facts(logprobs: Sequence[float], report: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"mean log-prob {math.fsum(logprobs) / len(logprobs):.3f}"
     if report is None:

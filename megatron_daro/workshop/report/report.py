@@ -23,7 +23,14 @@ import pyarrow.parquet as pq
 
 from megatron_daro.observe import logs
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.workshop.report.conversations import Decode, conversation_values, decoder, sums_of, turns_table
+from megatron_daro.workshop.report.conversations import (
+    Decode,
+    conversation_values,
+    decoder,
+    sequences,
+    sums_of,
+    turns_table,
+)
 from megatron_daro.workshop.report.host_metrics import load_host_run
 from megatron_daro.workshop.report.page import Page, Table, write_page
 from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
@@ -35,7 +42,7 @@ _COLUMNS = (
     *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
     *("correct", "reward", "reason", "finish_reason", "weight_version"),
 )
-_OF_CONVERSATIONS = ("turns", "reports", "rewards", "tokens")
+_OF_CONVERSATIONS = ("turns", "reports", "rewards", "tokens", "contexts", "prompt_tokens")
 _GROUPS_PER_FILE = 3
 _MOST_GROUPS = 256
 _MOST_BYTES = 64 << 20
@@ -188,7 +195,8 @@ def _rollout_values(rollout: Mapping[str, Any], decode: Decode | None = None) ->
     if logprobs := _generated(rollout):
         facts.append(f"mean log-prob {fmean(logprobs):.3f}")
     turns = conversation_values(rollout, decode) if decode and rollout.get("turns") else None
-    return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"], "turns": turns}
+    tree = sequences(rollout) if rollout.get("turns") else []
+    return {"correct": bool(rollout["correct"]), "facts": facts, "text": rollout["text"], "turns": turns, "tree": tree}
 
 
 def _lengths(rollout: Mapping[str, Any]) -> list[str]:

@@ -286,6 +286,33 @@ def test_the_report_goes_where_it_is_told_and_a_failure_leaves_nothing(tmp_path,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "run", "taken"] and not (run / "report.html").exists()
 
 
+def test_sequences_of_an_agent_are_a_tree_by_the_tokens_that_they_have_in_common(tmp_path):
+    first, second, third = (
+        [9, 3, 4],
+        [9, 3, 5, 6],
+        [9, 3, 5, 6, 7, 8],
+    )  # the second rewrote the first, the third goes on
+    tokens = np.array([*first, *second, *third], np.int32)
+    mask = np.array([1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1], np.uint8)
+    reports = TurnReport(tool_calls=2, seconds=1.5), TurnReport(), TurnReport()
+    columns = tokens, 1, mask, -mask.astype(np.float32), "stop", 1, "text"
+    turns = (0, 2), (3, 1), (5, 1)
+    one = Rollout("p", 0, 0, 0, *columns, turns=turns, reports=reports, contexts=(3, 4, 6))
+    group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (one,), (Verdict(True, 1.0, "match"),))
+    Recorder(tmp_path).write_step(1, {"trained": [group]}, RecordedMiniBatch(1, 1, 1, (0,), True))
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"accuracy/mean": 0.5})
+    page = report_of(tmp_path)
+    for words in (
+        "sequence 1 · 1 request · 0 tokens observed, 2 generated · tool calls 2, 0 in vain · 1.50 s in the environment",
+        "sequence 2, from token 2 of sequence 1 · 1 request · 3 tokens observed, 1 generated",
+        "sequence 3, from token 4 of sequence 2 · 1 request · 5 tokens observed, 1 generated",
+    ):
+        assert words in page.visible
+    depths = [attributes["style"] for tag, attributes in page.elements if "margin-left" in attributes.get("style", "")]
+    assert depths == ["margin-left:0.0em", "margin-left:1.5em", "margin-left:3.0em"]
+
+
 def test_turns_of_conversations_are_shown_with_probabilities_and_what_was_said_is_escaped(tmp_path):
     """Tokens are shown one by one where the run's model is here; `<evil>` is one of its tokens."""
     import tiny_task
