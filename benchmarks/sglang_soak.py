@@ -51,7 +51,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="deaths of the trainer's ranks beside these faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--pause", default="retract", choices=("retract", "in_place", "abort"))
     parser.add_argument("--sync", default="distributed", choices=("distributed", "shards"))
     parser.add_argument("--pace-s", type=float, default=5.0, help="longest wait before a step while a server starts")
     parser.add_argument("--directory", type=Path, help="for model, run and logs; else a temporary one")
@@ -64,7 +63,6 @@ def configuration(arguments: argparse.Namespace, directory: Path) -> Path:
     server_options = {
         "python": str(sglang_servers.require(arguments.python)),
         "arguments": {**sglang_servers.CPU_ARGUMENTS, "max_total_tokens": 4096, "max_running_requests": 32},
-        "pause": arguments.pause,
         "sync": arguments.sync,
         "bucket_mib": 1,
         "start_timeout_s": 300.0,

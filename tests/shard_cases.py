@@ -21,6 +21,7 @@ from megatron_daro.sync.shard_layouts import ServerLayout, TrainerLayout, server
 from megatron_daro.sync.shard_plan import Box, ShardPlan, Write
 
 ARCHITECTURES = {
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -54,6 +55,9 @@ def tiny_config(family: str, *, kv_heads: int = 2, tie: bool = False, vocab: int
         config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if family == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "gpt_oss":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "head_dim": 8}
+        config |= {"sliding_window": 16, "swiglu_limit": 7.0}
     if family in ("mistral", "mixtral"):
         config["sliding_window"] = None
     if family in ("qwen2", "mistral", "mixtral"):

@@ -1,4 +1,4 @@
-"""An environment of one's own, as docs/environments.md says: a second try after a hint. `wrong` breaks one thing.
+"""A second try after a hint, held by `Conversations`. `wrong` breaks one thing.
 
 For tests/tiny_task.py: the prompt is "d=", the right answer "####d". After a wrong first answer the model is shown "d="
 once more; only the last answer counts.
@@ -82,25 +82,3 @@ class SecondTry:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(3600)
         return None
-
-
-class OtherSignature:
-    """Its `rollout` takes one argument too few."""
-
-    def __init__(self, *, tokenizer) -> None: ...
-
-    async def rollout(self, conversation) -> Verdict: ...
-
-
-class Synchronous:
-    """Its `rollout` is no coroutine."""
-
-    def __init__(self, *, tokenizer) -> None: ...
-
-    def rollout(self, prompt, conversation) -> Verdict: ...
-
-
-class WithoutTokenizer:
-    """Its constructor does not take the tokenizer."""
-
-    async def rollout(self, prompt, conversation) -> Verdict: ...

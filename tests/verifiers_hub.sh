@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests of environments of the package verifiers (0.3.1), with its own code.
+# The tests of tasks of the package verifiers (0.4.0), with its own code.
 #
 #   bash tests/verifiers_hub.sh                     arguments go to pytest
 #
@@ -12,12 +12,12 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_
 
 base=${VIRTUAL_ENV:-$PWD/.venv}/bin/python
 place=${MEGATRON_DARO_VERIFIERS:-$PWD/.venv-verifiers}
-if [ "$(cat "$place/.made" 2>/dev/null)" != "verifiers 0.3.1" ]; then
+if [ "$(cat "$place/.made" 2>/dev/null)" != "verifiers 0.4.0" ]; then
     "$("$base" -c 'import sys; print(sys._base_executable)')" -m venv --clear "$place"
     "$base" -c 'import sys; print(*(p for p in sys.path if p.endswith("site-packages")), sep="\n")' \
         >"$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
-    "$place/bin/python" -m pip install -q --disable-pip-version-check verifiers==0.3.1
-    echo "verifiers 0.3.1" >"$place/.made"
+    "$place/bin/python" -m pip install -q --disable-pip-version-check verifiers==0.4.0
+    echo "verifiers 0.4.0" >"$place/.made"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_verifiers_hub.py tests/e2e/test_verifiers_runs.py
+exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_verifiers_tasks.py tests/e2e/test_verifiers_runs.py

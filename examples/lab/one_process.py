@@ -96,7 +96,7 @@ class OnePolicy:
             await cast(OneEngine, plan.targets[0].actor).receive(bucket)
         return SendReport()
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """Not called: the engine asks for no probes."""
         raise NotImplementedError
 

@@ -24,6 +24,7 @@ from megatron_daro.actor.megatron import (
     P2PCommunicator,
     ProcessGroupCollection,
     RotaryEmbedding,
+    RowParallelLinear,
     TopKRouter,
     TransformerConfig,
     YarnRotaryEmbedding,
@@ -184,6 +185,18 @@ def frozen_expert_biases(config: TransformerConfig, *, wanted: bool) -> Iterator
         yield freeze
     finally:
         config.moe_router_enable_expert_bias = False
+
+
+def add_biases_of_experts(model: torch.nn.Module) -> None:
+    """Let experts that are whole on a rank have biases.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: the bias is added in place to the output of an expert's last layer
+    (transformer/mlp.py), which without expert or tensor parallelism is a view out of a reduction over one rank
+    (tensor_parallel/layers.py), and autograd refuses that. With either the output is taken as it is. Can go: when it is
+    so always.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, RowParallelLinear)):
+        layer.explicit_expert_comm = layer.explicit_expert_comm or layer.is_expert
 
 
 def bound_rotary_tables(rotary: RotaryEmbedding) -> None:

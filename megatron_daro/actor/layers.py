@@ -4,13 +4,15 @@ Ours are an RMSNorm that works under sequence parallelism, and a core attention 
 that takes packed sequences and context parallelism.
 
 Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence,
-C context-parallel ranks, Q tokens of one sequence on this rank.
+C context-parallel ranks, Q tokens of one sequence on this rank, W tokens of a window.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from megatron_daro.actor.megatron import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_decoder_block_spec,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
     parallel_state,
 )
 
@@ -50,13 +54,23 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP."""
+    """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP.
+
+    A layer with a window sees its last tokens only. With sinks (`softmax_offset`, [H]) each head's softmax has one more
+    logit, to which no value belongs.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *_: object, softmax_scale: float | None = None, **__: object
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self._scale = layer_number, softmax_scale
+        self.layer_number = layer_number
+        self._scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if windowed and config.window_size else None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -74,15 +88,65 @@ class PackedAttention(MegatronModule):
         query_THD, key_TGD, value_TGD = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        head, sinks_H = query_THD.shape[-1], getattr(self, "softmax_offset", None)
+        if sinks_H is not None:
+            query_THD, key_TGD, value_TGD = _with_room_for_sinks(query_THD, key_TGD, value_TGD, sinks_H)
+        sink_D = None if sinks_H is None else _sink_key(query_THD, head, self._scale)
         if parallel_state.get_context_parallel_world_size() > 1:
-            out_THD = _context_parallel_attention(query_THD, key_TGD, value_TGD, lengths, self._scale)
+            out_THD = _context_parallel_attention(
+                query_THD, key_TGD, value_TGD, lengths, self._scale, window=self._window, sink_D=sink_D
+            )
         else:
-            out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, lengths, self._scale)
-        return out_THD.reshape(out_THD.shape[0], -1)
+            out_THD = packed_causal_attention(
+                query_THD, key_TGD, value_TGD, lengths, self._scale, window=self._window, sink_D=sink_D
+            )
+        return out_THD[..., :head].reshape(out_THD.shape[0], -1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Upstream's state of a checkpoint, for which sinks are cut over tensor-parallel ranks."""
+        own, cut = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+
+
+_ROOM = 8
+"""Entries beyond a head's own; fused kernels want multiples of 8."""
+
+
+def _with_room_for_sinks(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sinks_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return them with more entries: a query's first two say its head's sink, all others are 0.
+
+    A product with `_sink_key` is then the sink, and that with any other key is what it was: so sinks are a key of each
+    sequence, whose value is 0, and every kernel of SDPA takes them, with their gradient.
+    """
+    key_TGD, value_TGD = F.pad(key_TGD, (0, _ROOM)), F.pad(value_TGD, (0, _ROOM))
+    said_TH2 = sinks_H.to(query_THD.dtype)[None, :, None].expand(len(query_THD), -1, 2)
+    return F.pad(torch.cat([query_THD, said_TH2], dim=-1), (0, _ROOM - 2)), key_TGD, value_TGD
+
+
+def _sink_key(query_THD: Tensor, head: int, scale: float) -> Tensor:
+    """Return the key of the sinks, [D]: 1 / scale at two entries, of which the second is what rounding leaves."""
+    key_D = torch.zeros(query_THD.shape[-1], dtype=query_THD.dtype)
+    key_D[head] = 1 / scale
+    key_D[head + 1] = 1 / scale - float(key_D[head])
+    return key_D.to(query_THD.device)
 
 
 def packed_causal_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], scale: float | None = None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    sink_D: Tensor | None = None,
 ) -> Tensor:
     """Causal attention per sequence. Sequences of similar length share one padded SDPA call.
 
@@ -90,10 +154,24 @@ def packed_causal_attention(
         query_THD, key_TGD, value_TGD: packed tokens; H is a multiple of G.
         lengths: tokens of each sequence, sum T.
         scale: of the scores; None: 1 / sqrt(D).
+        window: tokens that each one sees, itself among them; None: all before it. sink_D: a key that every token sees,
+            and whose value is 0.
 
     Returns:
         [T, H, D], same dtype.
     """
+    if window is not None:
+        return _windowed_attention(query_THD, key_TGD, value_TGD, lengths, scale, window=window, sink_D=sink_D)
+    if sink_D is not None:  # it is the first token of each sequence
+        firsts = list(itertools.accumulate(lengths[:-1], initial=0))
+        query_THD, key_TGD, value_TGD = (
+            _before_each(x, firsts, row) for x, row in ((query_THD, None), (key_TGD, sink_D), (value_TGD, None))
+        )
+        longer = [length + 1 for length in lengths]
+        out_THD = packed_causal_attention(query_THD, key_TGD, value_TGD, longer, scale)
+        is_token_T = torch.ones(len(out_THD), dtype=torch.bool)
+        is_token_T[[first + i for i, first in enumerate(firsts)]] = False
+        return out_THD[is_token_T.to(out_THD.device)]
     if len(lengths) == 1:
         return _sdpa(query_THD[None], key_TGD[None], value_TGD[None], is_causal=True, scale=scale)[0]
     lengths_B = torch.tensor(lengths)
@@ -110,6 +188,49 @@ def packed_causal_attention(
     inverse_T = torch.empty_like(positions_T)
     inverse_T[positions_T] = torch.arange(len(positions_T), device=positions_T.device)
     return torch.cat(chunks)[inverse_T]
+
+
+def _before_each(x_THD: Tensor, firsts: Sequence[int], row_D: Tensor | None) -> Tensor:
+    """Return the tokens with one more before each sequence: of these entries in each head, or of zeros."""
+    row_1HD = (x_THD.new_zeros(x_THD.shape[-1]) if row_D is None else row_D).expand(1, *x_THD.shape[1:])
+    parts = torch.tensor_split(x_THD, list(firsts)[1:])
+    return torch.cat([one for part in parts for one in (row_1HD, part)])
+
+
+def _windowed_attention(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    *,
+    window: int,
+    sink_D: Tensor | None,
+) -> Tensor:
+    """Attention to the last `window` tokens of the same sequence: W of the pack at a time, to these and the W before
+    them, so that work and memory grow with T * W."""
+    tokens, window = len(query_THD), min(window, max(lengths))
+    blocks = -(-tokens // window)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sequence_T = F.pad(sequence_T, (0, blocks * window - tokens), value=-1).to(query_THD.device)
+    place_T = torch.arange(len(sequence_T), device=query_THD.device)
+
+    def with_block_before(x_T: Tensor, before_first: int = 0) -> Tensor:
+        x_BW = x_T.unflatten(0, (blocks, window))
+        return torch.cat([torch.cat([x_BW.new_full(x_BW[:1].shape, before_first), x_BW[:-1]]), x_BW], dim=1)
+
+    query, key, value = (F.pad(x, (0, 0, 0, 0, 0, len(sequence_T) - tokens)) for x in (query_THD, key_TGD, value_TGD))
+    behind = place_T.view(blocks, window, 1) - with_block_before(place_T)[:, None]
+    mask = (sequence_T.view(blocks, window, 1) == with_block_before(sequence_T, -2)[:, None]) & (behind >= 0)
+    mask &= behind < window
+    out = _sdpa(
+        query.unflatten(0, (blocks, window)),
+        *(with_block_before(x) for x in (key, value)),
+        mask=mask,
+        scale=scale,
+        sink_D=sink_D,
+    )
+    return out.flatten(0, 1)[:tokens]
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[Tensor]:
@@ -133,12 +254,21 @@ def _sdpa(
     value_BSGD: Tensor,
     *,
     is_causal: bool = False,
-    mask_SS: Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
+    sink_D: Tensor | None = None,
 ) -> Tensor:
+    """mask: [S, S], or [B, S, S]; sink_D: one more key, of value 0, that no mask hides."""
+    if sink_D is not None:
+        assert mask is not None, "where nothing is masked the sink is a token"
+        batch, _, groups, head = key_BSGD.shape
+        key_BSGD = torch.cat([sink_D.expand(batch, 1, groups, head), key_BSGD], dim=1)
+        value_BSGD = F.pad(value_BSGD, (0, 0, 0, 0, 1, 0))
+        mask = F.pad(mask, (1, 0), value=True)
     q, k, v = (x.transpose(1, 2) for x in (query_BSHD, key_BSGD, value_BSGD))
+    mask = mask[:, None] if mask is not None and mask.dim() > 2 else mask
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask_SS, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
 
@@ -162,7 +292,14 @@ class _GatherOverContext(torch.autograd.Function):
 
 
 def _context_parallel_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], scale: float | None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    *,
+    window: int | None,
+    sink_D: Tensor | None,
 ) -> Tensor:
     """Each sequence is cut into 2*CP equal chunks and rank r holds chunks r and 2*CP-1-r (Megatron's zigzag layout).
 
@@ -180,8 +317,9 @@ def _context_parallel_attention(
         positions_Q = torch.cat(
             [torch.arange(chunk) + rank * chunk, torch.arange(chunk) + (2 * size - 1 - rank) * chunk]
         ).to(query_THD.device)
-        mask = positions_Q[:, None] >= torch.arange(length, device=query_THD.device)[None, :]
-        out.append(_sdpa(query_THD[None, span], keys[None], values[None], mask_SS=mask, scale=scale)[0])
+        behind = positions_Q[:, None] - torch.arange(length, device=query_THD.device)[None, :]
+        mask = (behind >= 0) & (behind < (window or length))
+        out.append(_sdpa(query_THD[None, span], keys[None], values[None], mask=mask, scale=scale, sink_D=sink_D)[0])
         start += local
     return torch.cat(out)
 

@@ -18,6 +18,7 @@ Source of the definition and of the first values: PEFT 0.21.2, `LoraLayer`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,18 +43,13 @@ from megatron_daro.actor.megatron import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, mark_shard
-from megatron_daro.actor.weights import gathered, tensor_parallel_place
-from megatron_daro.config.lora import WEIGHTS_FILE, LoraSection
+from megatron_daro.actor.weights import gathered, sends_for_stage, tensor_parallel_place
+from megatron_daro.config.lora import PEFT_PREFIX, WEIGHTS_FILE, LoraSection
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, shard
 from megatron_daro.convert.parameters import Kind
 from megatron_daro.errors import ModelError
 
-REMARK = (
-    "lora.rank: engines get whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
-)
-PEFT_PREFIX = "base_model.model."
-"""Of PEFT's names, before those of transformers."""
 _B = "B"
 
 
@@ -261,8 +258,32 @@ def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Ten
 
 
 def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
-    """Yield this stage's adapters under PEFT's names, as `export_hf_weights` yields weights."""
-    return gathered_adapters(chunks, lambda parameter: device.shown(parameter.detach()))
+    """Yield the adapters of all stages under PEFT's names, on the rank that sends for the first stage. Collective over
+    all ranks for which `exports_weights` holds, of every stage."""
+    own = gathered_adapters(chunks, lambda parameter: device.shown(parameter.detach()))
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        yield from own
+        return
+    on_host = [(name, whole.cpu()) for name, whole in own]
+    if sends_for_stage():
+        stages: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(on_host, stages, group=group, group_dst=0)
+        for stage in stages or ():
+            yield from stage
+
+
+@contextlib.contextmanager
+def without_adapters(chunks: Any) -> Iterator[None]:
+    """Compute as the frozen weights alone would."""
+    scales = {adapter: adapter.scale for adapter in _adapters(chunks)}
+    try:
+        for adapter in scales:
+            adapter.scale = 0.0
+        yield
+    finally:
+        for adapter, scale in scales.items():
+            adapter.scale = scale
 
 
 def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:

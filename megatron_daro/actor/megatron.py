@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.utils import extract_sharded_base, extract_sharded_tensors_and_factories
     from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -43,6 +44,7 @@ with warnings.catch_warnings():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
+        RowParallelLinear,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         get_cuda_rng_tracker,
@@ -55,6 +57,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 __all__ = [
     "CheckpointingException",
@@ -72,6 +75,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RotaryEmbedding",
+    "RowParallelLinear",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -94,13 +98,16 @@ __all__ = [
     "get_gpt_decoder_block_spec",
     "get_megatron_optimizer",
     "get_schedule_table",
+    "is_layer_window_attention",
     "is_main_replica",
     "load_preprocess",
+    "make_sharded_tensors_for_checkpoint",
     "merge",
     "multi_latent_attention",
     "nested_values",
     "parallel_state",
     "param_group_identifier_keys",
+    "quick_gelu",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "save_preprocess",

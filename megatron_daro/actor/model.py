@@ -19,6 +19,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import (
     HiddenStateGPTModel,
     ValueModel,
+    add_biases_of_experts,
     bound_rotary_tables,
     finalize_summed_grads,
     frozen_expert_biases,
@@ -36,6 +37,7 @@ from megatron_daro.actor.megatron import (
     RotaryEmbedding,
     TransformerConfig,
     parallel_state,
+    quick_gelu,
 )
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import SECTION, option_problems
@@ -120,6 +122,7 @@ def transformer_config(
         **_recompute_options(recompute),
         **(fp8 or {}),
         **_expert_options(shape, grouped=transformer_engine),
+        **_attention_options(shape),
         **_latent_options(shape),
     }
     yarn = shape.rope_scaling if isinstance(shape.rope_scaling, YarnScaling) and not shape.latent else None
@@ -130,6 +133,11 @@ def transformer_config(
         raise ConfigError(
             "actor.megatron.gradient_accumulation_fusion: got true; allowed: only with Transformer Engine's layers; "
             "fix: remove it"
+        )
+    if config.bias_activation_fusion and shape.experts and shape.experts.limit:
+        raise ConfigError(
+            f"actor.megatron.bias_activation_fusion: got true with a model of type {shape.family}; allowed: false: "
+            "Megatron-core clamps before it adds the bias then, and the model afterwards; fix: remove it"
         )
     if yarn:
         _set_yarn(config, yarn)
@@ -148,6 +156,16 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.rms_eps,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+    }
+
+
+def _attention_options(shape: ModelShape) -> dict[str, Any]:
+    """Sinks, windows and biases of everything; upstream's window is how many tokens are seen before one's own."""
+    return {
+        "softmax_type": "learnable" if shape.sinks else "vanilla",
+        "window_size": (shape.window - 1, 0) if shape.windowed else None,
+        "window_attn_skip_freq": [int(i in shape.windowed) for i in range(shape.layers)] if shape.windowed else None,
+        "add_bias_linear": shape.biases,
     }
 
 
@@ -186,7 +204,6 @@ _FIXED_TRANSFORMER_OPTIONS = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "activation_func": F.silu,
-    "add_bias_linear": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
     "masked_softmax_fusion": False,
@@ -223,7 +240,13 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": grouped,
+        **(_CLAMPED | {"activation_func_clamp_value": shape.experts.limit} if shape.experts.limit else {}),
     }
+
+
+_CLAMPED = {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "bias_activation_fusion": False}
+"""quick_gelu is x * sigmoid(1.702 * x). Upstream's fused kernel clamps before it adds the bias, the model afterwards
+(fusions/fused_bias_geglu.py, `weighted_bias_quick_geglu_impl`, 0.16.1 to 0.19.2)."""
 
 
 def _pipeline_options(layout: Layout) -> dict[str, Any]:
@@ -320,6 +343,8 @@ def _bare_chunk(
             parallel_output=True,
         )
         fuse(model)
+    if shape.biases:
+        add_biases_of_experts(model)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     if shape.latent:
@@ -406,14 +431,16 @@ def _mark_parallel(chunks: Chunks, shape: ModelShape) -> None:
 
     The gradient norm counts what is no shard on one rank only. Upstream sets these marks while it draws initial
     weights, and `perform_initialization` is off. Experts count as shards also where they are whole: no other rank of
-    their group has the same ones. Their gradients are summed over the ranks with the same experts, and they have an
-    optimizer of their own: upstream does so with EP > 1 only, where it is needed with ETP other than TP as well, and
-    where a checkpoint of one EP must load into another.
+    their group has the same ones; upstream would sum an expert's bias over tensor-parallel ranks. Their gradients are
+    summed over the ranks with the same experts, and they have an optimizer of their own: upstream does so with EP > 1
+    only, where it is needed with ETP other than TP as well, and where a checkpoint of one EP must load into another.
     """
     for local in local_parameters(chunks, shape):
         if local.rule.expert is not None:
             local.parameter.allreduce = False  # type: ignore[attr-defined]
-        if local.rule.is_cut and not hasattr(local.parameter, "tensor_model_parallel"):
+            local.parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        is_shard = local.rule.is_cut or local.rule.expert is not None
+        if is_shard and not hasattr(local.parameter, "tensor_model_parallel"):
             mark_shard(local.parameter, local.rule.dim)
 
 

@@ -7,7 +7,7 @@ order, since most of them are collective.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
     """
     options = _megatron_options(actor, shape)
     needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
-    if needing and not uses_transformer_engine(actor):
+    if needing and not uses_transformer_engine(actor, shape):
         raise ConfigError(
             f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
             "which this run does not have here (docs/gpu.md); fix: remove it"
@@ -109,7 +109,7 @@ def _megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[
     chosen: Mapping[str, Any] = {}
     if torch.cuda.is_available():
         has_experts = shape.experts is not None
-        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor))
+        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor, shape))
     return split_megatron_options({**actor.megatron, **chosen})
 
 
@@ -122,7 +122,7 @@ def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping
         sequence_parallel=actor.use_sequence_parallel,
         recompute=actor.recompute,
         fp8=fp8_options(actor),
-        transformer_engine=uses_transformer_engine(actor),
+        transformer_engine=uses_transformer_engine(actor, shape),
         options=options,
     )
 
@@ -162,8 +162,8 @@ class MegatronPolicy:
             actor.logprob_kernel,
         )
         options = _megatron_options(actor, self.shape)
-        transformer_engine = uses_transformer_engine(actor)
-        self.remarks = remarks(actor, transformer_engine)
+        transformer_engine = uses_transformer_engine(actor, self.shape)
+        self.remarks = remarks(actor, self.shape, transformer_engine)
         config = _transformer_config(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         own = make_algorithm(
@@ -181,7 +181,6 @@ class MegatronPolicy:
                 load_hf_weights(self.chunks, self.shape, tensors)
         if settings.lora.rank:
             lora.attach(self.chunks, self.shape, settings.lora, seed=settings.seed)
-            self.remarks += (lora.REMARK,)
         self.reference = (reference or HostCopy(self._trained_parameters())) if needs_reference else None
         wrapped = wrap_data_parallel(
             self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
@@ -277,18 +276,20 @@ class MegatronPolicy:
         return passes[name](batch, micro_batches)
 
     def logprobs(
-        self, batch: StepBatch, micro_batches: MicroBatches, *, temperature: float | None = None
+        self, batch: StepBatch, micro_batches: MicroBatches, *, temperature: float | None = None, base: bool = False
     ) -> np.ndarray | None:
         """float32 [R] of the shard's response tokens under the current weights; None before the last stage.
 
         Args:
             batch: the shard. micro_batches: its rows. temperature: that logits are divided by; None: as configured.
+            base: without adapters.
         """
         self._needs("weights")
         self._take_turn("policy")
         batch = self._routed(batch)
         output = self._output if temperature is None else replace(self._output, temperature=temperature)
-        return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
+        with lora.without_adapters(self.chunks) if base else nullcontext():
+            return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
     def reference_logprobs(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
         """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
@@ -332,7 +333,7 @@ class MegatronPolicy:
         return [(local, device.shown(local.values)) for local in parameters]
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's adapters under PEFT's names as `export` does weights."""
+        """Yield the adapters of all stages; see `lora.export_adapters`."""
         self._needs("weights")
         self._take_turn("policy")
         return lora.export_adapters(self.chunks)

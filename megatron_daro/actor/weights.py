@@ -21,6 +21,7 @@ from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
 from megatron_daro.convert.plan import check_tied
 from megatron_daro.convert.runs import RowReader, read_shard
+from megatron_daro.convert.stacked import stack
 
 
 def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> None:
@@ -58,19 +59,19 @@ def tensor_parallel_place(rule: TensorRule) -> tuple[int, int]:
 
 
 def export_hf_weights(chunks: Chunks, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of this pipeline stage under Hugging Face names, one parameter at a time.
+    """Return the weights of this pipeline stage under Hugging Face names, one parameter at a time.
 
     Every rank for which `exports_weights` holds must iterate to the end: each item is a gather over the tensor-parallel
     group, or over the group that has all experts. All of them get the tensors. A tied output layer on the last stage is
-    the embedding's copy and is left out. Peak extra memory: one parameter, of experts one for each rank of their group.
+    the embedding's copy and is left out. Peak extra memory: one parameter, of experts one for each rank of their group,
+    or those of a layer where the checkpoint has them in one tensor.
 
-    Yields:
+    Returns:
         (HF name, whole tensor on this device, in the dtype of the parameter).
     """
-    for local in local_parameters(chunks, shape):
-        if shape.tie and local.rule.megatron_name == "output_layer.weight":
-            continue
-        yield from gathered(local, device.shown(local.values))
+    own = local_parameters(chunks, shape)
+    kept = (local for local in own if not (shape.tie and local.rule.megatron_name == "output_layer.weight"))
+    return stack((item for local in kept for item in gathered(local, device.shown(local.values))), shape)
 
 
 def gathered(local: LocalParameter, values: Tensor) -> Iterator[tuple[str, Tensor]]:

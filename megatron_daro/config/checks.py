@@ -12,7 +12,7 @@ from itertools import chain
 
 from megatron_daro.config import precision
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
-from megatron_daro.config.lora import lora_problems
+from megatron_daro.config.lora import lora_problems, merging
 from megatron_daro.config.megatron_options import option_problems
 from megatron_daro.config.model_files import megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
@@ -100,7 +100,12 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             precision.fp8_problems(actor, shape, surroundings),
             advice.precision(config),
         ),
-        _Check("adapters", f"rank {config.lora.rank}" if config.lora.rank else "none", lora_problems(config, shape)),
+        _Check(
+            "adapters",
+            f"rank {config.lora.rank}" if config.lora.rank else "none",
+            lora_problems(config, shape),
+            merging(config, shape),
+        ),
         _Check(
             "Megatron options",
             f"{len(actor.megatron)} handed on under upstream's names",

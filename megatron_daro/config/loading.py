@@ -26,6 +26,8 @@ from megatron_daro.config import yaml_text
 from megatron_daro.config.base import OUT_OF_RANGE, OneOf, Section
 from megatron_daro.config.checks import CheckReport, check
 from megatron_daro.config.hardware import Hardware
+from megatron_daro.config.lora import with_adapter_sync
+from megatron_daro.config.model_files import read_model
 from megatron_daro.config.problems import (
     Problem,
     concerns,
@@ -209,6 +211,7 @@ def resolve_and_check(
     config, problems, broken = _read(Path(path), overrides)
     if config is None:
         raise config_error(str(path), problems)
+    config = with_adapter_sync(config, read_model(config.model.path).shape)
     report = check(config, hardware)
     problems = problems + [problem for problem in report.problems if not concerns(problem, broken)]
     if problems:

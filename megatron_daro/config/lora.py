@@ -15,12 +15,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_daro.config.base import ExpandedPath, Section
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.families import families
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls the two files of an adapter."""
+PEFT_PREFIX = "base_model.model."
+"""Of PEFT's names, before those of transformers."""
 ALL = "all"
 _ATTENTION, _DENSE, _EXPERTS = ("qkv", "attention_output"), ("gate_up", "down"), ("expert_gate_up", "expert_down")
 
@@ -52,6 +54,60 @@ class LoraSection(Section):
         return frozenset(_sides(shape)) if ALL in self.targets else frozenset(self.targets)
 
 
+_SERVED = ("qwen2", "qwen3", "llama")
+"""Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
+
+
+def unserved(settings: Any, shape: ModelShape) -> str:
+    """Why servers cannot get the adapters alone; empty where they can. Args: settings: a Config.
+
+    Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
+    there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
+    """
+    engine, sglang, step = settings.engine, settings.engine.sglang, 32 * settings.engine.sglang.tensor_parallel
+    if engine.kind != "sglang" or shape.family not in _SERVED:
+        return f"this was not tried with engine.kind {engine.kind} and a model of type {shape.family}"
+    targets = settings.lora.target_names(shape)
+    of_qkv, of_mlp = targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj", "down_proj"}
+    padded = sglang.named_arguments.get("device") == "cpu" and of_mlp and shape.ffn % step
+    reasons = {
+        "SGLang takes one of q, k or v only with those of q and v": of_qkv and not of_qkv >= {"q_proj", "v_proj"},
+        "SGLang takes one of up_proj only with one of gate_proj": of_mlp & {"up_proj"} and not of_mlp & {"gate_proj"},
+        f"on a CPU SGLang pads an MLP, but no adapter, to a multiple of {step}": padded,
+        "servers read model.path, not model.megatron_weights": settings.model.megatron_weights is not None,
+        "with engine.colocate servers lose their weights in the trainer's turn": engine.colocate,
+        "servers are quantized": sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def with_adapter_sync(settings: Any, shape: ModelShape | None) -> Any:
+    """Return the Config whose servers get adapters alone, where they can and `engine.sglang.sync` is not given."""
+    engine, given = settings.engine, "sync" in settings.engine.sglang.model_fields_set
+    if not settings.lora.rank or given or shape is None or unserved(settings, shape):
+        return settings
+    sglang = engine.sglang.model_copy(update={"sync": "adapters"})
+    return settings.model_copy(update={"engine": engine.model_copy(update={"sglang": sglang})})
+
+
+def merging(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
+    """Warn that engines get whole weights. Args: settings: a Config, as `with_adapter_sync` returns it."""
+    if settings.lora.rank and shape is not None and not settings.engine.sglang.transport.adapters:
+        got = f"adapters, of which engines get none ({unserved(settings, shape) or 'engine.sglang.sync is given'})"
+        allowed = "whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
+        yield Problem("lora.rank", got, allowed, "none needed (docs/lora.md)")
+
+
+def served_config(settings: Any) -> dict[str, Any]:
+    """Return adapter_config.json for servers that get adapters; empty where they get whole weights. SGLang 0.5.23
+    multiplies by lora_alpha / r, whatever it says of rslora. Args: settings: a Config."""
+    section, path = settings.lora, settings.model.path
+    if not settings.engine.sglang.transport.adapters:
+        return {}
+    config = peft_config(section, read_model_shape(path), str(path))
+    return {**config, "lora_alpha": section.scale * section.rank, "use_rslora": False}
+
+
 def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json. Args: base: path or name of the frozen model."""
     return {
@@ -72,6 +128,11 @@ def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str,
 def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
     """Yield why these adapters cannot be trained. Args: settings: a Config. shape: of the model, where it is known."""
     section: LoraSection = settings.lora
+    if shape is not None and settings.engine.sglang.transport.adapters:
+        reason = unserved(settings, shape) if section.rank else "lora.rank is 0"
+        fix = "set engine.sglang.sync=distributed, or remove it"
+        if reason:
+            yield Problem("engine.sglang.sync", f"adapters, but {reason}", "adapters that servers can take", fix)
     if not section.rank:
         if settings.trainer.export_adapter:
             fix = "set lora.rank, or trainer.export_adapter=false"
@@ -129,7 +190,20 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
         return
-    wanted: dict[str, Any] = {
+    for name, value in plain_config(section).items():
+        if content.get(name, value) != value:
+            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    targets = content.get("target_modules")
+    if shape is None or shape.latent or not isinstance(targets, list):
+        return
+    if {*targets} != section.target_names(shape):
+        got = f"an adapter of {', '.join(sorted(targets))}"
+        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
+
+
+def plain_config(section: LoraSection) -> dict[str, Any]:
+    """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
+    return {
         "peft_type": "LORA",
         "r": section.rank,
         "lora_alpha": section.alpha or section.rank,
@@ -140,18 +214,6 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    for name, value in wanted.items():
-        if content.get(name, value) != value:
-            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
-    targets = content.get("target_modules")
-    if (
-        shape is not None
-        and not shape.latent
-        and isinstance(targets, list)
-        and {*targets} != section.target_names(shape)
-    ):
-        got = f"an adapter of {', '.join(sorted(targets))}"
-        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 
 
 _FIX = "set lora.rank, lora.alpha, lora.rslora and lora.targets as the adapter has them, or name another adapter"

@@ -17,7 +17,7 @@ from megatron_daro.config.model_shape import (
     CRITIC_HEADS,
     ModelShape,
     dangling_link,
-    has_fp8_blocks,
+    quantization,
     read_model_shape,
     require_regular_files,
 )
@@ -72,11 +72,14 @@ def read_model(directory: Path) -> ModelFiles:
         )
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
         return ModelFiles(problems=(problem, *problems))
-    if has_fp8_blocks(_read_json(directory / "config.json")[0] or {}):
+    if method := quantization(_read_json(directory / "config.json")[0] or {}):
         fix = (
             f"run `megatron-daro convert --hf {directory} --out A`, then `megatron-daro convert --megatron A --out B`, "
         )
-        got, allowed = "a model in fp8 blocks", "weights in bf16, which the policy has and engines begin with"
+        got, allowed = (
+            f"{str(directory)!r}, a model in {method}",
+            "weights in bf16, which the policy has and engines begin with",
+        )
         problems.insert(0, Problem(_FIELD, got, allowed, fix + "and train B"))
     return ModelFiles(shape, _has_end_token(directory), tuple(problems))
 

@@ -273,7 +273,8 @@ class ExpertShape:
 
     normalize: their weights are scaled to a sum of 1. dense_layers: layers that have one MLP in place of experts.
     balancing: the coefficient with which transformers would add a loss that balances them; 0: it would not. shared_ffn:
-    the width of the MLP that sees every token beside the experts; 0: there is none. scores: of the router's logits;
+    the width of the MLP that sees every token beside the experts; 0: there is none. limit: of gate and up, as
+    `ExpertKeys` has it; 0: there is none, and experts are as dense MLPs are. scores: of the router's logits;
     with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
     in so many, and a token chooses from the best chosen_groups of them. scale: of the weights.
     """
@@ -289,6 +290,7 @@ class ExpertShape:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +314,9 @@ class ModelShape:
     is the one the checkpoint names (None where it names none); `max_positions` in tokens; `experts`: None for a dense
     model. rotary_share: of the entries of a head, the first of which are rotated. further_layers: those that predict
     tokens after the next; they are in the checkpoint after the others, and nothing here computes them. latent: of
-    latent attention, where `head_dim` is that of queries and keys.
+    latent attention, where `head_dim` is that of queries and keys. sinks: heads have a logit to which no token belongs.
+    biases: all linear layers have one, the router's and the experts' too. window: in `windowed` layers a token sees so
+    many, itself among them.
     """
 
     family: str
@@ -335,6 +339,10 @@ class ModelShape:
     rotary_share: float = 1.0
     further_layers: int = 0
     latent: LatentShape | None = None
+    sinks: bool = False
+    biases: bool = False
+    window: int = 0
+    windowed: tuple[int, ...] = ()
 
     @property
     def value_dim(self) -> int:
@@ -369,6 +377,7 @@ class ModelShape:
     def _count(self, experts_counted: int) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key) + (query + 2 * key) * self.qkv_bias
+        attention += self.hidden * self.biases + self.heads * self.sinks
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         if self.latent:
             queries, kv_rank, value = self.latent.query_rank or 0, self.latent.kv_rank, self.heads * self.latent.value
@@ -378,9 +387,10 @@ class ModelShape:
             norms = 2 * self.hidden + queries + kv_rank
         mlps = (self.layers - self.expert_layers) * 3 * self.hidden * self.ffn
         if self.experts:
-            router = (self.hidden + (self.experts.scores == "sigmoid")) * self.experts.number
+            router = (self.hidden + (self.experts.scores == "sigmoid" or self.biases)) * self.experts.number
             width = experts_counted * self.experts.ffn + self.experts.shared_ffn
-            mlps += self.expert_layers * (router + 3 * self.hidden * width)
+            biases = experts_counted * (2 * self.experts.ffn + self.hidden) * self.biases
+            mlps += self.expert_layers * (router + 3 * self.hidden * width + biases)
         outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
         return self.layers * (attention + norms) + mlps + outside
 
@@ -414,6 +424,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary, latent=family.latent)
     latent = _latent(config, heads, kv_heads, where) if family.latent else None
+    windowed = _windowed_layers(config, where) if family.window == "alternating" else ()
     return ModelShape(
         family=family.model_type,
         layers=integer(config, "num_hidden_layers", where),
@@ -435,6 +446,10 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         rotary_share=rotary_share,
         further_layers=integer(config, family.further_tokens, where, least=0) if family.further_tokens else 0,
         latent=latent,
+        sinks="sinks" in family.tensors,
+        biases="router_logit_bias" in family.tensors,
+        window=integer(config, "sliding_window", where) if windowed else 0,
+        windowed=windowed,
     )
 
 
@@ -518,8 +533,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         for key, allowed in {**_ONLY, **family.only}.items()
         if key in config and key not in _own_keys(family) and not any(_same(config[key], value) for value in allowed)
     ]
-    if not has_fp8_blocks(config, or_none=True):
-        wrong.append("quantization_config (allowed: none, or fp8 e4m3 in blocks of 128 x 128, which are converted)")
+    if (method := quantization(config)) and method not in (FP8_BLOCKS, family.quantized):
+        allowed = f"fp8 e4m3 in blocks of 128 x 128{f' or {family.quantized}' if family.quantized else ''}"
+        wrong.append(f"quantization_config (allowed: none, or {allowed}, which are converted)")
     wrong += _windows(config, family, where)
     wrong += [
         f"{key} {show(config[key])} (not known; if it changes nothing about the model, remove it from config.json)"
@@ -529,13 +545,19 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         raise ModelError(f"{where}: not supported: {'; '.join(wrong)}. Use a checkpoint without it.")
 
 
-def has_fp8_blocks(config: Mapping[str, Any], *, or_none: bool = False) -> bool:
-    """Whether the matrices of a checkpoint are fp8 blocks with a scale each; or_none: also where none is quantized."""
+FP8_BLOCKS = "fp8 blocks"
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """Return how the matrices of a checkpoint are quantized: `FP8_BLOCKS`, with a scale each, or its `quant_method`;
+    empty where they are not."""
     given = config.get("quantization_config")
-    if not given:
-        return or_none
+    if not isinstance(given, Mapping):
+        return str(given) if given else ""
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    return isinstance(given, Mapping) and all(given.get(key, wanted["fmt"]) == value for key, value in wanted.items())
+    if {"fmt": "e4m3", **given} == {"fmt": "e4m3", **given, **wanted}:
+        return FP8_BLOCKS
+    return str(given.get("quant_method", "?")) if given else ""
 
 
 def _same(value: object, allowed: object) -> bool:
@@ -554,7 +576,7 @@ def _own_keys(family: Family) -> frozenset[str]:
     own = {family.further_tokens, *family.switches.values()}
     own |= {"partial_rotary_factor"} if family.partial_rotary else set()
     if keys := family.experts:
-        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared}
+        own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared, keys.limit}
         own |= {keys.normalize} if isinstance(keys.normalize, str) else set()
         own |= _READ_OF_SIGMOID if keys.scores == "sigmoid" else set()
         own |= _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors and not keys.dense else set()
@@ -567,6 +589,8 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
+    if family.window == "alternating":
+        return []
     others = sorted(set(kinds or ()) - {"full_attention"})
     if others:
         return [f"layers of {' and '.join(others)} (allowed: layer_types full_attention throughout)"]
@@ -583,6 +607,18 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
         return []
     off = "use_sliding_window false" if family.window.startswith("switched") else "sliding_window null"
     return [f"sliding-window attention in use, of {show(width)} tokens (allowed: {off})"]
+
+
+def _windowed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the layers with a window: those that `layer_types` names, or the first, the third and so on."""
+    names_ = ("sliding_attention", "full_attention")
+    layers = integer(config, "num_hidden_layers", where)
+    kinds = config.get("layer_types") or [names_[layer % 2] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(names_):
+        raise ModelError(
+            f"{where}: layer_types must be {' or '.join(names_)} for each of the {layers} layers; got {show(kinds)}."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == names_[0])
 
 
 def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
@@ -619,6 +655,7 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
         groups=groups,
         chosen_groups=chosen_groups,
         scale=number(config, "routed_scaling_factor", where) if sigmoid else 1.0,
+        limit=number(config, keys.limit, where) if keys.limit else 0.0,
     )
 
 

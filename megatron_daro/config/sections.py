@@ -277,7 +277,8 @@ class SGLangSection(Section):
     sync: SGLangTransport = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); shards: each rank sends its own to
     those that need them (SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
-    IPC from a rank on the server's host."""
+    IPC from a rank on the server's host; adapters: those of section lora alone. Not given: adapters where there are any
+    and servers can take them (docs/lora.md)."""
     shards_over: Literal["tcp", "rdma", "mooncake_tcp"] = "tcp"
     """What carries the bytes of sync shards. tcp: through host memory; rdma: Mooncake's transfer engine, from GPU to
     GPU (mooncake-transfer-engine in both environments); mooncake_tcp: the same without its hardware, to try it."""
@@ -287,9 +288,6 @@ class SGLangSection(Section):
     """Directory of sync disk. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """Running requests while weights change. retract: continue with a recomputed cache; in_place: continue with the
-    old cache; abort: request again."""
     verify: bool = True
     """Compare log-probs and checksums after each update."""
     answer_workers: int | None = Field(default=None, ge=1, le=4096)
@@ -372,23 +370,26 @@ class RewardSection(Section):
         return ":" in self.verifier
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
     kind: Annotated[str, OneOf(("single_turn", "agent"))] = "single_turn"
     """single_turn: one answer, scored by reward.verifier; agent: a program that speaks OpenAI's API; module:function:
-    a coroutine that does; module:Class: an environment of your own, with several turns; verifiers:NAME: one of the
-    package verifiers."""
+    a coroutine that does; verifiers:TASKSET: tasks of the package verifiers; module:Class: an environment of your own,
+    with several turns."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Program and arguments of kind agent, run once for each rollout."""
     options: dict[str, Any] = {}
-    """Options of an environment of your own: keyword arguments of its constructor, of its coroutine, or of its
-    load_environment; of kind agent: a part of the problem that it reads."""
+    """Options of an environment of your own: keyword arguments of its constructor or coroutine; of kind agent: a part
+    of the problem that it reads; of verifiers: its configuration beside the taskset's name."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
-    """Worker processes of an environment with `step`, in all; each node has at least one. Of kind agent: programs at
-    once, on the driver's machine."""
+    """Worker processes of an environment with `step`, in all; each node has at least one. Of programs and
+    verifiers: rollouts at once, on the driver's machine."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
     """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
@@ -399,6 +400,9 @@ class EnvironmentSection(Section):
     """Most tokens of one of its answers. Unset: what rollout.max_response_tokens leaves."""
     reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = {}
     """Factors of rewards that have names, by name; then each name needs one. Empty: each counts once."""
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]+$")] = LOOPBACK
+    """Address of this machine on which an agent's endpoint listens and is reached; then nothing is said without a
+    key."""
     strict: bool = False
     """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 
@@ -409,7 +413,7 @@ class EnvironmentSection(Section):
 
     @property
     def of_verifiers(self) -> bool:
-        """Whether `kind` is verifiers:NAME."""
+        """Whether `kind` is verifiers:TASKSET."""
         return self.kind.startswith("verifiers:")
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-SGLangTransport = Literal["distributed", "shards", "disk", "tensor"]
+SGLangTransport = Literal["distributed", "shards", "disk", "tensor", "adapters"]
 """Those to SGLang servers: the values of `engine.sglang.sync`."""
 
 
@@ -45,6 +45,8 @@ class Transport:
     maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
     checkpoint: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
     on_shared_gpus: it works where a rank and a server share a GPU.
+    adapters: the adapters of section `lora` go, and no weights: all in one call, under a name of their own which
+        requests then give, so that servers go on with what they are doing.
     no_fp8_blocks: why it cannot carry blocks of fp8; empty where it can.
     """
 
@@ -57,6 +59,7 @@ class Transport:
     maps_memory: bool = False
     checkpoint: bool = False
     on_shared_gpus: bool = False
+    adapters: bool = False
     no_fp8_blocks: str = ""
 
 
@@ -85,6 +88,11 @@ TRANSPORTS: Mapping[str, Transport] = {
         no_fp8_blocks="files are written in bf16",
     ),
     "tensor": Transport(calls=("/update_weights_from_tensor",), maps_memory=True, on_shared_gpus=True),
+    "adapters": Transport(
+        calls=("/load_lora_adapter_from_tensors", "/unload_lora_adapter"),
+        adapters=True,
+        no_fp8_blocks="servers keep the weights of the model's files",
+    ),
     "ray": Transport(),
 }
 """By name. `ray` goes to the embedded engines: through the object store."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_daro.convert.mapping import TensorRule
 
 _EXPERT_WEIGHT = re.compile(
-    r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)\d+)$"
+    r"^(mlp\.experts)\.(?:local_experts\.\d+\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))\d+)$"
 )
 
 _EXPERTS_NORM, _DENSE_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"

@@ -28,12 +28,14 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
-from megatron_daro.config.model_shape import dangling_link, without_further_layers
+from megatron_daro.config.model_shape import dangling_link, read_json, without_further_layers
 from megatron_daro.config.precision import FP8_BLOCK as BLOCK
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
 from megatron_daro.convert.safetensors_file import DTYPES
+from megatron_daro.convert.stacked import BLOCKS, SCALES, Place, dequantized, taken_apart
 from megatron_daro.errors import ModelError
+from megatron_daro.families import families
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -45,33 +47,38 @@ _SCALES = "_scale_inv"
 class HFCheckpoint(Mapping[str, Tensor]):
     """A checkpoint directory as a mapping from tensor name to tensor; a tensor is read when it is asked for.
 
+    Of a family of config.json whose files hold all experts of a layer in one tensor, those of each expert are shown
+    (convert/stacked.py), in bf16 where the file has them in MXFP4.
+
     Args:
-        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+        directory: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names. as_stored: all
+            experts of a layer are shown in one tensor where the files have them so.
 
     Raises:
         ModelError: no such directory, no safetensors, a missing or torn file, an index that does not fit its files or
             that lies beside a `model.safetensors` of its own, which transformers would read instead.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, as_stored: bool = False) -> None:
         self.directory = Path(directory)
         pieces = self._locate()
         blocks = [n for n, piece in pieces.items() if piece.dtype == torch.float8_e4m3fn and n + _SCALES in pieces]
         self._scales = _WholePieces({name: pieces.pop(name + _SCALES) for name in blocks})
+        self._experts = {} if as_stored else self._taken_apart(pieces)
+        held = {stored for place, _ in self._experts.values() for stored in place.stored_as(pieces)}
+        self._stacks = _WholePieces({name: pieces.pop(name) for name in held})
         self._pieces = _WholePieces(pieces)
+        self._last: tuple[tuple[str, int], Tensor] | None = None
         for name in blocks:
             self._check_scales(name)
 
     def names(self) -> list[str]:
         """Every tensor name, sorted."""
-        return self._pieces.keys()
+        return sorted([*self._pieces.by_name, *self._experts])
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read now, on the CPU, in the dtype of the file. Raises ModelError if it is missing or torn."""
-        shape = self.shape(name)
-        if name in self._scales.by_name:
-            return self.read(name, 0, shape[0])
-        return self._pieces.read(name, [0] * len(shape), shape)
+        return self.read(name, 0, self.shape(name)[0]) if self.shape(name) else self._pieces.read(name, [], [])
 
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None, *, out: Tensor | None = None
@@ -84,6 +91,11 @@ class HFCheckpoint(Mapping[str, Tensor]):
             ModelError: the tensor is missing or torn.
         """
         dims = self.shape(name)
+        if name in self._experts:
+            place, _ = self._experts[name]
+            values = self._of_expert(place.stack, place.expert)[place.part :: place.parts][start:stop]
+            values = values if columns is None else values[:, slice(*columns)]
+            return values.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(values)
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
         if columns is not None:
             offset[1], size[1] = columns[0], columns[1] - columns[0]
@@ -94,22 +106,26 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, from the header. Raises ModelError if it is missing."""
-        return self._piece(name).shape
+        return self._experts[name][1] if name in self._experts else self._piece(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is read in. Raises ModelError if it is missing."""
+        if name in self._experts:
+            stack = self._stacks.by_name.get(self._experts[name][0].stack)
+            return torch.bfloat16 if stack is None else stack.dtype
         return torch.bfloat16 if name in self._scales.by_name else self._piece(name).dtype
 
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors that were read so far."""
-        return self._pieces.bytes_read + self._scales.bytes_read
+        return self._pieces.bytes_read + self._scales.bytes_read + self._stacks.bytes_read
 
     def close(self) -> None:
         """Lets go of the files; reading afterwards is an error."""
-        for pieces in (self._pieces, self._scales):
+        for pieces in (self._pieces, self._scales, self._stacks):
             pieces.close()
             pieces.by_name.clear()
+        self._experts, self._last = {}, None
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -118,18 +134,40 @@ class HFCheckpoint(Mapping[str, Tensor]):
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._pieces.by_name:
+        if name not in self:
             raise KeyError(name)
         return self.tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._pieces.by_name
+        return name in self._pieces.by_name or name in self._experts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._pieces.by_name)
+        return len(self._pieces.by_name) + len(self._experts)
+
+    def _taken_apart(self, found: Mapping[str, Piece]) -> dict[str, tuple[Place, tuple[int, ...]]]:
+        file = self.directory / "config.json"
+        family = families().get(str(read_json(file).get("model_type"))) if file.is_file() else None
+        return taken_apart(family, {name: piece.shape for name, piece in found.items()}) if family else {}
+
+    def _of_expert(self, stack: str, expert: int) -> Tensor:
+        """Return what a stack has of one expert, [rows, columns] or [rows], and keep it: gate and up are read one after
+        the other."""
+        if self._last is None or self._last[0] != (stack, expert):
+
+            def read(name: str) -> Tensor:
+                dims = self._stacks.shape(name)
+                return self._stacks.read(name, [expert, *[0] * (len(dims) - 1)], [1, *dims[1:]])[0]
+
+            if stack in self._stacks.by_name:
+                values = read(stack)
+                values = values.t() if values.dim() > 1 else values
+            else:
+                values = dequantized(read(stack + BLOCKS), read(stack + SCALES))
+            self._last = (stack, expert), values
+        return self._last[1]
 
     def _read_blocks(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """Return a box of a matrix in fp8 blocks as bf16: the product with its block's scale, taken in fp32, as
@@ -425,9 +463,9 @@ def copy_model_files(
     changes: Mapping[str, Any] = {},
 ) -> None:
     """Copy config.json and what `copy_tokenizer` takes; with `dtype`, config.json then says that dtype (torch's name):
-    loaders would otherwise convert to that of the source. always: also where the source names none.
-    further_layers: whether the target has those that predict tokens after the next. changes: what else config.json
-    shall say. A source that is no folder is the content of config.json."""
+    loaders would otherwise convert to that of the source. It never says that the tensors are quantized. always: also
+    where the source names none. further_layers: whether the target has those that predict tokens after the next.
+    changes: what else config.json shall say. A source that is no folder is the content of config.json."""
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
     config = json.loads(text)

@@ -45,7 +45,7 @@ VALUE_HEAD = "score.weight"
 """Hugging Face's name of a layer with one output in the output layer's place (`...ForSequenceClassification`)."""
 
 _LAYER = re.compile(r"^(.*decoder\.layers\.)(\d+)(\..*)$")
-_EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
+_EXPERT = re.compile(r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +347,12 @@ def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[Te
         return
     yield from rules.all_of(ROUTER, fused_norms)
     if grouped:
-        for parameter in EXPERT:
+        for parameter in rules.known(EXPERT):
             for expert in range(experts.number):
                 yield rules.of(parameter, fused=True, expert=expert)
     else:
         for expert in range(experts.number):
-            for parameter in EXPERT:
+            for parameter in rules.known(EXPERT):
                 yield rules.of(parameter, expert=expert)
 
 
@@ -366,9 +366,12 @@ class _Rules:
         self._sizes = dimensions(shape)
 
     def all_of(self, table: Iterable[Parameter], fused: bool) -> Iterator[TensorRule]:
-        """Yield the rules of those parameters that the family has."""
-        has = self.shape.has_role
-        return (self.of(one, fused=fused) for one in table if one.role in self._names and has(one.role))
+        """Yield the rules of those parameters that the model has."""
+        return (self.of(one, fused=fused) for one in self.known(table))
+
+    def known(self, table: Iterable[Parameter]) -> list[Parameter]:
+        """Return those parameters of a table that the model has."""
+        return [one for one in table if one.role in self._names and self.shape.has_role(one.role)]
 
     def of(
         self, parameter: Parameter, *, fused: bool = False, expert: int | None = None, role: str | None = None

@@ -38,6 +38,9 @@ _QKV = ("query", "hidden"), ("key", "hidden"), ("key", "hidden")
 EMBEDDING = Parameter("embedding", "embedding.word_embeddings.weight", "vocab", (("vocab", "hidden"),))
 FINAL_NORM = Parameter("final_norm", "decoder.final_layernorm.weight", "copy", (("hidden",),))
 OUTPUT = Parameter("output", "output_layer.weight", "vocab", (("vocab", "hidden"),))
+ATTENTION_OUTPUT = Parameter(
+    "attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "attended"),)
+)
 ATTENTION = (
     Parameter(
         "attention_norm",
@@ -50,7 +53,9 @@ ATTENTION = (
     Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
     Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
     Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
-    Parameter("attention_output", "self_attention.linear_proj.weight", "columns", (("hidden", "attended"),)),
+    ATTENTION_OUTPUT,
+    Parameter("attention_output_bias", "self_attention.linear_proj.bias", "copy", (("hidden",),)),
+    Parameter("sinks", "self_attention.core_attention.softmax_offset", "rows", (("heads",),)),
 )
 LATENT_ATTENTION = (
     Parameter("attention_norm", "input_layernorm.weight", "copy", (("hidden",),)),
@@ -73,7 +78,7 @@ LATENT_ATTENTION = (
         fused_name="self_attention.linear_kv_up_proj.layer_norm_weight",
     ),
     Parameter("kv_up", "self_attention.linear_kv_up_proj.weight", "rows", (("plain_and_value", "kv_rank"),)),
-    ATTENTION[-1],
+    ATTENTION_OUTPUT,
 )
 DENSE_MLP = (
     Parameter(
@@ -90,6 +95,7 @@ ROUTER = (
     Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
     Parameter("router", "mlp.router.weight", "copy", (("experts", "hidden"),)),
     Parameter("router_bias", "mlp.router.expert_bias", "copy", (("experts",),), fp32=True),
+    Parameter("router_logit_bias", "mlp.router.bias", "copy", (("experts",),)),
     Parameter("shared_gate_up", "mlp.shared_experts.linear_fc1.weight", "gate_up", (("shared_ffn", "hidden"),) * 2),
     Parameter("shared_down", "mlp.shared_experts.linear_fc2.weight", "columns", (("hidden", "shared_ffn"),)),
 )
@@ -107,6 +113,20 @@ EXPERT = (
         "columns",
         (("hidden", "expert_ffn"),),
         fused_name="mlp.experts.linear_fc2.weight{expert}",
+    ),
+    Parameter(
+        "expert_gate_up_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "gate_up",
+        (("expert_ffn",),) * 2,
+        fused_name="mlp.experts.linear_fc1.bias{expert}",
+    ),
+    Parameter(
+        "expert_down_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        "copy",
+        (("hidden",),),
+        fused_name="mlp.experts.linear_fc2.bias{expert}",
     ),
 )
 
@@ -130,6 +150,7 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "query": shape.heads * shape.head_dim,
         "key": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
+        "heads": shape.heads,
         "attended": shape.heads * shape.value_dim,
         "ffn": shape.ffn,
         "vocab": shape.vocab,

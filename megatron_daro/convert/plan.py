@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,6 +30,7 @@ from megatron_daro.convert.mapping import (
 )
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.convert.runs import common_dtype, source_dtypes
+from megatron_daro.convert.stacked import places
 from megatron_daro.convert.torch_dist import BACKEND as TORCH_DIST
 from megatron_daro.convert.torch_dist import RELEASE
 from megatron_daro.convert.transformers_shape import read_compared_shape
@@ -78,12 +79,13 @@ class MegatronParameter(_Written):
 
 @dataclass(frozen=True, slots=True)
 class HFTensor(_Written):
-    """One tensor to write to an HF checkpoint."""
+    """One tensor to write to an HF checkpoint. members: what it holds of experts, expert by expert; none of others."""
 
     name: str
     shape: tuple[int, ...]
     source_dtype: str
     dtype: str
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +222,19 @@ def plan_to_hf(source: Path, config: ModelConfig, dtype: str | None, max_shard_b
     """
     shape = read_compared_shape(config)
     with MegatronWeights(source, shape) as weights:
-        tensors = []
+        tensors: list[HFTensor] = []
         for name in weights:
             _check_dtype(name, weights.dtype(name), dtype)
             own = torch_name(weights.dtype(name))
             target = own if weights.rule(name).fp32 else _cast(dtype) or own
-            tensors.append(HFTensor(name, weights.shape(name), own, target))
+            place, dims = places(shape).get(name), weights.shape(name)
+            if place is None:
+                tensors.append(HFTensor(name, dims, own, target))
+            elif tensors[-1].name == place.stack:
+                tensors[-1] = replace(tensors[-1], members=(*tensors[-1].members, name))
+            elif shape.experts:
+                stacked = (shape.experts.number, *dims[1:], dims[0] * place.parts)
+                tensors.append(HFTensor(place.stack, stacked, own, target, (name,)))
         groups = list(grouped(tensors, max_shard_bytes, _NUM_BYTES))
         jobs = [Job(shard_name(i, len(groups)), tuple(group)) for i, group in enumerate(groups)]
         return Plan(weights.directory, "megatron", config, "hf", _cast(dtype), tuple(jobs), tuple(weights.ignored))

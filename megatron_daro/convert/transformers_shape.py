@@ -86,13 +86,18 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "max_position_embeddings", shape.max_positions, theirs("max_position_embeddings")
     yield "hidden_act", "silu", theirs("hidden_act")
     family = families()[shape.family]
-    biases = family.switches.get("qkv_bias") == "attention_bias" and shape.qkv_bias
-    yield "attention_bias", biases, theirs("attention_bias", False)
+    if "attention_bias" not in family.only:
+        biases = family.switches.get("qkv_bias") == "attention_bias" and shape.qkv_bias
+        yield "attention_bias", biases, theirs("attention_bias", False)
     if key := family.switches.get("query_norm"):
         yield key, shape.qk_norm, theirs(key)
     yield "mlp_bias", False, theirs("mlp_bias", False)
     yield "is_causal", True, theirs("is_causal", True)
-    yield "layers with a window", [], _windowed_layers(resolved)
+    yield "layers with a window", list(shape.windowed), _windowed_layers(resolved)
+    if shape.windowed:
+        yield "sliding_window", shape.window, theirs("sliding_window")
+    for key, allowed in family.only.items():
+        yield key, allowed[0], theirs(key, allowed[0])
     for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
         rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
         yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
@@ -109,6 +114,8 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
             yield keys.normalize, experts.normalize, theirs(keys.normalize)
         if "gate_up" in family.tensors:
             yield "layers without experts", list(experts.dense_layers), _dense_layers(resolved, keys)
+        if keys.limit:
+            yield keys.limit, experts.limit, theirs(keys.limit, experts.limit)
         if keys.shared:
             yield keys.shared, experts.shared_ffn // experts.ffn, theirs(keys.shared)
         if keys.scores == "sigmoid":

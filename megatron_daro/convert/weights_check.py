@@ -13,7 +13,9 @@ from megatron_daro.config.model_files import QUANTIZED
 from megatron_daro.config.model_shape import ModelShape, read_json
 from megatron_daro.config.safetensors_header import Entry, read_header
 from megatron_daro.convert.mapping import VALUE_HEAD, hf_tensor_shapes, output_rule, unknown_tensors
+from megatron_daro.convert.stacked import names_in_files, taken_apart
 from megatron_daro.errors import ModelError
+from megatron_daro.families import families
 
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF << 52),
@@ -37,7 +39,7 @@ def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -
         ModelError: names the first tensors that do not fit.
     """
     try:
-        tensors = _tensors(directory)
+        tensors = _tensors(directory, shape.family)
         needed = hf_tensor_shapes(shape)
         optional: dict[str, tuple[int, ...]] = {}
         if critic:
@@ -55,13 +57,22 @@ def check_weights(directory: Path, shape: ModelShape, *, critic: bool = False) -
         )
 
 
-def _tensors(directory: Path) -> dict[str, tuple[Path, Entry]]:
+def _tensors(directory: Path, family: str) -> dict[str, tuple[Path, Entry]]:
     index = directory / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
         files = set(read_json(index)["weight_map"].values())
     paths = [directory / file for file in sorted(files)]
-    return {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
+    tensors = {name: (path, entry) for path in paths for name, entry in read_header(path).items()}
+    apart = taken_apart(families()[family], {name: entry.shape for name, (_, entry) in tensors.items()})
+    experts: dict[str, tuple[Path, Entry]] = {}
+    for name, (place, dims) in apart.items():
+        path, entry = tensors[place.stored_as(tensors)[0]]
+        size = entry.num_bytes // entry.shape[0]  # a half of what an expert has is not that of gate or up, but both are
+        start = entry.start + place.expert * size + place.part * (size // place.parts)
+        experts[name] = path, Entry(name, entry.dtype if place.stack in tensors else "BF16", dims, start)
+    held = {stored for place, _ in apart.values() for stored in place.stored_as(tensors)}
+    return experts | {name: found for name, found in tensors.items() if name not in held}
 
 
 def _faults(
@@ -70,10 +81,10 @@ def _faults(
     optional: Mapping[str, tuple[int, ...]],
     shape: ModelShape,
 ) -> Iterator[str]:
+    for name in names_in_files(shape, (name for name in needed if name not in tensors)):
+        yield f"{name} is missing"
     for name, dims in {**needed, **optional}.items():
         if name not in tensors:
-            if name in needed:
-                yield f"{name} is missing"
             continue
         path, entry = tensors[name]
         if entry.shape != dims:

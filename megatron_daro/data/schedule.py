@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,13 +66,20 @@ class CostModel:
     @classmethod
     def of_model(cls, shape: ModelShape) -> CostModel:
         """Return the same for a model: the parameters that a token is multiplied with, so without an input embedding of
-        its own and without the experts that are not chosen for it."""
+        its own and without the experts that are not chosen for it. A layer with a window costs the same for each
+        token."""
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
-        return cls.transformer(
+        cost = cls.transformer(
             num_parameters=shape.num_active_parameters - lookup,
-            num_layers=shape.layers,
+            num_layers=shape.layers - len(shape.windowed),
             attention_width=shape.heads * (shape.head_dim + shape.value_dim) // 2,
         )
+        return replace(cost, linear=cost.linear + window_operations(shape))
+
+
+def window_operations(shape: ModelShape) -> float:
+    """Return the floating-point operations, forward and backward, of a token's scores in layers with a window."""
+    return 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.engine.decoding import AbortSignal, Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.engine.growing_cache import growing_cache
@@ -249,7 +250,7 @@ def _load(path: Path, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation="eager" if read_model_shape(path).sinks else "sdpa",  # which has no sinks there
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:

@@ -38,7 +38,7 @@ def checkpoint_parts(model: nn.Module) -> dict[str, ParameterPart]:
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
     parts = {name: ParameterPart(name) for name in shapes}
     family = families().get(getattr(getattr(model, "config", None), "model_type", ""))
-    if family is None or family.experts is None:
+    if family is None or family.experts is None or family.stacked:
         return parts
     for name, shape in shapes.items():
         start, _, ending = name.partition(".mlp.experts.")

@@ -12,6 +12,9 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
     router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
     shared_down                                         bias of the choice, and no expert that sees every token
+    attention_output_bias, router_logit_bias,           of families whose linear layers all have biases: all of these
+    expert_gate_up_bias (gate, up), expert_down_bias    and qkv_bias
+    sinks                                               of each layer: a logit for each head, to which no token belongs
 
 `Family.switches` is for roles that only some models of a family have.
 """
@@ -25,12 +28,12 @@ from typing import Literal
 from megatron_daro.errors import ModelError
 
 Names = Mapping[str, tuple[str, ...]]
-Value = str | int | float | bool
+Value = str | int | float | bool | Mapping[str, str | int | float | bool]
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 _PARTS = {
     **dict.fromkeys(("qkv", "qkv_bias"), _QKV),
-    **dict.fromkeys(("gate_up", "expert_gate_up", "shared_gate_up"), _GATE_UP),
+    **dict.fromkeys(("gate_up", "expert_gate_up", "expert_gate_up_bias", "shared_gate_up"), _GATE_UP),
 }
 """What the tensors of a role are, in order; of every other role there is one."""
 
@@ -42,13 +45,18 @@ class Family:
     model_type, architecture: as config.json names them. tensors: role -> Hugging Face names. defaults: what
     transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
     attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
-    layers (switched) or in those from `max_window_layers` on (switched_from_layer). experts: keys of a mixture of
-    experts; None for a dense family. switches: role -> the key that says whether a model has it; of other roles every
-    model of the family has those that stand in `tensors`. partial_rotary: `partial_rotary_factor` may be below 1: only
-    the first entries of a head are rotated. further_tokens: the key of the number of layers that predict tokens after
-    the next (MTP); they stand in the checkpoint after the others, and are not trained. only: further keys with the only
-    values that are computed. harmless: further keys that change nothing. loaded_together: roles, in the order of an
-    export, whose tensors SGLang takes in one call or drops.
+    layers (switched) or in those from `max_window_layers` on (switched_from_layer). It is trained of families whose
+    `layer_types` say it layer by layer, where it is missing of every other one from the first on (alternating).
+    experts: keys of a mixture of experts; None for a dense family. stacked: role -> the tensor that holds those of all
+    experts of a layer, [experts, columns, rows], or [experts, rows] of biases, with the rows of gate and up in turns;
+    the names of the role itself are then those that its parts have here (convert/stacked.py). switches: role -> the key
+    that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
+    partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
+    further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
+    checkpoint after the others, and are not trained. only: further keys with the only values that are computed, in
+    place of those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of
+    an export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
+    converted as if they were not, beside fp8 blocks.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
@@ -57,14 +65,16 @@ class Family:
     architecture: str
     tensors: Names
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    window: Literal["by_width", "switched", "switched_from_layer"] = "by_width"
+    window: Literal["by_width", "switched", "switched_from_layer", "alternating"] = "by_width"
     experts: ExpertKeys | None = None
+    stacked: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
     partial_rotary: bool = False
     further_tokens: str = ""
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     loaded_together: tuple[str, ...] = ()
+    quantized: str = ""
 
     @property
     def latent(self) -> bool:
@@ -94,7 +104,8 @@ class ExpertKeys:
     experts may be chosen from some groups only (`n_group`, `topk_group`), and the weights are multiplied with
     `routed_scaling_factor`. dense: the number of first layers without experts; empty: `decoder_sparse_step` and
     `mlp_only_layers` say it, where the family has dense layers. shared: the number of experts, each as wide as the
-    others, that see every token.
+    others, that see every token. limit: up to which gate and up of an expert are taken; it then multiplies gate *
+    sigmoid(1.702 * gate) with up + 1, no SiLU with up.
     """
 
     number: tuple[str, ...]
@@ -104,6 +115,7 @@ class ExpertKeys:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     dense: str = ""
     shared: str = ""
+    limit: str = ""
 
 
 OUTSIDE: Names = {
@@ -142,6 +154,11 @@ EXPERTS: Names = {
     "router": ("model.layers.{layer}.mlp.gate.weight",),
     "expert_gate_up": tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in _GATE_UP),
     "expert_down": ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+}
+EXPERT_BIASES: Names = {
+    f"{role}_bias": tuple(name.removesuffix("weight") + "bias" for name in names)
+    for role, names in EXPERTS.items()
+    if role != "router"
 }
 SHARED_EXPERTS: Names = {
     "router_bias": ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),

@@ -46,5 +46,5 @@ Files, in the order to read them:
     agent_endpoint.py       OpenAI's API over HTTP
     agent_session.py        the chats of one rollout: which tokens a request goes on from
     own_environment.py      what `environment.kind` names
-    verifiers_hub.py        environments of the package verifiers
+    verifiers_worker.py     runs tasks of the package verifiers, in a worker process
 """

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import IO, Any
 
 from megatron_daro.sandbox import descendants, kill_all
@@ -21,11 +22,18 @@ _SHOWN = 600
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent. Its exit status, its last line, and the end of what it said on standard error."""
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+    """Run the agent. Its exit status, its last line, the file REWARD_JSON that it may have written, and the end of what
+    it said on standard error."""
+    with (
+        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as complained,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        file = Path(folder) / "reward.json"
+        environment = {**request["environment"], "REWARD_JSON": str(file)}
         try:
             process = subprocess.Popen(
-                request["command"], stdin=subprocess.PIPE, stdout=said, stderr=complained, env=request["environment"]
+                request["command"], stdin=subprocess.PIPE, stdout=said, stderr=complained, env=environment
             )
         except OSError as error:
             return {"reason": "failed", "error": f"{request['command'][0]}: {error.strerror}"}
@@ -36,7 +44,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 kill_all(started)
                 os.waitpid(-1, 0)
         lines, words = _last(said).strip().splitlines(), " ".join(_last(complained).split())
-    return {"reason": "ok", "status": process.returncode, "line": lines[-1] if lines else "", "said": words[-_SHOWN:]}
+        line, written = lines[-1] if lines else "", None
+        if file.is_file():
+            with file.open("rb") as stream:
+                written = stream.read(_LAST_BYTES).decode(errors="replace")
+    return {"reason": "ok", "status": process.returncode, "line": line, "file": written, "said": words[-_SHOWN:]}
 
 
 def _last(file: IO[bytes]) -> str:

@@ -109,27 +109,30 @@ def _checked(outcome: object) -> Mapping[str, Any]:
     return outcome
 
 
-class CommandAgents:
-    """Agents that are commands, `environment.workers` at once."""
+def agent_pool(section: EnvironmentSection, workers: int, correct_reward: float = 1.0) -> WorkerPool:
+    """Return the pool of processes that run commands, or tasks of verifiers. Starts nothing."""
+    module, settings, needs = "agent_worker", {}, "a worker needs about 30, what the agent needs comes on top"
+    if section.of_verifiers:
+        module, needs = "verifiers_worker", "verifiers needs about 300, what the taskset needs comes on top"
+        settings = {"kind": section.kind, "options": section.options, "weighted": bool(section.reward_weights)}
+    settings |= {"correct_reward": correct_reward}
+    path = f"megatron_daro.rollout.{module}"
+    program = Program(path, settings, "agent", "environment", needs, RolloutError, once=True)
+    return WorkerPool(program, workers, _FOREVER_S, section.memory_mib)
 
-    def __init__(self, section: EnvironmentSection) -> None:
+
+class CommandAgents:
+    """Agents that are commands, or tasks of the package verifiers, `environment.workers` at once."""
+
+    def __init__(self, section: EnvironmentSection, correct_reward: float = 1.0) -> None:
         """Start nothing."""
-        program = Program(
-            "megatron_daro.rollout.agent_worker",
-            {},
-            "agent",
-            "environment",
-            "a worker needs about 30, what the agent needs comes on top",
-            RolloutError,
-            once=True,
-        )
         self._section = section
-        self._pool = WorkerPool(program, section.workers, _FOREVER_S, section.memory_mib)
+        self._pool = agent_pool(section, section.workers, correct_reward)
         self._places = asyncio.Semaphore(section.workers)
         self._started: asyncio.Future[None] | None = None
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Run the command. Its outcome is its last line, if that is a JSON object."""
+        """Run the command. Its outcome is the file REWARD_JSON, else its last line, if that is a JSON object."""
         with conversation.standing_back():
             await self._start()
             await self._places.acquire()
@@ -137,7 +140,12 @@ class CommandAgents:
             reply = await self._pool.ask(
                 {
                     "command": list(self._section.command),
-                    "environment": {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **_DIRECT},
+                    "environment": {
+                        **os.environ,
+                        "OPENAI_BASE_URL": base_url,
+                        "OPENAI_API_KEY": key,
+                        **_direct(self._section.host),
+                    },
                     "problem": json.dumps({**_fields(prompt), "options": self._section.options}),
                 }
             )
@@ -149,6 +157,11 @@ class CommandAgents:
             raise StepFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
         if reply["status"]:
             raise StepFailedError(f"an agent with exit status {reply['status']}; it said: {reply['said']}", "crash")
+        if (written := reply.get("file")) is not None:
+            try:
+                return json.loads(written)
+            except ValueError:
+                raise StepFailedError(f"wrote {written!r:.80} into REWARD_JSON; allowed: JSON", "outcome") from None
         try:
             outcome = json.loads(reply["line"])
         except ValueError:
@@ -166,7 +179,9 @@ class CommandAgents:
         await asyncio.shield(self._started)
 
 
-_DIRECT = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+def _direct(host: str) -> dict[str, str]:
+    """Return the variables that keep clients from asking a proxy for the endpoint."""
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"127.0.0.1,localhost,{host}")
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

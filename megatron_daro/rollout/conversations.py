@@ -138,7 +138,7 @@ class Conversations:
     def __init__(
         self,
         section: EnvironmentSection,
-        environment: Environment | SteppedConversations | AgentConversations,
+        environment: Environment,
         engine: Engine,
         scorer: Scorer,
         *,

@@ -1,8 +1,7 @@
-"""An environment of a user's own: `environment.kind: module:Class` names a class that offers what `Environment` says,
-or what `StepEnvironment` says (stepping.py), which then runs in worker processes.
+"""One conversation: what an environment, in worker processes (stepping.py) or an agent (agents.py), asks and shows.
 
-Prompt -> `Conversation`, in which the user's class asks the model and shows it tokens -> checked -> Rollout with its
-verdict. Tokens go in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
+Prompt -> `Conversation`, in which the model is asked and shown tokens -> checked -> Rollout with its verdict. Tokens go
+in and out as ids, and a conversation holds all columns itself, so that they cannot be misaligned.
 conversations.py holds many at once.
 """
 
@@ -52,11 +51,7 @@ class OutOfRoomError(RolloutError):
 
 
 class Environment(Protocol):
-    """What the class of `environment.kind: module:Class` must offer.
-
-    Its constructor takes the keyword argument `tokenizer` (transformers', of the model) and those of
-    `environment.options`. One object serves all conversations, many at once on one event loop.
-    """
+    """What holds conversations; one object holds all, many at once on one event loop."""
 
     async def rollout(self, prompt: Prompt, conversation: Conversation, /) -> Verdict:
         """Hold one conversation and judge it.

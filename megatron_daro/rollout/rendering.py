@@ -54,6 +54,15 @@ class Turns:
         """Whether the template writes calls of tools as `calls_in` reads them."""
         return calls_in(self.says_calls({"type": "function", "function": _TRIED}))[0] == [_TRIED]
 
+    def plain(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the ids of a text as it stands, or such ids. Raises ConfigError: the model has none of that number."""
+        if isinstance(prompt, str):
+            return self._encoded(prompt)
+        wrong = [token for token in prompt if not 0 <= token < len(self._tokenizer)]
+        if wrong:
+            raise ConfigError(f"prompt: got the token {wrong[0]}; allowed: 0 to {len(self._tokenizer) - 1}")
+        return list(prompt)
+
     def text_of(self, token: int) -> str:
         """Return one token as text."""
         return str(self._tokenizer.decode([token]))
@@ -86,30 +95,6 @@ class Turns:
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of a chat up to where the model answers. tools: that the template tells the model of."""
         return self._encoded(self._rendered(messages, generate=True, tools=tools))
-
-    def with_tools(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the chat with the tools written into its system message, as the template itself does it.
-
-        Raises:
-            ConfigError: the template writes them elsewhere, or not at all.
-        """
-        if not tools:
-            return [dict(message) for message in messages]
-        whole = self._rendered(messages, generate=True, tools=tools)
-        others = [dict(message) for message in messages if message["role"] != "system"]
-        begin, _, end = self._rendered([{"role": "system", "content": _ANSWER}, *others], generate=True).partition(
-            _ANSWER
-        )
-        written = [{"role": "system", "content": whole[len(begin) : len(whole) - len(end)]}, *others]
-        if self._rendered(written, generate=True) != whole or tools[0]["function"]["name"] not in whole:
-            raise ConfigError(
-                f"environment.kind: the chat template of {self._tokenizer.name_or_path} does not write tools into the "
-                "system message; allowed: one that does, as those of Qwen do; fix: another model, or an environment "
-                "without tools"
-            )
-        return written
 
     def says_calls(self, call: Mapping[str, Any]) -> str:
         """Return how an answer that calls this tool is written, without what surrounds the answer."""

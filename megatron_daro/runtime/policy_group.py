@@ -216,15 +216,16 @@ class PolicyGroup:
         complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)
         return await weight_export.write(self.ranks, plan, complete)
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`."""
-        return await self._repeated(lambda: self._score(rollouts, temperature))
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without
+        adapters."""
+        return await self._repeated(lambda: self._score(rollouts, temperature, base))
 
-    async def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
+    async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
         batch = _scored_batch(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
-            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature)
+            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature, base)
         )
         column = await self.ranks.column(batch, shards, calls)
         ends = np.cumsum(batch.response_lengths_N)

@@ -12,7 +12,7 @@ import asyncio
 import datetime
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +22,14 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
+from megatron_daro.config.lora import served_config
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
-from megatron_daro.errors import ConfigError, DataError, RefusedError, RewardError
+from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
@@ -163,8 +164,9 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
 def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
     """Say which of Megatron's options ranks on GPUs add."""
     actor = config.actor
-    experts = read_model_shape(config.model.path).experts is not None
-    if chosen := gpu_defaults(actor, experts=experts, transformer_engine=actor.precision != "fp32"):
+    shape = read_model_shape(config.model.path)
+    on_engine = actor.precision != "fp32" and not shape.sinks
+    if chosen := gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_engine):
         named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
@@ -226,7 +228,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)
         if config.engine.sglang.urls:
-            asyncio.run(_ask_servers(config.engine.sglang.urls))
+            asyncio.run(_ask_servers(config))
         if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
@@ -271,22 +273,27 @@ def _make_own_verifier(section: RewardSection) -> None:
         raise ConfigError(str(error)) from error
 
 
-async def _ask_servers(urls: Sequence[str]) -> None:
-    """Refuse servers that do not answer, or are none. Raises EngineError for the first of them."""
+async def _ask_servers(config: Config) -> None:
+    """Refuse servers that do not answer, are none, or do not take the adapters. Raises EngineError for the first."""
+    from megatron_daro.engine.sglang.adapters import unfit_for
     from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
     from megatron_daro.engine.sglang.starting import still_starts, unusable
+
+    adapter = served_config(config)
 
     async def ask(url: str) -> None:
         async with SGLangClient(url) as client:
             try:
-                await client.facts(timeout_s=_ASK_S)
+                facts = await client.facts(timeout_s=_ASK_S)
+                if adapter and (reasons := unfit_for(adapter, facts)):
+                    raise EngineError(f"engine.sglang.urls: {url} cannot be used: {reasons[0]}")
             except UnreachableError as error:
                 if not still_starts(error):
                     raise unusable(url, error) from None
             except RefusedError as error:
                 raise unusable(url, error) from None
 
-    await asyncio.gather(*map(ask, urls))
+    await asyncio.gather(*map(ask, config.engine.sglang.urls))
 
 
 def _megatron_looks_at_options(config: Config) -> bool:

@@ -63,7 +63,7 @@ _MAY_CHANGE: tuple[tuple[str, ChangeClass, str], ...] = (
     ("actor.optimizer.distributed", "refused", "the saved optimizer state is laid out for it"),
     ("lora.*", "refused", "the saved adapters are those"),
     ("actor.*_parallel, actor.recompute, actor.micro_batch_tokens, actor.logprob_*", "runs", ""),
-    ("engine.seed, engine.sglang.pause", "trains", ""),
+    ("engine.seed", "trains", ""),
     ("reward.workers, environment.workers, environments.*.workers", "runs", ""),
     ("environments.*.name, environments.*.sources, environments.*.weight", "refused", _ORDER),
     ("rollout.*, algorithm.*, actor.*, reward.*, environment.*, environments.*", "trains", ""),

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_daro.config.base import filled
+from megatron_daro.config.lora import served_config
 from megatron_daro.config.model_shape import read_json, read_model_shape
 from megatron_daro.config.sections import Config
 from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.adapters import lora_arguments
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.interpreter import check_environments, interpreter
 from megatron_daro.engine.sglang.probe import probe_text
@@ -57,6 +59,7 @@ def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placeme
         model.get("vocab_size"),
         placement.shares_gpus,
         tokenizer.stops,
+        adapter=served_config(config),
     )
     return SGLangEngine(
         _handles(run, placement, reads_text=tokenizer.stops),
@@ -84,6 +87,8 @@ def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapp
         arguments = {"enable_return_routed_experts": True, **arguments}
     if options.fp8_blocks:
         arguments |= fp8_blocks.fp8_arguments()
+    if adapter := served_config(config):
+        arguments = {**lora_arguments(adapter, on_cpu=arguments.get("device") == "cpu"), **arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     first = LaunchOptions(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,15 @@ from megatron_daro.sync.shard_tcp import check_offers
 
 async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Have every pipeline stage send its weights as the plan says, one after the other, since receivers take one bucket
-    at a time; after a failure the rest is not sent."""
+    at a time; after a failure the rest is not sent. Adapters are gathered on the first stage, which sends all."""
     if TRANSPORTS[plan.transport].shard_plan:
         return await _send_shards(ranks, plan)
+    stages = sorted({info.stage for info in ranks.infos})
+    if plan.what == "adapter":
+        return await _send_stages(ranks, stages, plan)
     report = SendReport()
-    for stage in sorted({info.stage for info in ranks.infos}):
-        report = report.joined(await _send_stage(ranks, stage, plan))
+    for stage in stages:
+        report = report.joined(await _send_stages(ranks, [stage], plan))
         if report.failures:
             break
     return report
@@ -58,10 +61,11 @@ async def _send_shards(ranks: Ranks, plan: SendPlan) -> SendReport:
     return functools.reduce(SendReport.beside, rest, first)
 
 
-async def _send_stage(ranks: Ranks, stage: int, plan: SendPlan) -> SendReport:
-    """Have the exporting ranks of a stage export, and those that have servers of the plan on their host send."""
+async def _send_stages(ranks: Ranks, stages: Sequence[int], plan: SendPlan) -> SendReport:
+    """Have the exporting ranks of these stages export, and those of the first that have servers of the plan on their
+    host send."""
     roles = {
-        rank: RankRole(info.host, info.exports and info.stage == stage, info.sends and info.stage == stage)
+        rank: RankRole(info.host, info.exports and info.stage in stages, info.sends and info.stage == stages[0])
         for rank, info in enumerate(ranks.infos)
     }
     stage_routes = routes(plan, roles)

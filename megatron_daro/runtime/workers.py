@@ -217,10 +217,12 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def score(self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> np.ndarray | None:
+    def score(
+        self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
+    ) -> np.ndarray | None:
         """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
-        another rank reports."""
-        column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature)
+        another rank reports. base: without adapters."""
+        column_R = self._policy.logprobs(batch, micro_batches, temperature=temperature, base=base)
         return column_R if self._reports() else None
 
     def _reports(self) -> bool:

@@ -50,7 +50,8 @@ class ProbeAnswer:
 
     fixed: the given text, with the receiver's log-probs at temperature 1; the same tokens in every sync. sampled: an
     answer to it, sampled at `temperature`. dtype: the receiver computes in, such as "bfloat16". verified: checksums
-    showed already that it has the weights that were sent.
+    showed already that it has the weights that were sent. base_R: of a receiver of adapters, its log-probs of the fixed
+    text without them.
     """
 
     fixed: Rollout
@@ -58,6 +59,7 @@ class ProbeAnswer:
     temperature: float
     dtype: str
     verified: bool = False
+    base_R: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,8 @@ class _Report:
 @dataclass(slots=True)
 class _History:
     """Reports of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
-    small to be told in one step add up. first: of its first sync, as whose weights it is after a restart."""
+    small to be told in one step add up. first: of its first sync, as whose weights it is after a restart; of a receiver
+    of adapters, without them."""
 
     last: _Report | None = None
     settled: _Report | None = None
@@ -124,12 +127,14 @@ class UpdateCheck:
         answers: Mapping[str, ProbeAnswer],
         scores: Mapping[str, tuple[np.ndarray, np.ndarray]],
         digests: Mapping[str, Digest],
+        base_R: np.ndarray | None = None,
     ) -> Outcome:
         """Compare each receiver with the policy as it is and as it was.
 
         Args:
             answers: by receiver. scores: float32 log-probs of the policy for the answer's (fixed, sampled) tokens.
-            digests: of what was sent; equal to those of an earlier sync, nothing changed since.
+            digests: of what was sent; equal to those of an earlier sync, nothing changed since. base_R: log-probs of
+                the policy for the fixed text without adapters, where answers have them.
 
         Returns:
             The verdicts.
@@ -142,7 +147,10 @@ class UpdateCheck:
             follows = False
             if not reason:
                 now = _Report(answer.fixed.logprobs, fixed_R, received)
-                follows, reason = self._followed(self._histories.setdefault(name, _History()), now)
+                history = self._histories.setdefault(name, _History())
+                if answer.base_R is not None and base_R is not None:
+                    history.first = _Report(answer.base_R, base_R, {})
+                follows, reason = self._followed(history, now)
             if reason:
                 rejected[name] = reason
             elif follows or answer.verified:

@@ -40,8 +40,8 @@ class WeightExporter(Protocol):
         """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
         ...
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
-        """float32 [R] log-probs of each rollout's response under these weights."""
+    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+        """float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
         ...
 
 
@@ -186,7 +186,11 @@ class WeightSync:
         """Receivers whose answers are not those of the policy's new weights are rejected. Returns metrics."""
         if not isinstance(update, ProbedUpdate) or not (answers := await update.probe()):
             return {}
-        outcome = self._check.judge(answers, await self._scores(answers), report.digests)
+        scores, base_R = await self._scores(answers), None
+        if any(answer.base_R is not None for answer in answers.values()):
+            fixed = next(iter(answers.values())).fixed
+            (base_R,) = await self._policy.score([fixed], temperature=1.0, base=True)
+        outcome = self._check.judge(answers, scores, report.digests, base_R)
         for name, reason in outcome.rejected.items():
             update.reject(name, reason)
         return {"sync/verified": float(len(outcome.verified))}

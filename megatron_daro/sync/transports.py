@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_daro.sync.adapters import AdapterSender
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.digests import noted
 from megatron_daro.sync.files import FileSender
@@ -57,6 +58,7 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
     "distributed": lambda rank: BroadcastSender(rank.host, rank.backend, rank.calls),
     "disk": lambda rank: FileSender(),
     "tensor": lambda rank: HandleSender(rank.calls),
+    "adapters": lambda rank: AdapterSender(rank.calls),
     "ray": lambda rank: RaySender(rank.hand_over),
 }
 """What makes a rank's sending end, by the name of the transport."""

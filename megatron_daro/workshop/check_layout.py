@@ -29,6 +29,7 @@ from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.weights import tensor_parallel_place
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, hf_tensor_shapes
+from megatron_daro.convert.stacked import names_in_files
 from megatron_daro.errors import ModelError
 
 _SHOWN = 5
@@ -88,7 +89,7 @@ def check_world(
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ModelError(f"the layout does not hold the checkpoint: {'; '.join(faults[:_SHOWN])}{more}.")
-    return WorldReport(layout, len(hf_tensor_shapes(shape)), shape.num_parameters, tuple(ranks))
+    return WorldReport(layout, len(names_in_files(shape, hf_tensor_shapes(shape))), shape.num_parameters, tuple(ranks))
 
 
 def _check_rank(

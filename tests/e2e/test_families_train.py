@@ -44,6 +44,18 @@ LAYOUTS = {
 COMPARED = ("loss/", "policy/", "difficulty/", "accuracy/", "eval/", "optimizer/")
 
 
+GPT_OSS = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 3,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+    | {"original_max_position_embeddings": 16},
+}
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_path, family):
@@ -54,7 +66,24 @@ def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_
     first = load_file(file)
     biases = {name: torch.randn(8, generator=generator) * 0.02 for name in first if name.endswith("correction_bias")}
     save_file(first | biases, file, metadata={"format": "pt"})
-    runs = []
+    for exported in trains_alike(tiny, model, tmp_path):
+        assert len(biases) == 3 and all(torch.equal(exported[bias], biases[bias]) for bias in biases)
+
+
+@pytest.mark.heavy
+def test_gpt_oss_trains_alike_in_two_layouts_and_its_sinks_with_it(tiny, tmp_path):
+    model = tmp_path / "model"
+    tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
+    tiny_task.pretrain(model, family="GptOssConfig", **GPT_OSS)
+    first = load_file(model / "model.safetensors")
+    for exported in trains_alike(tiny, model, tmp_path):
+        moved = {name for name in first if not torch.equal(exported[name], first[name])}
+        assert {name for name in first if name.endswith(("sinks", "proj_bias", "router.bias"))} <= moved
+
+
+def trains_alike(tiny, model, tmp_path):
+    """The weights that two runs of ten steps exported, after their metrics were found equal."""
+    runs, weights, first = [], [], load_file(model / "model.safetensors")
     for name, layout in LAYOUTS.items():
         options = [f"model.path={model}", f"trainer.run_dir={tmp_path / name}", "trainer.steps=10"]
         options += ["trainer.eval_every_steps=5", "trainer.export_hf=true", *layout]
@@ -64,8 +93,9 @@ def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_
         for path in (tmp_path / name / "hf").glob("*.safetensors"):
             exported |= load_file(path)
         assert exported.keys() == first.keys()
-        assert len(biases) == 3 and all(torch.equal(exported[bias], biases[bias]) for bias in biases)
         assert not torch.equal(exported["lm_head.weight"], first["lm_head.weight"])
+        weights.append(exported)
     for one, other in zip(*runs, strict=True):
         keys = [key for key in one if key.startswith(COMPARED)]
         assert {key: one[key] for key in keys} == pytest.approx({key: other[key] for key in keys}, rel=1e-4, abs=1e-6)
+    return weights

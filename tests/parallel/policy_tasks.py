@@ -144,14 +144,15 @@ def collect_gradients(policy: Any) -> dict[str, np.ndarray]:
     """The summed gradients of this stage under Hugging Face names."""
     from megatron_daro.actor.model import local_parameters
     from megatron_daro.actor.weights import gathered
+    from megatron_daro.convert.stacked import stack
 
     found: dict[str, np.ndarray] = {}
     for local in local_parameters(policy.chunks, policy.shape):
         if policy.shape.tie and local.rule.megatron_name == "output_layer.weight":
             continue
         if local.parameter.requires_grad:
-            found |= {name: t.clone().cpu().numpy() for name, t in gathered(local, local.parameter.main_grad)}
-    return found
+            found |= {name: t.clone().cpu() for name, t in gathered(local, local.parameter.main_grad)}
+    return {name: tensor.numpy() for name, tensor in stack(found.items(), policy.shape)}
 
 
 def _with_columns(policy: Any, layout: Any, batch: StepBatch, num_micro_batches: int) -> Any:

@@ -49,6 +49,15 @@ GLM = {
     "num_nextn_predict_layers": 0,
     "rms_norm_eps": 1e-5,
 }
+# Windows that are shorter than most samples, and a limit that many gates are above.
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 6,
+    "swiglu_limit": 0.2,
+    "rope_parameters": {**YARN, "truncate": False},
+}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -93,6 +102,7 @@ MODELS = {
         {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
     ),
     "glm4_moe_normed": ("Glm4MoeConfig", {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
 }
 
 

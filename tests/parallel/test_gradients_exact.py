@@ -30,6 +30,13 @@ def layouts():
     }
 
 
+def layout_for(directory, name):
+    """The layout of a name, in which experts with biases are not cut: Megatron-core cannot."""
+    from megatron_daro.config.model_shape import read_model_shape
+
+    return replace(layouts()[name], expert_tensor=1) if read_model_shape(directory).biases else layouts()[name]
+
+
 LAYOUTS = list(layouts())
 ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
 RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]

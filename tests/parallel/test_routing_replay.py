@@ -24,11 +24,12 @@ from megatron_daro.errors import DataError
 from megatron_daro.routed_experts import StoredExperts
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
-FAMILIES = ["qwen3_moe", "qwen3_moe_mixed", "glm4_moe"]
+FAMILIES = ["qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "gpt_oss"]
 CASES = [
     *[("qwen3_moe", layout, {}) for layout in ("single", "tp2_ep2", "cp2_ep2", "pp2_vpp2_ep2", "tp4_ep2")],
     *[("qwen3_moe_mixed", layout, {}) for layout in ("single", "tp2", "pp2_ep2")],
     *[("glm4_moe", layout, {}) for layout in ("single", "tp2_ep2")],
+    ("gpt_oss", "tp2_ep2", {}),
     # The second forward pass of a layer comes in the backward pass, when other micro-batches were told since.
     *[("qwen3_moe", layout, {"recompute": "full"}) for layout in ("single", "pp2_ep2", "pp2_vpp2_ep2")],
     ("qwen3_moe_mixed", "single", {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
@@ -61,20 +62,21 @@ def given_experts(model, batch, experts_TLK):
 
     def routed(gate, layer):
         def forward(hidden):
-            logits = F.linear(hidden.view(-1, hidden.shape[-1]), gate.weight)
+            logits = F.linear(hidden.view(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
             sigmoid = hasattr(gate, "e_score_correction_bias")
             probabilities = logits.sigmoid() if sigmoid else logits.softmax(-1)
             own = type(gate).forward(gate, hidden)[2]
             wanted = current["experts"][:, layer]
             chosen = torch.where(wanted[:, :1] < 0, own, wanted)
             weights = probabilities.gather(1, chosen)
-            weights = weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights
+            weights = weights / weights.sum(-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else weights
             return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), chosen
 
         return forward
 
     hook = model.register_forward_pre_hook(remember)
-    gates = [(i, layer.mlp.gate) for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
+    routers = [getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None) for layer in model.model.layers]
+    gates = [(i, router) for i, router in enumerate(routers) if router is not None]
     for layer, gate in gates:
         gate.forward = routed(gate, layer)
     yield

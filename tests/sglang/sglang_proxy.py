@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -14,14 +16,18 @@ Rule = Callable[[str], str]
 """Path of a request -> "" (passes), "500", "reset" (before the server sees it), "reset_answer" (after it answered),
 "pretend" (told to have succeeded; the server never sees it)."""
 
+Edit = Callable[[str, Any], Awaitable[Any]]
+"""Path and JSON body of a request -> the body that the server gets."""
+
 
 class Proxy:
-    """Use as an async context manager. url: where it listens; rule: looked at for every request; done: what it did;
-    seen: requests by path."""
+    """Use as an async context manager. url: where it listens; rule: looked at for every request; edit: awaited for
+    what the server gets in place of the body; done: what it did; seen: requests by path."""
 
     def __init__(self, target: str) -> None:
         self.target, self.url = target, ""
         self.rule: Rule = lambda path: ""
+        self.edit: Edit | None = None
         self.done: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
 
@@ -36,6 +42,8 @@ class Proxy:
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.read()
+        if self.edit is not None and body:
+            body = json.dumps(await self.edit(request.path, json.loads(body))).encode()
         action = self.rule(request.path)
         self.done[action] += 1
         self.seen[request.path] += 1

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from sglang_pool import required_environment
-from shard_cases import CASES, Case, all_writes, carried_out, checkpoint, padding, server_shapes, times_written
+from shard_cases import (
+    CASES,
+    Case,
+    all_writes,
+    carried_out,
+    checkpoint,
+    padding,
+    server_shapes,
+    times_written,
+    tiny_config,
+)
 
+from megatron_daro.convert.stacked import stack
 from megatron_daro.engine.sglang.command import server_environment
 
 SCRIPT = Path(__file__).parents[1] / "server_parameters.py"
@@ -66,6 +77,35 @@ def test_loaders_of_sglang_put_the_same_bits_in_the_same_places(tmp_path):
                 assert int(unwritten.sum()) == rows[name]
                 assert not theirs[name][unwritten].any(), f"{case.name}: padding of {name} is not zero"
                 assert values[~unwritten].equal(theirs[name][~unwritten]), f"{case.name} rank {rank}: {name}"
+
+
+@pytest.mark.heavy
+def test_the_loader_of_sglang_takes_experts_in_stacks(tmp_path):
+    """No plan for these: what it makes of a checkpoint is compared with the stacks themselves."""
+    case = Case("gpt_oss", tiny_config("gpt_oss"), {}, {"tp_size": 2})
+    tensors = {name: tensor.contiguous() for name, tensor in stack(checkpoint(case).items(), case.shape)}
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    of_sglang(tmp_path, [{"model": str(tmp_path), "arguments": case.server, "load": True}])
+    for rank in range(2):
+        theirs = load_file(tmp_path / f"0_{rank}.safetensors")
+        for layer in range(6):
+            experts, attention = (f"model.layers.{layer}.{part}" for part in ("mlp.experts.", "self_attn."))
+            rows = slice(rank * 56, (rank + 1) * 56)  # of gate and up in turns
+            columns = slice(rank * 28, (rank + 1) * 28)
+            down_bias = tensors[f"{experts}down_proj_bias"]
+            expected = {
+                f"{experts}w13_weight": tensors[f"{experts}gate_up_proj"].mT[:, rows],
+                f"{experts}w13_weight_bias": tensors[f"{experts}gate_up_proj_bias"][:, rows],
+                f"{experts}w2_weight": tensors[f"{experts}down_proj"].mT[..., columns],
+                f"{experts}w2_weight_bias": down_bias if rank == 0 else down_bias * 0,
+                f"{attention}sinks": tensors[f"{attention}sinks"][4 * rank : 4 * rank + 4],
+                f"{attention}o_proj.bias": tensors[f"{attention}o_proj.bias"],
+                f"model.layers.{layer}.mlp.router.bias": tensors[f"model.layers.{layer}.mlp.router.bias"],
+            }
+            for name, values in expected.items():
+                assert theirs[name].equal(values.to(theirs[name].dtype)), (rank, name)  # sinks are in bf16 there
+        assert not any((values == 1).all() for values in theirs.values()), "a parameter that nothing was loaded into"
 
 
 @pytest.mark.heavy

@@ -15,6 +15,7 @@ from sglang_pool import PooledServer, collect, engine_of, expected, group, save_
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.lora import LoraSection
 from megatron_daro.runtime.cluster import Placement, cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
@@ -34,9 +35,9 @@ def ray_cluster():
         yield
 
 
-async def policy_of(model, **layout):
+async def policy_of(model, *, lora=None, **layout):
     actor = ActorSection(**layout, precision="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
-    settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10)
+    settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10, lora=lora or LoraSection())
     algorithm = AlgorithmSection(name="grpo")
     placement = Placement.of_actor(actor)
     await placement.start()

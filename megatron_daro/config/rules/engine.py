@@ -206,7 +206,10 @@ def fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> 
     if hardware.fp8 is False or (capability is not None and capability >= _PACKS_SCALES):
         allowed = "GPUs of compute capability 8.9 or 9.0; from 10 on SGLang 0.5.23 packs the scales and takes no update"
         yield wrong(config, _BLOCKS, allowed, off, got=f"true on {_gpu(hardware)}")
-    if shape and (uneven := _uneven(shape, sglang.tensor_parallel)):
+    if shape and shape.biases:
+        got = f"true with a model of type {shape.family}"
+        yield wrong(config, _BLOCKS, "false where all experts are one tensor", off, beside="model.path", got=got)
+    elif shape and (uneven := _uneven(shape, sglang.tensor_parallel)):
         got = f"true with {', '.join(uneven)} on each of {sglang.tensor_parallel} ranks"
         fix = f"{off}, or a smaller engine.sglang.tensor_parallel"
         beside = "engine.sglang.tensor_parallel model.path"

@@ -87,6 +87,10 @@ def division(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
     yield from _stages(actor, shape.layers)
     if shape.experts:
         yield from _experts(actor, shape.experts)
+        if shape.biases and actor.expert_tensor_size > 1:
+            allowed, fix = "1: Megatron-core cuts no experts with biases", "set actor.expert_tensor_parallel=1"
+            got = f"{actor.expert_tensor_size} (unset, it is tensor_parallel without expert_parallel)"
+            yield refuse("actor.expert_tensor_parallel", allowed, fix, beside="model.path", got=got)
     elif actor.expert_parallel > 1:
         yield refuse("actor.expert_parallel", "1: the model has no experts", "remove it", beside="model.path")
     if not shape.experts and actor.expert_tensor_parallel is not None:

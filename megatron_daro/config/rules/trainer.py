@@ -58,16 +58,17 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
     if (section.kind == "agent") != bool(section.command):
         allowed = "a program and its arguments, with kind agent, and only with it"
         yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
-    if section.kind == "agent" and config.data.prompt_template != "chat":
+    if (section.kind == "agent" or section.of_verifiers) and config.data.prompt_template != "chat":
         allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
         yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
+    if section.host in ("0.0.0.0", "::"):
+        allowed = "an address that agents reach: it is part of their base URL"
+        yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")
     if not section.is_own:
         for name in ("options", "reward_weights"):
             if getattr(section, name):
                 allowed = f"{name} of module:Class only"
                 yield wrong(config, f"{path}.{name}", allowed, "remove them", beside=kind)
-    if "tokenizer" in section.options:
-        yield wrong(config, f"{path}.options", "names but tokenizer: the run fills this in", "remove it")
 
 
 def packages(config: Config) -> Iterator[Problem]:

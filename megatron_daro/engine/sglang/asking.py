@@ -41,8 +41,8 @@ class Question:
     """What the server at `url` is asked for one group.
 
     calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
-    version of the weights that servers are started with; None where none may answer with these any more. keeps_cache:
-    an update does not make the server read its prompts anew. vocabulary: of the model (`rollouts_of`).
+    version of the weights that servers are started with; None where none may answer with these any more. vocabulary: of
+    the model (`rollouts_of`).
     """
 
     url: str
@@ -50,7 +50,6 @@ class Question:
     version: int
     loaded: int | None
     timeout_s: float
-    keeps_cache: bool = False
     vocabulary: int | None = None
 
 
@@ -131,7 +130,6 @@ class DirectAsker:
             loaded=question.loaded,
             decode=self._decode,
             vocabulary=question.vocabulary,
-            keeps_cache=question.keeps_cache,
             experts=self._experts,
         )
 

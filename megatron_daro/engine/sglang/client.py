@@ -57,7 +57,8 @@ class ServerFacts:
     max_input_tokens: longest prompt. context_tokens: longest prompt with its answer. tensor_parallel: ranks of its
     process group. has_tokenizer: whether it reads and writes text beside token ids. quantization: what its layers'
     matrices are cast to, such as "fp8"; "": nothing. streams_deltas: whether an event of a stream has what is new alone
-    (--incremental-streaming-output); else it has all so far.
+    (--incremental-streaming-output); else it has all so far. lora: whether it takes adapters; lora_rank, lora_targets:
+    of which rank and matrices at most; 0 and empty where it does not say.
     """
 
     version: str
@@ -72,6 +73,9 @@ class ServerFacts:
     has_tokenizer: bool
     quantization: str = ""
     streams_deltas: bool = False
+    lora: bool = False
+    lora_rank: int = 0
+    lora_targets: frozenset[str] = frozenset()
 
     @property
     def has_sessions(self) -> bool:
@@ -262,6 +266,9 @@ def _facts(info: ServerInfo, described: OpenAPI) -> ServerFacts:
         has_tokenizer=not info.skip_tokenizer_init,
         quantization=info.quantization or "",
         streams_deltas=bool(info.incremental_streaming_output),
+        lora=bool(info.enable_lora),
+        lora_rank=info.max_lora_rank or 0,
+        lora_targets=frozenset(info.lora_target_modules or ()),
     )
 
 

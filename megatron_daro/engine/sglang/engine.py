@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.asking import Asker
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
@@ -64,7 +65,7 @@ class SGLangEngine:
         Raises:
             ModelError: `sync: shards` with servers whose weights lie in a way that is not known.
         """
-        self._options, self._expected, self._asker = options, expected, asker
+        self._handles, self._options, self._expected, self._asker = handles, options, expected, asker
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
         self.fleet = Fleet(
             [Server(name, SGLangClient("http://not-started")) for name in handles],
@@ -72,8 +73,9 @@ class SGLangEngine:
             on_fenced=lambda server: self._supervision.revive(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
+        self._adapters = Adapters(options.sync_timeout_s)
         self._generation = ServerGeneration(
-            self.fleet, self._supervision, asker, options, vocabulary=expected.vocabulary, warn=warn
+            self.fleet, self._supervision, asker, options, self._adapters, vocabulary=expected.vocabulary, warn=warn
         )
         self._updates = UpdateContext(
             fleet=self.fleet,
@@ -85,6 +87,9 @@ class SGLangEngine:
             death_of=self._supervision.death_of,
             metrics=self.metrics,
             warn=warn,
+            adapter=expected.adapter,
+            adapters=self._adapters,
+            new_name=self._generation.new_name,
         )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
@@ -182,6 +187,7 @@ class SGLangEngine:
         """End requests and servers of ours. May be called twice."""
         self.fleet.close("the SGLang engine was closed")
         self._generation.close()
+        await self._adapters.close(s for s in self.fleet.servers if not self._handles[s.name].restartable)
         await self._supervision.close()
         await self._asker.close()
         self._started = False
@@ -200,7 +206,8 @@ class SGLangEngine:
     async def _probe(self, server: Server, verified: bool) -> ProbeAnswer:
         """Return what a server that serves nobody else yet makes of the fixed text."""
         name = f"{self._generation.new_name()}-probe"
-        request, body = probe_call(self._probe_tokens, name, temperature=self._temperature)
+        request, body = probe_call(self._probe_tokens, name, temperature=self._temperature, adapter=server.adapter)
         answers = await server.client.post("/generate", body, timeout_s=self._options.sync_timeout_s)
-        fixed, sampled = probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
-        return ProbeAnswer(fixed, sampled, self._temperature, server.facts.dtype if server.facts else "", verified)
+        fixed, sampled, base = probe_rollouts(request, self._probe_tokens, answers, self._expected.vocabulary)
+        dtype = server.facts.dtype if server.facts else ""
+        return ProbeAnswer(fixed, sampled, self._temperature, dtype, verified, base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,9 +37,10 @@ _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 class Server:
     """One server and what is known of it. Only the fleet and the engine's parts write to it.
 
-    version: of its weights now; versions: all that it was given since it started. failures: in a row. released: memory
-    that it gave back, by SGLang's names. has_served: ever. unserved_starts: since it served last. is_awaited: it is
-    being started again, and the run may wait for it.
+    version: of its weights now; versions: all that it was given since it started. adapter: where versions are adapters,
+    the one that new requests name; adapters: that it has -> requests under way that name it. failures: in a row.
+    released: memory that it gave back, by SGLang's names. has_served: ever. unserved_starts: since it served last.
+    is_awaited: it is being started again, and the run may wait for it.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Server:
     state: State = "starting"
     version: int | None = None
     versions: set[int] = field(default_factory=set)
+    adapter: str = ""
+    adapters: Counter[str] = field(default_factory=Counter)
     tokens_in_flight: int = 0
     last_progress: float = field(default_factory=time.monotonic)
     failures: int = 0

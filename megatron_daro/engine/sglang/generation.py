@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.asking import Asker, CutStreamError, EndedAnswer, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
@@ -54,12 +55,14 @@ class ServerGeneration:
         supervision: Supervision,
         asker: Asker,
         options: SGLangSection,
+        adapters: Adapters,
         *,
         vocabulary: int | None,
         warn: Callable[[str], None],
     ) -> None:
         """Args: asker: asks servers. vocabulary: of the model, see `rollouts_of`. warn: shows a warning."""
         self._fleet, self._supervision, self._asker, self._options = fleet, supervision, asker, options
+        self._adapters = adapters
         self._vocabulary, self._warn = vocabulary, warn
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._running: set[RunningGroup] = set()
@@ -143,12 +146,14 @@ class ServerGeneration:
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
             return ()
-        version = server.version or 0
+        version, adapter = server.version or 0, server.adapter
+        server.adapters[adapter] += 1
         calls = calls_of(
             request,
             self.new_name(),
             cache_key=f"{self._prefix}-weights-{version}",
             streams=server.facts is not None and not server.facts.streams_deltas,
+            adapter=adapter,
         )
         run.server, run.ids = server, tuple(name for call in calls for name in call.ids)
         for name, index in zip(run.ids, (index for call in calls for index in call.request.indices), strict=True):
@@ -167,6 +172,8 @@ class ServerGeneration:
             raise
         finally:
             run.ids, run.server = (), None
+            server.adapters[adapter] -= 1
+            self._adapters.unload_unused(server)
             last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
             self._fleet.release(server, sum(last.values()))
         server.succeeded()
@@ -208,10 +215,10 @@ class ServerGeneration:
 
     async def _ask(self, server: Server, calls: Sequence[Call], version: int) -> tuple[Rollout, ...]:
         """Return the answers, unless the server is given up meanwhile."""
-        loaded = None if server.versions else 0  # answers may be of the weights it was started with until it got others
+        # Answers may be of the weights it was started with until it got others; beside adapters these stay.
+        loaded = None if server.versions and not server.adapter else version
         limit = self._options.request_timeout_s
-        keeps_cache = self._options.pause == "in_place"
-        question = Question(server.url, tuple(calls), version, loaded, limit, keeps_cache, self._vocabulary)
+        question = Question(server.url, tuple(calls), version, loaded, limit, self._vocabulary)
         work = asyncio.create_task(self._asker.ask(question))
         given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self._fleet.ended())
         try:

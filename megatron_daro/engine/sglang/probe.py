@@ -33,34 +33,41 @@ def probe_text(vocabulary: int, *, longest: int) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(0).integers(0, vocabulary, count))
 
 
-def probe_call(tokens: Sequence[int], name: str, *, temperature: float) -> tuple[GroupRequest, dict[str, Any]]:
+def probe_call(
+    tokens: Sequence[int], name: str, *, temperature: float, adapter: str = ""
+) -> tuple[GroupRequest, dict[str, Any]]:
     """Return (what is sampled, the body of /generate) of a probe: log-probs of given tokens, and of some sampled
     after them.
 
     Args:
         tokens: the given text. name: of the request; also its cache key, so that no prefix is ever found for it.
-        temperature: of the sampled tokens.
+        temperature: of the sampled tokens. adapter: that is probed; the given tokens are read without it, too.
     """
     prompt = Prompt(id="probe", answer="", source="", tokens=tuple(tokens[:_PROMPT_TOKENS]))
     request = GroupRequest(-1, 0, prompt, (0,), SamplingParams(temperature, 1.0, PROBE_TOKENS))
-    body = call_of(request, name, name).body
-    return request, {**body, "input_ids": [list(prompt.tokens), list(tokens)], "logprob_start_len": 0}
+    body = {**call_of(request, name, name).body, "logprob_start_len": 0}
+    inputs = [list(prompt.tokens), list(tokens)]
+    if adapter:
+        return request, {**body, "input_ids": [*inputs, list(tokens)], "lora_path": [adapter, adapter, None]}
+    return request, {**body, "input_ids": inputs}
 
 
 def probe_rollouts(
     request: GroupRequest, given: Sequence[int], answers: object, vocabulary: int | None
-) -> tuple[Rollout, Rollout]:
+) -> tuple[Rollout, Rollout, np.ndarray | None]:
     """Return (the given text as the response to its first token, the tokens sampled after its beginning), with
-    log-probs.
+    log-probs, and float32 [R] those of the given text without the adapter, where there is one.
 
     Raises:
         BadAnswerError: the answer has another shape, or lacks tokens.
     """
     both: list[Any] = answers if isinstance(answers, list) else [answers]
-    (sampled,) = rollouts_of(request, both[:1], version=0, loaded=None, decode=lambda ids: "", vocabulary=vocabulary)
+    loaded = 0 if len(both) > 2 else None  # with an adapter, the server's own weights are those of its files
+    (sampled,) = rollouts_of(request, both[:1], version=0, loaded=loaded, decode=lambda ids: "", vocabulary=vocabulary)
     if sampled.response_length != PROBE_TOKENS:
         raise BadAnswerError(f"asked for {PROBE_TOKENS} tokens, got {sampled.response_length}")
-    logprobs = read_given_logprobs(both[-1], given[1:])
+    logprobs = read_given_logprobs(both[:2][-1], given[1:])
+    base = read_given_logprobs(both[2], given[1:]) if len(both) > 2 else None
     fixed = replace(
         sampled,
         tokens=np.asarray(given, dtype=np.int32),
@@ -68,4 +75,4 @@ def probe_rollouts(
         loss_mask=np.ones(len(logprobs), dtype=np.uint8),
         logprobs=logprobs,
     )
-    return fixed, sampled
+    return fixed, sampled, base

@@ -157,6 +157,9 @@ class ServerInfo(_Reply):
     skip_tokenizer_init: bool | None = None
     quantization: Text | None = None
     incremental_streaming_output: bool | None = None
+    enable_lora: bool | None = None
+    max_lora_rank: Count | None = None
+    lora_target_modules: list[Text] | None = None
     internal_states: list[InternalState] | None = None
 
 
@@ -314,7 +317,6 @@ def rollouts_of(
     loaded: int | None,
     decode: Callable[[Sequence[int]], str],
     vocabulary: int | None = None,
-    keeps_cache: bool = False,
     experts: ExpertsFolder | None = None,
 ) -> tuple[Rollout, ...]:
     """Return the rollouts of one answer, in the order of the request's indices; each as far as it came.
@@ -325,8 +327,6 @@ def rollouts_of(
         loaded: version of the weights that servers are started with; None where none may answer with these any more.
         decode: token ids -> text.
         vocabulary: number of the model's token ids; None: not known.
-        keeps_cache: an update does not make the server read running and waiting prompts anew. All of an answer then
-            counts as of `version` or older: what its prompt was read with, the spans of the answer do not say.
         experts: where those that the server chose are written to; needed where the request asks for them.
 
     Raises:
@@ -336,7 +336,7 @@ def rollouts_of(
     if not isinstance(answers, list) or len(answers) != len(request.indices):
         got = f"{len(answers)} answers" if isinstance(answers, list) else type(answers).__name__
         raise BadAnswerError(f"group {request.group_id}: asked for {len(request.indices)} samples, got {got}")
-    versions, parts = _Versions(version, loaded, keeps_cache), []
+    versions, parts = _Versions(version, loaded), []
     for index, answer in zip(request.indices, answers, strict=True):
         try:
             sample = read_sample(answer, room=request.room(index), vocabulary=vocabulary)
@@ -358,8 +358,6 @@ def _rollout(
     ids = np.array(sample.ids, dtype=np.int32)
     spans = _spans(sample, versions)
     oldest = min((v for v, _ in spans), default=versions.oldest)
-    if versions.keeps_cache:
-        oldest = min(oldest, versions.oldest)
     earlier = request.partial.get(index)
     so_far = np.asarray(request.prompt.tokens, dtype=np.int32) if earlier is None else earlier.tokens
     length = len(so_far) + len(ids)
@@ -431,12 +429,10 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """oldest: what the request can have seen. loaded: what servers call their weights before any update. keeps_cache:
-    whether its prompt may have been read with the oldest, though every token is of newer ones."""
+    """oldest: what the request can have seen. loaded: what servers call their weights before any update."""
 
     oldest: int
     loaded: int | None
-    keeps_cache: bool = False
 
     def number(self, text: str) -> int:
         """Return the version that a server names."""

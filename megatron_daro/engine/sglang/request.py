@@ -18,13 +18,15 @@ from megatron_daro.types import GroupRequest, SamplingParams
 @dataclass(frozen=True, slots=True)
 class Call:
     """One HTTP request for some samples of a group. name: of the request. cache_key: of its prefixes. ids: what the
-    server calls the samples. streams: whether each is sent when it has ended, and not with the last."""
+    server calls the samples. streams: whether each is sent when it has ended, and not with the last. adapter: its
+    weights, by name; empty: those of the server alone."""
 
     request: GroupRequest
     name: str
     cache_key: str
     ids: tuple[str, ...]
     streams: bool = False
+    adapter: str = ""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -39,10 +41,13 @@ class Call:
             "return_logprob": True,
             "stream": self.streams,
             **({"return_routed_experts": True} if request.sampling.routed_experts else {}),
+            **({"lora_path": self.adapter} if self.adapter else {}),
         }
 
 
-def calls_of(request: GroupRequest, name: str, *, cache_key: str, streams: bool = False) -> list[Call]:
+def calls_of(
+    request: GroupRequest, name: str, *, cache_key: str, streams: bool = False, adapter: str = ""
+) -> list[Call]:
     """Return the HTTP requests for a group: one for all samples, or one for each where they resume at different
     lengths.
 
@@ -52,20 +57,21 @@ def calls_of(request: GroupRequest, name: str, *, cache_key: str, streams: bool 
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
         streams: whether the server sends each of several answers whole when it has ended.
+        adapter: name of the weights, where these are one.
     """
     lengths = {(length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
-    return [call_of(replace(request, indices=part), f"{name}.{part[0]}", cache_key, streams) for part in parts]
+    return [call_of(replace(request, indices=part), f"{name}.{part[0]}", cache_key, streams, adapter) for part in parts]
 
 
-def call_of(request: GroupRequest, name: str, cache_key: str, streams: bool = False) -> Call:
+def call_of(request: GroupRequest, name: str, cache_key: str, streams: bool = False, adapter: str = "") -> Call:
     """Return one HTTP request for all samples of a group, which begin at equal lengths."""
     # The server numbers the samples of a batch itself. It aborts every request whose id begins with the given text:
     # here at most others of the same group, which are aborted together.
     partial = {i: rollout for i, rollout in request.partial.items() if i in request.indices}
     request = replace(request, partial=partial)
     ids = tuple(f"{name}_{i}" for i in range(len(request.indices)))
-    return Call(request, name, cache_key, ids, streams and len(ids) > 1)
+    return Call(request, name, cache_key, ids, streams and len(ids) > 1, adapter)
 
 
 def tokens_so_far(request: GroupRequest, index: int) -> Sequence[int]:

@@ -40,6 +40,7 @@ async def bring_up(
     await server.client.close()
     server.client = SGLangClient(url)
     server.versions, server.version, server.released = set(), None, frozenset()
+    server.adapter = ""
     wait = _Wait(f"{server.name} at {url}", warn)
     try:
         async with asyncio.timeout(options.start_timeout_s):

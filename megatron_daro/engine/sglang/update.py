@@ -10,6 +10,8 @@ WeightSync runs one at a time, step by step; the policy's ranks send in between.
     probe     reject those whose answer is not the policy's
     accept    those that are left serve
 
+Of adapters nothing is prepared, and installed is their name: requests that name an older one go on.
+
 A server that fails a phase leaves the update and is fenced; if sending fails, which breaks a broadcast's group for all,
 the guilty ones are fenced and the others get everything again from the beginning; from shards to shards the others have
 everything and go on. It never lets a server serve with weights that are mixed or unknown.
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
@@ -57,7 +60,8 @@ class UpdateContext:
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
     for `sync: shards`. sync_dir: where files are written. probe: asks a server. death_of: why the process of one that
     cannot be reached is gone. metrics: of the engine. warn: shows a warning. written: directories of files, oldest
-    first. last_checksums: of each server.
+    first. last_checksums: of each server. adapter: PEFT's configuration of what servers get, where that are adapters;
+    adapters: that they have; new_name: that none has yet.
     """
 
     fleet: Fleet
@@ -69,6 +73,9 @@ class UpdateContext:
     death_of: Callable[[Server], Awaitable[str]]
     metrics: Callable[[], Mapping[str, float]]
     warn: Callable[[str], None]
+    adapter: Mapping[str, Any]
+    adapters: Adapters
+    new_name: Callable[[], str]
     files: Iterator[int] = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
     last_checksums: dict[str, LastChecksums] = field(default_factory=dict)
@@ -88,6 +95,7 @@ class ServerUpdate:
         self._transport = self._options.transport
         self._report: SendReport | None = None
         self._directory: Path | None = None
+        self._adapter = ""
         self._verified: set[str] = set()
         self._joining = {server.name for server in servers if server.state == "joining"}
 
@@ -107,6 +115,8 @@ class ServerUpdate:
             return None
         if self._transport.checkpoint:
             self._directory = self._context.sync_dir / f"version_{self._version:06d}-{next(self._context.files)}"
+        if self._transport.adapters:
+            self._adapter = f"{self._context.new_name()}-version-{self._version}"
         targets, offset = [], 1
         for server in servers:
             ranks = _facts(server).tensor_parallel
@@ -117,12 +127,14 @@ class ServerUpdate:
             targets=tuple(targets),
             bucket_bytes=self._bucket_bytes(),
             timeout_s=self._options.sync_timeout_s,
-            digest_dtype=_facts(servers[0]).dtype if self._options.verify else "",
+            digest_dtype=_facts(servers[0]).dtype if self._options.verify and not self._adapter else "",
             directory=self._directory,
             remedy="free space, or set engine.sglang.sync_dir",
             fp8_blocks=self._context.fp8_blocks,
             layout=self._context.layout,
             shards_over=self._options.shards_over,
+            what="adapter" if self._adapter else "policy",
+            adapter={"lora_name": self._adapter, "config_dict": self._context.adapter},
         )
 
     async def blame(self, report: SendReport) -> None:
@@ -162,6 +174,12 @@ class ServerUpdate:
     async def install(self, report: SendReport) -> None:
         """Everything after the weights arrived, up to the first request."""
         self._report = report
+        if self._adapter:
+            for server in self._taking_part():
+                server.versions.add(self._version)
+                server.adapter = self._adapter
+                server.adapters[self._adapter] += 0  # it has it, and no request names it yet
+            return
         if self._directory is not None:
             body = {"model_path": str(self._directory.absolute()), "flush_cache": False}
             await self._phase("read the files", lambda server: self._post(server, "/update_weights_from_disk", body))
@@ -200,6 +218,7 @@ class ServerUpdate:
         done = self._taking_part() if report else []
         for server in done:
             server.version = self._version
+            self._context.adapters.unload_unused(server)
             self._fleet.set_state(server, "serving")
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
@@ -219,7 +238,10 @@ class ServerUpdate:
             self._fleet.fence(server, server.reason or f"weight update: {error}")
 
     async def _opened(self) -> list[Server]:
-        """Open the update on all that take part; returns those that are left."""
+        """Open the update on all that take part; returns those that are left. Adapters need none: what a server does
+        goes on."""
+        if self._transport.adapters:
+            return self._taking_part()
         await self._phase("take the memory of the weights", lambda server: self._resume(server, "weights"))
         await self._phase("pause", self._pause)
         await self._phase("begin", self._begin)
@@ -263,9 +285,10 @@ class ServerUpdate:
         await resume(server, *tags, timeout_s=self._options.sync_timeout_s)
 
     async def _pause(self, server: Server) -> None:
-        # Where nothing runs the modes differ in one thing: only in "abort" does the paused scheduler wait for work; in
-        # the others it asks for work without a rest, on a core that the sender of the weights may need (0.5.23).
-        mode = self._options.pause if server.tokens_in_flight else "abort"
+        # A request that still runs goes on with the new weights, its cache computed anew. Where nothing runs the modes
+        # differ in one thing: in "abort" the paused scheduler waits for work; in "retract" it asks for work without a
+        # rest, on a core that the sender of the weights may need (0.5.23).
+        mode = "retract" if server.tokens_in_flight else "abort"
         await self._post(server, "/pause_generation", {"mode": mode})
 
     async def _begin(self, server: Server) -> None:
@@ -283,16 +306,13 @@ class ServerUpdate:
 
     async def _flush(self, server: Server) -> None:
         """Empty the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
-        then, and come back to the engine, which goes on with them from where they were. Paused in place, a server
-        refuses while anything runs, and keeps what the old weights read: later requests do not find it, since each
-        looks under the key of its weight version."""
+        then, and come back to the engine, which goes on with them from where they were."""
         for _ in range(_FLUSHES):
             try:
                 await self._post(server, "/flush_cache")
                 return
             except RefusedError:
-                if self._options.pause == "in_place":
-                    return
+                pass
             await self._post(server, "/abort_request", {"abort_all": True})
             await asyncio.sleep(_FLUSH_PAUSE_S)
         raise RefusedError(f"{server.url}/flush_cache: refused {_FLUSHES} times, also after its requests were ended")

@@ -7,12 +7,14 @@ vets each server after its first token and before its first weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.adapters import unfit_for
 from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.interpreter import LAST_TESTED, OLDEST_SGLANG, dotted, version_number
 from megatron_daro.engine.sglang.replies import Tokens, read
@@ -44,7 +46,7 @@ class Expected:
     model_path: of the policy. model_type, vocabulary: of its config.json (None: not compared). longest_prompt, longest:
     tokens of a prompt, and of a prompt with its answer. encode: text -> ids of the trainer's tokenizer. shares_gpus:
     with the trainer, in turns: it can give its memory back. reads_text: answers end at texts, which a server without a
-    tokenizer refuses.
+    tokenizer refuses. adapter: PEFT's configuration of the adapters that it gets; empty: it gets whole weights.
     """
 
     model_path: Path
@@ -55,6 +57,7 @@ class Expected:
     vocabulary: int | None = None
     shares_gpus: bool = False
     reads_text: bool = False
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def problems(report: ServerReport, expected: Expected, options: SGLangSection) -
     if options.fp8_blocks:
         wrong += _no_fp8_blocks(facts)
     wrong += _other_parameters(facts, options)
+    if expected.adapter:
+        wrong += unfit_for(expected.adapter, facts)
     if report.model_type and report.model_type != expected.model_type:
         wrong.append(
             f"it serves a model of type {report.model_type!r}; allowed: {expected.model_type!r}, as model.path"

@@ -78,7 +78,7 @@ def average(
     target = replaceable(out)
     check_vocabulary(sources)
     with ExitStack() as stack:
-        opened = [stack.enter_context(HFCheckpoint(source)) for source in sources]
+        opened = [stack.enter_context(HFCheckpoint(source, as_stored=True)) for source in sources]
         check_tensors(opened)
         try:
             with new_directory(target) as folder:

@@ -32,7 +32,8 @@ def compare_file(plan: Plan, job: Job, root: Path, stop: StopFlag | None = None)
     )
     with target, plan.open_source() as source:
         for item in job.items:
-            for name in item.rule.hf_names if isinstance(item, MegatronParameter) else (item.name,):
+            own = item.rule.hf_names if isinstance(item, MegatronParameter) else item.members or (item.name,)
+            for name in own:
                 _compare(name, source, target, plan.piece_bytes, stop)
     return job.file
 

@@ -24,7 +24,7 @@ import torch
 from megatron_daro import durable
 from megatron_daro.convert import daro_format, torch_dist
 from megatron_daro.convert.hf_files import HFCheckpoint, copy_model_files, write_index
-from megatron_daro.convert.plan import FURTHER_FILE, PART_BYTES, Job, Plan
+from megatron_daro.convert.plan import FURTHER_FILE, PART_BYTES, HFTensor, Job, Plan
 from megatron_daro.convert.safetensors_file import FileWriter
 from megatron_daro.errors import CheckpointError, ModelError, disk_fault
 from megatron_daro.workshop.convert.card import CARD_FILE, Card, make_card
@@ -149,7 +149,7 @@ def _complete(plan: Plan, records: Sequence[FileRecord], root: Path) -> None:
     """Write what makes the files a checkpoint: the index, and the model's own small files."""
     folder = plan.weights_folder(root)
     if plan.format == "hf":
-        weight_map = {tensor.name: record.file for record in records for tensor in record.hf}
+        weight_map = {item.name: job.file for job in plan.jobs for item in job.items if isinstance(item, HFTensor)}
         further = dict.fromkeys(_keep_further_layers(plan, root), FURTHER_FILE)
         size = (root / FURTHER_FILE).stat().st_size if further else 0
         write_index(folder, weight_map | further, plan.num_bytes + size)

@@ -18,7 +18,7 @@ from megatron_daro.actor import device, parallel
 from megatron_daro.actor.compat import HiddenStateGPTModel, quiet
 from megatron_daro.actor.model import build_model, transformer_config
 from megatron_daro.actor.weights import load_hf_weights
-from megatron_daro.config.model_shape import ModelShape, has_fp8_blocks, read_json, read_model_shape
+from megatron_daro.config.model_shape import ModelShape, quantization, read_json, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError
@@ -43,8 +43,8 @@ def compare_logits(hf: Path, megatron: Path, cast: str | None = None) -> str:
     Raises:
         CheckpointError: they differ by more than `TOLERANCE` times the largest logit, or they are not finite.
     """
-    if has_fp8_blocks(read_json(hf / "config.json")):
-        return f"forward pass not compared: {hf} is in fp8 blocks; convert it back and verify that"
+    if method := quantization(read_json(hf / "config.json")):
+        return f"forward pass not compared: {hf} is in {method}; convert it back and verify that"
     shape = read_model_shape(hf)
     needed, free = _BYTES_PER_PARAMETER * shape.num_parameters, psutil.virtual_memory().available
     if needed > free:

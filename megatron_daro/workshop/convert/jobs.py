@@ -159,9 +159,12 @@ def _write_hf(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> File
         writer = _HFWriter(weights, out, record, plan.piece_bytes)
         rules = {name: rule for rule in weights.rules for name in rule.hf_names}
         items = [item for item in job.items if isinstance(item, HFTensor)]
-        for _, group in itertools.groupby(items, lambda item: rules[item.name].megatron_name):
+        for _, group in itertools.groupby(items, lambda item: rules[(item.members or (item.name,))[0]].megatron_name):
             tensors = list(group)
-            writer.write(rules[tensors[0].name], tensors, stop)
+            if tensors[0].members:
+                writer.write_stack(tensors[0], stop)
+            else:
+                writer.write(rules[tensors[0].name], tensors, stop)
     return _finished(record, path)
 
 
@@ -183,6 +186,26 @@ class _HFWriter:
             self._write_tensor(item, row_hash, own[0].at if len(own) == 1 else -item.shape[0] - 1, stop)
         if items[0].name == rule.hf_names[0]:
             self._record.megatron.append(self._parameter_record(rule, row_hash))
+
+    def write_stack(self, item: HFTensor, stop: StopFlag | None) -> None:
+        """Write the tensor that holds those of all experts of a layer, and note the parameters that these are of."""
+        parts = len(item.members) // item.shape[0]
+        for first in range(0, len(item.members), parts):
+            raise_if_stopped(stop)
+            names = item.members[first : first + parts]
+            rule, dtype = self._weights.rule(names[0]), torch_dtype(item.dtype)
+            whole, digest = torch.empty(item.shape[1:], dtype=dtype), hashlib.sha256()
+            for part, name in enumerate(names):
+                source = self._weights[name]
+                digest.update(bytes_of(source))
+                values = source if dtype == source.dtype else cast(source, torch.empty_like(source, dtype=dtype), name)
+                whole[..., part::parts] = values.t() if values.dim() > 1 else values
+                own = TensorRecord(name, tuple(values.shape), item.dtype, hashlib.sha256(bytes_of(values)).hexdigest())
+                self._record.hf.append(own)
+            self._out.write(whole)
+            shape = self._weights.parameter_shape(rule)
+            record = TensorRecord(self._weights.box(rule).name, shape, item.source_dtype, digest.hexdigest())
+            self._record.megatron.append(record)
 
     def _write_tensor(self, item: HFTensor, row_hash: RowHash, at: int, stop: StopFlag | None) -> None:
         digest, own = hashlib.sha256(), self._weights.dtype(item.name)

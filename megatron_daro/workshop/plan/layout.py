@@ -54,6 +54,8 @@ def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, 
     sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
     sizes += [columns] if shape.qkv_bias else []
     sizes += [shape.head_dim, shape.head_dim] if shape.qk_norm else []
+    sizes += [shape.heads // cut.tensor] if shape.sinks else []
+    sizes += [shape.hidden, shape.experts.number] if shape.biases and shape.experts else []
     if latent := shape.latent:
         rank, heads, down = latent.query_rank, shape.heads // cut.tensor, latent.kv_rank + latent.rotary
         sizes = (
@@ -73,7 +75,8 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
     if shape.experts is None or not shape.has_experts(layer):
         return ()
     width = shape.experts.ffn // cut.expert_tensor
-    return (2 * width * shape.hidden, width * shape.hidden) * (shape.experts.number // cut.expert)
+    biases = (2 * width, shape.hidden) if shape.biases else ()
+    return (2 * width * shape.hidden, width * shape.hidden, *biases) * (shape.experts.number // cut.expert)
 
 
 def part_parameters(
@@ -245,7 +248,8 @@ def expert_sizes(shape: ModelShape, tensor: int) -> list[int]:
         return [1]
     number = shape.experts.number
     spread = [n for n in (2, 4, 8, 16, 32, 64) if number % n == 0 and (n % tensor == 0 or tensor % n == 0)]
-    return ([1] if shape.experts.ffn % tensor == 0 else []) + spread
+    cut = shape.experts.ffn % tensor == 0 and (tensor == 1 or not shape.biases)
+    return ([1] if cut else []) + spread
 
 
 def in_parts(shape: ModelShape, layout: ModelLayout) -> Iterator[ModelLayout]:

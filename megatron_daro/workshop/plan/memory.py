@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
 from megatron_daro.config.model_shape import ExpertShape
+from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
 from megatron_daro.workshop.plan.workload import Workload
@@ -280,6 +281,8 @@ def largest_tensor_bytes(workload: Workload) -> float:
     """Return the bytes of the model's largest tensor under its Hugging Face name."""
     shape = workload.shape
     widest = max(shape.vocab, shape.heads * shape.head_dim, shape.ffn, shape.experts.ffn if shape.experts else 0)
+    if shape.experts and families()[shape.family].stacked:
+        widest = max(widest, 3 * shape.experts.ffn * shape.experts.number)  # gate, up and down at once
     return widest * shape.hidden * workload.dtype_bytes
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.data.schedule import CostModel, interleaved_group
+from megatron_daro.data.schedule import CostModel, interleaved_group, window_operations
+from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import ModelLayout, active_parameters, counts
 from megatron_daro.workshop.plan.memory import (
@@ -197,7 +198,8 @@ def _stage_s(
     output = shape.vocab * shape.hidden
     products = 6 * share * (active_parameters(shape) - output) / rate
     length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
-    scores = CostModel.of_model(shape).quadratic * length * share / (bf16 * constants.attention)
+    pairs = CostModel.of_model(shape).quadratic * length + window_operations(shape)
+    scores = pairs * share / (bf16 * constants.attention)
     passes = constants.passes + constants.passes_fp8 * workload.fp8
     moved = passes * layer_elements(workload, ENGINE) * workload.dtype_bytes * shape.layers
     memory = moved * share / (gpu.memory_gb_s * 1e9)
@@ -315,7 +317,9 @@ def generation_s(
     rest, experts = _parameters_read(workload, running)
     width = server_weight_bytes(workload) / shape.num_parameters
     weights = (rest + experts * constants.decoding / constants.expert_decoding) * width / tensor / bandwidth
-    cache = running * context * kv_token / bandwidth
+    windowed = len(shape.windowed) / shape.layers
+    seen = context * (1 - windowed) + np.minimum(context, shape.window) * windowed
+    cache = running * seen * kv_token / bandwidth
     arithmetic = running * 2 * active_parameters(shape) / tensor / _server_rate(workload, gpu, constants)
     talk = _decode_traffic(workload, running, tensor, gpu, constants)
     own = constants.decode_step_s + shape.layers * constants.decode_layer_s
@@ -413,13 +417,15 @@ def sync_s(
 
 def _num_tensors(shape: ModelShape) -> int:
     """Tensors of a model's layers under their Hugging Face names."""
-    each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm
+    each = 6 + 3 * shape.qkv_bias + 2 * shape.qk_norm + shape.sinks + shape.biases
     if shape.latent:
         each = 9 if shape.latent.query_rank else 7
     mixed = 0
     if shape.experts:
         others = 1 + 3 * (shape.experts.shared_ffn > 0) + (shape.experts.scores == "sigmoid")
         mixed = shape.expert_layers * (others + 3 * shape.experts.number)
+        if families()[shape.family].stacked:
+            mixed = shape.expert_layers * (2 + len(families()[shape.family].stacked))
     return shape.layers * each + 3 * (shape.layers - shape.expert_layers) + mixed
 
 
@@ -427,5 +433,6 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:
     """Bytes of a model's weights: without its experts, and of these."""
     experts = 0
     if shape.experts:
-        experts = 3 * shape.hidden * shape.experts.ffn * shape.experts.number * shape.expert_layers
+        one = 3 * shape.hidden * shape.experts.ffn + (2 * shape.experts.ffn + shape.hidden) * shape.biases
+        experts = one * shape.experts.number * shape.expert_layers
     return dtype_bytes * (shape.num_parameters - experts), dtype_bytes * experts

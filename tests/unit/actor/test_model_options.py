@@ -7,13 +7,16 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from published_configs import GPT_OSS_20B
 
 from megatron_daro.actor import model
+from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.megatron_options import (
     OWNED,
     REFUSED,
     option_problems,
 )
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError
 
 
@@ -99,3 +102,10 @@ def test_other_tp_sizes_divide_it_too(tensor):
     assert padded >= 151_936
     assert padded % tensor == 0
     assert padded % model.VOCABULARY_MULTIPLE == 0
+
+
+def test_clamped_experts_refuse_a_kernel_that_clamps_too_early():
+    shape = read_model_shape(GPT_OSS_20B)
+    assert not model.transformer_config(shape, Layout()).bias_activation_fusion
+    with pytest.raises(ConfigError, match=r"actor\.megatron\.bias_activation_fusion: got true"):
+        model.transformer_config(shape, Layout(), options={"bias_activation_fusion": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from published_configs import GPT_OSS_20B
 
 from megatron_daro.actor import device, precision
 from megatron_daro.actor.model import transformer_config
@@ -16,20 +17,27 @@ from megatron_daro.errors import ConfigError
 SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100}
 SHAPE |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+LLAMA = read_model_shape(SHAPE)
 HOPPER = Surroundings(9.0, (13, 0), (2, 20, 2), (9, 19, 0))
 
 
 def test_fp8_that_cannot_run_on_this_rank_is_refused_and_not_silently_off(monkeypatch):
     with pytest.raises(ConfigError, match=r"actor\.precision: got fp8"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8"))
+        precision.uses_transformer_engine(ActorSection(precision="fp8"), LLAMA)
     monkeypatch.setattr(precision, "surroundings", lambda: HOPPER)
     with pytest.raises(ConfigError, match="Transformer Engine"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8"))
+        precision.uses_transformer_engine(ActorSection(precision="fp8"), LLAMA)
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    assert precision.uses_transformer_engine(ActorSection(precision="fp8"))
-    assert not precision.uses_transformer_engine(ActorSection(precision="fp32"))
+    assert precision.uses_transformer_engine(ActorSection(precision="fp8"), LLAMA)
+    assert not precision.uses_transformer_engine(ActorSection(precision="fp32"), LLAMA)
     with pytest.raises(ConfigError, match=r"actor\.fp8_recipe"):
-        precision.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"))
+        precision.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"), LLAMA)
+
+
+def test_attention_with_sinks_is_that_of_megatrons_layers(monkeypatch):
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    assert precision.uses_transformer_engine(ActorSection(), LLAMA)
+    assert not precision.uses_transformer_engine(ActorSection(), read_model_shape(GPT_OSS_20B))
 
 
 def config_of(**options):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45_AIR
+from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
@@ -156,6 +156,20 @@ def test_glm_45_air_on_a_world_of_64(layout):
     shape = read_model_shape(GLM_45_AIR)
     report = check_world(shape, layout, options=options if layout.pipeline == 4 else {})
     assert len(report.ranks) == 64 and report.parameters == 106_852_251_264
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=8, pipeline=4, data=2, expert=16, expert_tensor=1),
+        Layout(tensor=4, pipeline=2, context=2, data=4, expert=32, expert_tensor=1),
+    ],
+    ids=str,
+)
+def test_gpt_oss_120b_on_a_world_of_64(layout):
+    report = check_world(read_model_shape(GPT_OSS_120B), layout)
+    assert len(report.ranks) == 64 and (report.tensors, report.parameters) == (615, 116_829_156_672)
 
 
 @pytest.mark.heavy

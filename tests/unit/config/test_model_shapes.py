@@ -81,6 +81,15 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
                 ),
             ),
         ),
+        (
+            {"model_type": "gpt_oss"},
+            replace(
+                LLAMA, family="gpt_oss", kv_heads=8, head_dim=64, rms_eps=1e-5, max_positions=131072, qkv_bias=True,
+                rope_theta=150000.0, rope_scaling=YarnScaling(32.0, 4096, 32.0, 1.0, 0.1 * math.log(32) + 1, False),
+                sinks=True, biases=True, window=128, windowed=(0, 2),
+                experts=ExpertShape(number=128, chosen=4, ffn=48, normalize=True, dense_layers=(), limit=7.0),
+            ),
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -90,7 +99,7 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
     others = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
-    assert sorted(families()) == ["deepseek_v3", "glm4_moe", *others]
+    assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
     for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):
         with pytest.raises(ModelError, match=next(iter(tensors)).split("_")[-1]):

@@ -44,8 +44,11 @@ SIZES |= {"intermediate_size": 96, "max_position_embeddings": 65536}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"norm_topk_prob": True}
 BLOCKS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
+SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
 MODELS = {
     "small": {},
+    "sinks": SINKS,
+    "mxfp4": {**SINKS, "quantization_config": {"quant_method": "mxfp4"}},
     "six_layers": {**SIZES, "model_type": "llama"},
     "experts": {**SIZES, **EXPERTS},
     "some_dense": {**SIZES, **EXPERTS, "intermediate_size": 97, "mlp_only_layers": [0]},
@@ -99,6 +102,7 @@ model.path="" | model.path | -
 model.path=~nobody-of-this-name/m | model.path | -
 model.path=/nowhere | model.path | -
 model.path=TRAIN | model.path | -
+model.path=MODELS/mxfp4 | model.path | model.path=MODELS/sinks
 model.megatron_weights=MODELS | model.megatron_weights | model.megatron_weights=null
 data.train=[] | data.train | data.train=TRAIN
 data.train=[3] | data.train.0 | data.train=TRAIN
@@ -194,6 +198,14 @@ NODE lora.rank=4 actor.precision=fp8 | lora.rank | actor.precision=bf16
 lora.rank=4 model.path=MODELS/experts | lora.targets | lora.targets=[q_proj,k_proj,v_proj,o_proj]
 lora.rank=4 model.path=MODELS/experts lora.targets=[q_proj,down_proj] | lora.targets | lora.targets=[q_proj]
 trainer.export_adapter=true | trainer.export_adapter | lora.rank=4
+SERVERS engine.sglang.sync=adapters | engine.sglang.sync | lora.rank=4
+SERVERS engine.sglang.sync=adapters lora.rank=4 lora.targets=[q_proj] | engine.sglang.sync |
+  lora.targets=[q_proj,v_proj]
+SERVERS engine.sglang.sync=adapters lora.rank=4 lora.targets=[up_proj] | engine.sglang.sync |
+  lora.targets=[up_proj,gate_proj]
+SERVERS engine.sglang.sync=adapters lora.rank=4 engine.sglang.arguments.device=cpu model.path=MODELS/odd |
+  engine.sglang.sync | lora.targets=[q_proj,v_proj]
+SERVERS NODE QUANTIZED engine.sglang.sync=adapters lora.rank=4 | engine.sglang.sync |
 PPO algorithm.critic.path=MODELS/more_tokens | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO algorithm.critic.path=MODELS/other_tokenizer | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO model.path=MODELS/unigram algorithm.critic.path=MODELS/other_unigram | algorithm.critic.path |
@@ -215,8 +227,8 @@ environment.kind=my:Own algorithm.turn_rewards=true algorithm.kl.place=reward al
   algorithm.turn_rewards |
 algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
-environment.kind=my:Own environment.options.tokenizer=1 | environment.options | -
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
+environment.host=0.0.0.0 | environment.host |
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
@@ -286,6 +298,8 @@ NODE actor.precision=fp8 actor.fp8_recipe=mxfp8 | actor.fp8_recipe |
 NODE actor.precision=fp8 actor.fp8_recipe=blockwise cluster.gpu=L40S | actor.fp8_recipe |
 NODE actor.precision=fp8 model.path=MODELS/odd | actor.precision | model.path=MODELS/small
 NODE actor.precision=fp8 model.path=MODELS/odd cluster.gpu=A100 | actor.precision | actor.precision=bf16
+NODE actor.precision=fp8 model.path=MODELS/sinks | actor.precision | actor.precision=bf16
+model.path=MODELS/sinks actor.tensor_parallel=2 | actor.expert_tensor_parallel |
 NODE actor.precision=fp8 model.path=MODELS/experts | actor.precision | actor.precision=bf16
 NODE actor.precision=fp8 actor.num_layers_at_start_in_bf16=2 actor.num_layers_at_end_in_bf16=2 |
   actor.num_layers_at_end_in_bf16 | actor.num_layers_at_end_in_bf16=1
@@ -347,6 +361,8 @@ SERVERS NODE model.path=MODELS/odd_block_experts engine.sglang.fp8_blocks=true |
   model.path=MODELS/block_experts
 SERVERS NODE model.path=MODELS/odd_blocks engine.sglang.fp8_blocks=true | engine.sglang.fp8_blocks |
   model.path=MODELS/blocks
+SERVERS NODE model.path=MODELS/sinks engine.sglang.fp8_blocks=true | engine.sglang.fp8_blocks |
+  engine.sglang.fp8_blocks=false
 engine.colocate=true | engine.colocate | engine.colocate=false
 RUNNING engine.colocate=true | engine.colocate | engine.colocate=false
 TURNS engine.sglang.sync=distributed | engine.sglang.sync |

@@ -20,6 +20,7 @@ from megatron_daro.cli import main
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import plan
 from megatron_daro.convert.hf_files import write_hf_checkpoint
+from megatron_daro.convert.stacked import stack
 from megatron_daro.workshop.convert import conversion
 
 CARD_FILE = "conversion.json"
@@ -33,7 +34,8 @@ def config_of(family: str = "qwen2", **changes) -> dict:
 
 def make_hf(directory: Path, config: dict, *, dtype=torch.bfloat16, max_shard_bytes=4000) -> dict[str, torch.Tensor]:
     """A checkpoint directory; returns its tensors."""
-    tensors = random_tensors(read_model_shape(config), dtype)
+    shape = read_model_shape(config)
+    tensors = dict(stack(random_tensors(shape, dtype).items(), shape))
     write_hf_checkpoint(directory, tensors.items(), config, max_shard_bytes=max_shard_bytes)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     return tensors

@@ -30,15 +30,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_daro.config.model_files import read_model
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.convert.hf_files import HFCheckpoint
+from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError
 from megatron_daro.sync import fp8_cast
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -93,6 +94,28 @@ def test_layers_that_predict_further_tokens_go_along_as_they_are(tmp_path, forma
     to_hf(tmp_path / "again", tmp_path / "without", config=tmp_path / "hf")
     assert_equal(tensors_of(tmp_path / "without"), given_)
     assert json.loads((tmp_path / "without/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_mxfp4_is_read_as_transformers_reads_it_and_written_in_bf16(tmp_path, format_):
+    config = config_of("gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=1, torch_dtype="bfloat16")
+    stored = dict(expected := make_hf(tmp_path / "bf16", config))
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = expected[name].shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(256, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        scales.view(-1)[:255] = torch.arange(255)  # all exponents; the last one is no number
+        scales.clamp_(max=254)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    quantized = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    write_hf_checkpoint(tmp_path / "hf", stored.items(), quantized, tmp_path / "bf16")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", format_=format_)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
 
 
 WIDE = {

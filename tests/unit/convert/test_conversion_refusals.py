@@ -7,6 +7,7 @@ import enum
 import json
 import os
 import pickle
+import re
 import subprocess
 
 import pytest
@@ -26,8 +27,12 @@ from hf_checkpoints import (
 from safetensors.torch import save_file
 
 from megatron_daro.config.model_files import read_model
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
+from megatron_daro.convert.hf_files import write_hf_checkpoint
 from megatron_daro.convert.megatron_weights import checkpoint_directory, open_pieces
+from megatron_daro.convert.weights_check import check_weights
+from megatron_daro.errors import ModelError
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
@@ -388,3 +393,30 @@ def test_fp32_that_bf16_cannot_hold(tmp_path):
         r"model\.norm\.weight holds 3\.403e\+38",
         lambda s, o: to_megatron(s, o, dtype="bf16"),
     )
+
+
+STACKS = "model.layers.1.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        (f"{STACKS}gate_up_proj_bias", torch.zeros(0), "experts.3.up_proj.bias holds"),
+        (f"{STACKS}down_proj", torch.zeros(4, 16, 24), "experts.0.down_proj.weight has shape"),
+        (f"{STACKS}down_proj", None, f"{STACKS}down_proj is missing"),
+        (f"{STACKS}down_proj_blocks", torch.zeros(4, 16, 1, 16, dtype=torch.uint8), "down_proj_blocks of shape"),
+        ("model.layers.0.self_attn.sinks", torch.full((4,), torch.nan), "sinks holds NaN"),
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "q_norm.weight of shape"),
+    ],
+)
+def test_the_headers_of_experts_in_stacks_are_compared_with_config_json(tmp_path, name, value, named):
+    config = config_of("gpt_oss")
+    tensors, shape = make_hf(tmp_path / "good", config), read_model_shape(config)
+    check_weights(tmp_path / "good", shape)
+    if named.endswith("up_proj.bias holds"):  # of the last one alone
+        value = tensors[name].clone()
+        value[3, -1] = torch.inf
+    changed = {key: tensor for key, tensor in {**tensors, name: value}.items() if tensor is not None}
+    write_hf_checkpoint(tmp_path / "bad", changed.items(), config)
+    with pytest.raises(ModelError, match=re.escape(named)):
+        check_weights(tmp_path / "bad", shape)

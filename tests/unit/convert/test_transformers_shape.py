@@ -53,6 +53,10 @@ CLASSES = {
         | {"q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 6, "head_dim": 8},
     ),
 }
+CLASSES["gpt_oss"] = (
+    "GptOssConfig",
+    {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.3},
+)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -130,6 +134,17 @@ EQUAL = {
         | {"rope_interleave": ..., "head_dim": ..., "qk_head_dim": ..., "scoring_func": "sigmoid", "moe_layer_freq": 1}
         | {"topk_method": "noaux_tc", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001},
     ),
+    "keys of published gpt-oss": (
+        "gpt_oss",
+        {"rope_parameters": ..., "rope_theta": 1.5e5, "rope_scaling": {**YARN, "truncate": False}}
+        | {"experts_per_token": 2, "initial_context_length": 16},
+    ),
+    "nothing said of windows and frequencies": (
+        "gpt_oss",
+        {"rope_parameters": ..., "layer_types": ..., "num_hidden_layers": 3, "max_position_embeddings": 131072},
+    ),
+    "windows in other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
     "keys that change nothing": ("llama", {"pretraining_tp": 2, "temperature": 0.5, "is_llama_config": True}),
 }
 
@@ -172,6 +187,14 @@ REFUSED = {
         "attention_factor 1.3",
     ),
     "the same at 1": ("qwen3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "attention_factor"),
+    "no biases": ("gpt_oss", {"attention_bias": False}, "attention_bias false"),
+    "another curve of the gate": ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+    "chunks": ("gpt_oss", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    "too few kinds of layers": ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+    "no width of windows": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    "no limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+    "another quantization": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a new key": ("gpt_oss", {"sink_scale": 2.0}, "sink_scale"),
     "truncate null": ("qwen3", {"rope_scaling": {**YARN, "truncate": None}}, "truncate"),
     "SGLang's own factor": ("qwen3", {"rope_scaling": {**YARN, "attn_factor": 1.3}}, "attn_factor"),
     "a kind for each type of layer": (

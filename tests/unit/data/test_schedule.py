@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_configs import GPT_OSS_120B
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.packing import pack
@@ -92,6 +93,13 @@ def test_quadratic_cost_moves_the_balance():
     assert sorted(flops.tokens) == [90, 100]
     assert sorted(flops.costs) == [900.0, 10000.0]
     assert CostModel.transformer(num_parameters=10, num_layers=2, attention_width=3) == CostModel(60.0, 36.0)
+
+
+def test_a_window_makes_attention_cost_the_same_for_each_token():
+    shape = read_model_shape(GPT_OSS_120B)  # 18 layers of each kind, 64 heads of 64
+    cost = CostModel.of_model(shape)
+    assert cost.quadratic == 6 * 18 * 4096
+    assert cost.linear == 6 * (shape.num_active_parameters - 201088 * 2880) + 12 * 18 * 128 * 4096
 
 
 QWEN_05B = {

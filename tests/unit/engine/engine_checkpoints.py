@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
@@ -26,6 +27,7 @@ EXPERTS = {
     ),
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
+EXPERTS["gpt_oss"] = GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
 VOCAB = 31
 
 

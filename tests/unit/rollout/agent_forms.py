@@ -108,7 +108,7 @@ class Agents:
     async def close(self) -> None: ...
 
 
-def run(tokens, agent, says, *, indices=(0, 1), room=2000, together=True, before=None, **section):
+def run(tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, together=True, before=None, **section):
     """Hold the conversations of one group.
 
     Args:
@@ -122,7 +122,7 @@ def run(tokens, agent, says, *, indices=(0, 1), room=2000, together=True, before
     running = agent if isinstance(agent, CommandAgents) else Agents(agent)
     progress = FakeProgress()
     environment = AgentConversations(
-        AgentEndpoint(Turns(tokens, chat=True), progress.warn, section.max_turn_tokens), running, 1.0
+        AgentEndpoint(Turns(tokens, chat=True), progress.warn, section.max_turn_tokens, section.host), running, 1.0
     )
     conversations = Conversations(
         section,
@@ -136,12 +136,12 @@ def run(tokens, agent, says, *, indices=(0, 1), room=2000, together=True, before
         notices=progress,
     )
     first = tokens.encode("<|im_start|>", add_special_tokens=False)
-    prompt = Prompt("p", "easy", "unit", text="6*7?", tokens=tuple(first))
+    prompt = Prompt("p", answer, "unit", text="6*7?", tokens=tuple(first))
     request = GroupRequest(3, 0, prompt, indices, SamplingParams(max_new_tokens=room))
 
     async def held():
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return [group async for group in conversations.generate([request])]
         finally:
             await conversations.close()

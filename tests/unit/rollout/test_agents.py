@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from agent_forms import answers_of, assert_exact, run, tokenizer
 from group_forms import plain_rollout, through_parquet
 
+from megatron_daro.errors import RolloutError
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.types import Group, Prompt
 
@@ -152,6 +155,71 @@ def test_requests_that_ask_for_what_is_not_served_are_refused_by_name(tokens):
     rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "No", indices=(0,))
     assert_exact(rollouts, engine)
     assert len(engine.asked) == 1 and engine.asked[0].turn == 3
+
+
+def test_completions_go_on_from_the_tokens_of_a_text_and_of_ids(tokens):
+    async def agent(problem, api):
+        async def complete(prompt, **others):
+            status, body = await api.post({"prompt": prompt, **others}, path="/completions")
+            assert status == 200 and body["object"] == "text_completion"
+            return body["choices"]
+
+        [first] = await complete("1+1=", max_tokens=4, logprobs=0)
+        assert first["text"] == "Answ" and first["finish_reason"] == "length"
+        assert first["logprobs"]["tokens"] == ["A", "n", "s", "w"] and len(first["logprobs"]["token_logprobs"]) == 4
+        [second] = await complete(f"1+1={first['text']}, so", stop="w")
+        assert second["text"] == "Ans" and second["finish_reason"] == "stop"
+        ids = tokens.encode("2+2=", add_special_tokens=False)
+        one, _ = await complete(ids, n=2, max_tokens=3)
+        [last] = await complete([*ids, *tokens.encode(one["text"] + "!", add_special_tokens=False)], max_tokens=3)
+        assert last["text"] == "Ans"
+        for body in ({"prompt": ["a", "b"]}, {"prompt": [10**6]}, {"prompt": "a", "echo": True}, {"messages": ASKED}):
+            assert (await api.post(body, path="/completions"))[0] == 400
+
+    rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "Answer", indices=(0,))
+    assert_exact(rollouts, engine)
+    read = [tokens.decode(list(one.prompt.tokens)) for one in engine.asked]
+    assert read == ["1+1=", "1+1=Answ, so", "2+2=", "2+2=", "2+2=Ans!"]
+    assert len(rollouts[0].contexts) == 4  # the first token of a rollout is the problem's; then three that were begun
+
+
+def test_another_address_than_loopbacks_says_nothing_without_a_key(tokens):
+    async def agent(problem, api):
+        assert api.base_url.startswith("http://127.0.0.2:")
+        async with aiohttp.ClientSession() as http:
+            for path in ("/health", "/v1/models"):
+                async with http.get(api.base_url.removesuffix("/v1") + path) as reply:
+                    assert reply.status == 401
+        await api.say(ASKED)
+
+    rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "No", indices=(0,), host="127.0.0.2")
+    assert_exact(rollouts, engine)
+    with pytest.raises(RolloutError, match=r"environment\.host: got 192\.0\.2\.1"):
+        run(tokens, agent, lambda read, request: "No", indices=(0,), host="192.0.2.1")
+
+
+def test_a_thousand_connections_at_once_are_all_answered(tokens):
+    agents, each = 10, 100
+    barrier = asyncio.Barrier(agents)
+
+    async def agent(problem, api):
+        host, port = api.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        body = json.dumps({"messages": [{"role": "user", "content": "?"}], "max_tokens": 2})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {api.key}\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        streams = [await asyncio.open_connection(host, int(port)) for _ in range(each)]
+        await barrier.wait()  # all of all are open
+        for _, writer in streams:
+            writer.write((head + body).encode())
+        for reader, writer in streams:
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    rollouts, engine, counts, _ = run(
+        tokens, agent, lambda read, request: "No", indices=range(agents), room=20_000, together=False
+    )
+    assert_exact(rollouts, engine)
+    assert len(engine.answers) == agents * each and counts["environment/restarted"] == 0
 
 
 def test_other_sampling_is_given_and_not_trained_and_a_person_is_told(tokens):

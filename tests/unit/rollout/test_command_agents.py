@@ -42,6 +42,9 @@ if how == "stream":
 if how == "dies":
     say([*asked, reply, {"role": "user", "content": "And?"}], stream=True).read(20)
     os.kill(os.getpid(), 9)
+if how in ("file", "torn"):
+    with open(os.environ["REWARD_JSON"], "w") as file:
+        file.write('{"reward": 0.125}' if how == "file" else "{")
 print("talk")
 print(json.dumps({"reward": 0.5, "correct": reply["content"] == "Answer", "rewards": {"style": 0.25}}))
 """
@@ -99,6 +102,7 @@ def test_a_program_is_trained_on_what_it_sampled_more_of_them_than_places(tokens
         ("silent", "no_call", {}),
         ("crash", "crash", {}),
         ("dies", "crash", {}),
+        ("torn", "outcome", {}),
         ("memory", "memory", {"memory_mib": 200}),
     ],
 )
@@ -109,6 +113,11 @@ def test_a_program_that_fails_costs_its_rollout_and_leaves_nothing(tokens, tmp_p
     assert failed == {"environment/failed": 1, f"environment/failed/{reason}": 1}
     if how == "crash":
         assert "exit status 1; it said: no such tool" in progress.messages[0]
+
+
+def test_what_a_program_writes_into_its_file_counts_before_its_last_line(tokens, tmp_path):
+    [rollout], _, _, _ = held(tokens, tmp_path, "file", (0,), workers=1)
+    assert (rollout.verdict.correct, rollout.verdict.reward, rollout.verdict.rewards) == (False, 0.125, ())
 
 
 def test_a_program_that_hangs_gives_its_place_to_the_next(tokens, tmp_path):

@@ -13,11 +13,10 @@ from group_forms import plain_group, through_parquet
 from loop_fakes import FakeProgress, digest
 
 from megatron_daro.config import EnvironmentSection, RewardSection
-from megatron_daro.errors import ConfigError, EngineError, RewardError, RolloutError
+from megatron_daro.errors import EngineError, RewardError, RolloutError
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.group_columns import RecordedGroup
-from megatron_daro.rollout.own_environment import environment_class
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -212,18 +211,6 @@ def test_a_record_gives_the_turns_back():
 def test_what_cannot_be_trained_on_ends_the_run_by_name(wrong, words):
     with pytest.raises(RolloutError, match=f"environment.kind.*toy_environment:SecondTry.*{words}"):
         held(Engine(), wrong=wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Synchronous", r"Synchronous\.rollout"),
-        ("WithoutTokenizer", "WithoutTokenizer.*tokenizer"),
-    ],
-)
-def test_a_class_of_another_shape_is_refused_with_the_right_one(name, words):
-    with pytest.raises(ConfigError, match=words):
-        environment_class(EnvironmentSection(kind=f"toy_environment:{name}"))
 
 
 def test_no_room_ends_a_conversation_as_truncated():

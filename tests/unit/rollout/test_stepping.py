@@ -16,7 +16,7 @@ from test_conversations import Engine, Pool, collected, requests
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.own_environment import environment_class, make_environment
+from megatron_daro.rollout.own_environment import make_environment, try_environment
 
 
 class Digits:
@@ -186,9 +186,9 @@ def test_what_cannot_be_used_ends_the_run_by_name(wrong, words):
 
 def test_a_class_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"NoReset\.reset"):
-        environment_class(EnvironmentSection(kind="toy_steps:NoReset"))
+        try_environment(EnvironmentSection(kind="toy_steps:NoReset"))
     with pytest.raises(ConfigError, match="mode"):
-        environment_class(EnvironmentSection(kind="toy_steps:Steps", options={"mode": 1}))
+        try_environment(EnvironmentSection(kind="toy_steps:Steps", options={"mode": 1}))
 
 
 @pytest.mark.parametrize(

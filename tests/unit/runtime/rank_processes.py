@@ -131,7 +131,7 @@ class Rank:
         metrics = {"loss": step / 4} if self.do_info().reports else {}
         return StepResult(step, metrics, own_s=own_s)
 
-    def do_score(self, batch, micro_batches, temperature):
+    def do_score(self, batch, micro_batches, temperature, base):
         return batch.rollout_logprobs_R / temperature if self.do_info().reports else None
 
     def do_start_save(self, directory):

@@ -19,8 +19,10 @@ from shard_cases import (
     server_shapes,
     shards,
     times_written,
+    tiny_config,
 )
 
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ModelError
 from megatron_daro.sync.shard_layouts import (
     ServerLayout,
@@ -169,6 +171,11 @@ def test_a_model_that_a_server_cannot_cut_is_refused(family, changes, arguments,
     with pytest.raises(ModelError, match=message):
         server_layout(changed, arguments)
     server_layout(shape, arguments)
+
+
+def test_experts_in_stacks_are_refused():
+    with pytest.raises(ModelError, match="gpt_oss"):
+        server_layout(read_model_shape(tiny_config("gpt_oss")), {"tp_size": 2})
 
 
 def test_on_a_cpu_columns_are_padded_and_heads_must_divide():

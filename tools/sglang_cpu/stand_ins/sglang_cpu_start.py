@@ -1,5 +1,5 @@
 """Makes SGLang start on a machine without GPU: settings, operators that torchvision lacks, memory that CUDA never sees,
-fp8 blocks without a kernel.
+fp8 blocks without a kernel, adapters without pinned memory.
 
 Place in the data flow: tools/sglang_cpu_env.sh copies it into the site-packages of its environment, where
 sglang_cpu.pth imports it whenever Python starts there, so in every process of a server too. It imports nothing heavy
@@ -106,6 +106,26 @@ class Fp8BlocksFinder(ChangedModule):
         module.Fp8LinearMethod.apply = apply
 
 
+class AdaptersFinder(ChangedModule):
+    """Leaves out that memory for the kernels of LoRA is pinned, which SGLang 0.5.23 always does and torch without CUDA
+    refuses."""
+
+    MODULE = "sglang.srt.lora.layers"
+
+    @staticmethod
+    def change(module):
+        """Replaces what makes such tensors."""
+        torch = module.torch
+        if torch.cuda.is_available():
+            return
+
+        def unpinned(make):
+            return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
+
+        torch.tensor, torch.empty, torch.zeros = map(unpinned, (torch.tensor, torch.empty, torch.zeros))
+        torch.Tensor.pin_memory = lambda tensor, *arguments: tensor
+
+
 def declare_operators():
     """Load torchvision's compiled library, or declare the operators without an implementation."""
     spec = importlib.machinery.PathFinder.find_spec("torchvision")
@@ -129,4 +149,4 @@ def declare_operators():
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
-sys.meta_path[:0] = [TorchvisionFinder, HostMemoryFinder, Fp8BlocksFinder]
+sys.meta_path[:0] = [TorchvisionFinder, HostMemoryFinder, Fp8BlocksFinder, AdaptersFinder]

@@ -132,19 +132,18 @@ def test_an_answer_ends_at_the_token_that_completes_a_stop_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spans", "pause", "version", "kept"),
+    ("spans", "version", "kept"),
     [
-        (((1, 1), (2, 0), (2, 2)), "retract", 1, ((1, 1), (2, 2))),
-        (((2, 3),), "retract", 2, ((2, 3),)),
-        (((2, 3),), "in_place", 1, ((2, 3),)),  # its prompt may have been read with the weights of then
-        ((), "retract", 1, ((1, 3),)),  # a server that tells none has those of the request
+        (((1, 1), (2, 0), (2, 2)), 1, ((1, 1), (2, 2))),
+        (((2, 3),), 2, ((2, 3),)),
+        ((), 1, ((1, 3),)),  # a server that tells none has those of the request
     ],
-    ids=["an update on the way", "weights of after the update", "kept its cache", "tells none"],
+    ids=["an update on the way", "weights of after the update", "tells none"],
 )
-def test_tokens_are_of_the_weights_that_the_server_names(tmp_path, spans, pause, version, kept):
+def test_tokens_are_of_the_weights_that_the_server_names(tmp_path, spans, version, kept):
     async def scenario():
         weights = Weights(1)
-        async with serving(tmp_path, count=1, updated=weights, pause=pause) as fleet:
+        async with serving(tmp_path, count=1, updated=weights) as fleet:
             (server,), asked, updated = fleet.stubs, asyncio.Event(), asyncio.Event()
 
             async def answer(request, body):

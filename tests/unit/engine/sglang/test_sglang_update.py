@@ -59,14 +59,13 @@ def test_the_order_of_the_calls_each_on_all_servers_before_the_next(tmp_path, we
     run(scenario())
 
 
-@pytest.mark.parametrize(("pause", "running"), [("retract", True), ("in_place", True), ("in_place", False)])
-def test_servers_are_paused_as_configured_where_requests_run(tmp_path, weights, pause, running):
+def test_requests_that_run_go_on_with_the_new_weights(tmp_path, weights):
     async def scenario():
-        async with rig(tmp_path, {}, {}, pause=pause) as fleet:
-            fleet.servers[1].tokens_in_flight = 100 if running else 0
+        async with rig(tmp_path, {}, {}) as fleet:
+            fleet.servers[1].tokens_in_flight = 100
             await fleet.publish(weights, 3)
             idle, other = (stub.said["/pause_generation"] for stub in fleet.stubs)
-            assert idle == [{"mode": "abort"}] and other == [{"mode": pause if running else "abort"}]
+            assert idle == [{"mode": "abort"}] and other == [{"mode": "retract"}]
 
     run(scenario())
 
@@ -279,16 +278,5 @@ def test_a_flush_that_is_always_refused_fences_the_server(tmp_path, weights):
             fleet.stubs[0].answers["/flush_cache"] = answering(400)
             await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
-
-    run(scenario())
-
-
-def test_paused_in_place_a_refused_flush_passes(tmp_path, weights):
-    async def scenario():
-        async with rig(tmp_path, pause="in_place") as fleet:
-            fleet.stubs[0].answers["/flush_cache"] = answering(400)
-            await fleet.publish(weights, 3)
-            assert fleet.states == ["serving", "serving"]
-            assert (fleet.stubs[0].calls["/flush_cache"], fleet.stubs[0].calls["/abort_request"]) == (1, 0)
 
     run(scenario())

@@ -1,0 +1,62 @@
+"""Adapters by value, all in one HTTP call to each server, which keeps them beside those that it has.
+
+Source: sglang 0.5.23: srt/managers/tp_worker.py, `load_lora_adapter_from_tensors`; srt/utils/common.py,
+`SafeUnpickler`. What that cannot read, such as a handle of another process's memory, ends the whole server: so nothing
+is pickled but one tensor on the host and plain values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_daro.sync.buckets import tensor_bytes
+from megatron_daro.sync.plan import Calls, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.sender import TransportSender, posted_to_all
+
+_CALL = "/load_lora_adapter_from_tensors"
+
+
+class AdapterSender(TransportSender):
+    """One rank's calls."""
+
+    def __init__(self, calls: Calls) -> None:
+        """Connect to nothing. Args: calls: to servers."""
+        self._calls = calls
+
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
+    ) -> SendReport:
+        started = time.perf_counter()
+        pickled, num_bytes = by_value(tensors)
+        encoded = base64.b64encode(pickled).decode()
+        failures = asyncio.run(self._load({**plan.adapter, "load_format": "flattened_bucket"}, encoded, plan))
+        return SendReport(num_bytes, 1, time.perf_counter() - started, failures=failures, apart=True)
+
+    async def _load(self, body: Mapping[str, Any], encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
+        async with self._calls() as post:  # each rank of a server reads a copy of its own
+            return await posted_to_all(
+                plan, post, _CALL, lambda ranks: {**body, "serialized_named_tensors": [encoded] * ranks}
+            )
+
+
+def by_value(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, int]:
+    """Return (tensors of one dtype as SGLang unpickles a flattened bucket, bytes of the tensors)."""
+    parts, metadata, start = [], [], 0
+    for name, tensor in tensors:
+        parts.append(tensor_bytes(tensor).cpu())
+        end = start + len(parts[-1])
+        metadata.append(
+            SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end)
+        )
+        start = end
+    return pickle.dumps({"flattened_tensor": torch.cat(parts), "metadata": metadata}), start
