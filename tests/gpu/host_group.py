@@ -1,8 +1,8 @@
 """Process groups whose tensors go through the host: ranks that share a GPU, which NCCL refuses.
 
-Place in the data flow: ranks of gpu_processes.py meet by it where there are fewer GPUs than ranks. Everything that a
-rank computes is on the GPU as ever; what it exchanges is copied to the host, sent by gloo and copied back. gloo's own
-CUDA paths lack point-to-point, and torch 2.13 lists others as missing. On a CPU the copies are made all the same.
+Place in the data flow: rows "ranks on one GPU" of gpu_checks.py. All that a rank computes is on the GPU as ever; what
+it exchanges is copied to the host, sent by gloo and copied back, since gloo cannot send or receive memory of a GPU. On
+a CPU the copies are made all the same.
 """
 
 from __future__ import annotations
