@@ -44,14 +44,12 @@ from megatron_daro.actor.megatron import (
 )
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, mark_shard
 from megatron_daro.actor.weights import gathered, sends_for_stage, tensor_parallel_place
-from megatron_daro.config.lora import WEIGHTS_FILE, LoraSection
+from megatron_daro.config.lora import PEFT_PREFIX, WEIGHTS_FILE, LoraSection
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, shard
 from megatron_daro.convert.parameters import Kind
 from megatron_daro.errors import ModelError
 
-PEFT_PREFIX = "base_model.model."
-"""Of PEFT's names, before those of transformers."""
 _B = "B"
 
 
@@ -278,14 +276,13 @@ def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
 @contextlib.contextmanager
 def without_adapters(chunks: Any) -> Iterator[None]:
     """Compute as the frozen weights alone would."""
-    adapters = list(_adapters(chunks))
-    scales = [adapter.scale for adapter in adapters]
+    scales = {adapter: adapter.scale for adapter in _adapters(chunks)}
     try:
-        for adapter in adapters:
+        for adapter in scales:
             adapter.scale = 0.0
         yield
     finally:
-        for adapter, scale in zip(adapters, scales, strict=True):
+        for adapter, scale in scales.items():
             adapter.scale = scale
 
 

@@ -41,6 +41,10 @@ def convert(
     weights: Annotated[
         str, typer.Option("--weights", metavar="A,B", help="Of each --average, adding up to 1. Unset: equal.")
     ] = "",
+    merge: Annotated[
+        Path | None,
+        typer.Option("--merge", metavar="DIR", help="Add this adapter (PEFT's files) to --hf; writes Hugging Face."),
+    ] = None,
     hf_config: Annotated[
         Path | None,
         typer.Option("--hf-config", metavar="DIR", help="config.json and tokenizer for --megatron. Unset: looked for."),
@@ -74,13 +78,18 @@ def convert(
         bool, typer.Option("--dry-run", help="Look at the source and say what would be written; write nothing.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint: --hf to Megatron's format, --megatron to Hugging Face's or another of Megatron's, or the
-    mean of several (--average)."""
-    if average or weights:
-        others: dict[str, object] = {"--hf": hf, "--megatron": megatron, "--hf-config": hf_config}
+    """Convert a checkpoint: --hf to Megatron's format, --megatron to Hugging Face's or another of Megatron's, the mean
+    of several (--average), or one with an adapter added to it (--merge)."""
+    if average or weights or merge:
+        others: dict[str, object] = {"--megatron": megatron, "--hf-config": hf_config}
         others |= {"--format": format_, "--dtype": dtype}
         others |= {"--per-layer-keys": per_layer_keys, "--verify": verify, "--dry-run": dry_run}
-        _average(average or [], weights, out, max_shard_size, [name for name, given in others.items() if given])
+        others |= {"--average": average, "--weights": weights} if merge else {"--hf": hf}
+        given = [name for name, value in others.items() if value]
+        if merge:
+            _merge(merge, hf, out, max_shard_size, given)
+        else:
+            _average(average or [], weights, out, max_shard_size, given)
         return
     num_processes = processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
     if num_processes > 1 and not dry_run:
@@ -117,6 +126,19 @@ def _average(sources: list[Path], weights: str, out: Path, max_shard_size: str, 
         num_bytes = average(sources, shares, out, max_shard_bytes=parse_size(max_shard_size), progress=bar.show)
     mean = " + ".join(f"{share:g} x {source}" for share, source in zip(shares, sources, strict=True))
     typer.echo(f"written: {out}, {num_bytes / 1e9:.2f} GB: {mean}")
+
+
+def _merge(adapter: Path, base: Path | None, out: Path, max_shard_size: str, others: list[str]) -> None:
+    """Write a checkpoint with an adapter added to it. Raises ConfigError: options that do not go with it."""
+    if others or base is None:
+        got = f"it with {', '.join(others)}" if others else "it without --hf"
+        raise ConfigError(
+            f"--merge: got {got}; allowed: with --hf, the adapter's base; fix: convert before or after it"
+        )
+    from megatron_daro.workshop.convert.merging import merge
+
+    changed = merge(adapter, base, out, max_shard_bytes=parse_size(max_shard_size))
+    typer.echo(f"written: {out}: {base} with {changed} matrices changed by {adapter}")
 
 
 def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:

@@ -21,6 +21,8 @@ from megatron_daro.families import families
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls the two files of an adapter."""
+PEFT_PREFIX = "base_model.model."
+"""Of PEFT's names, before those of transformers."""
 ALL = "all"
 _ATTENTION, _DENSE, _EXPERTS = ("qkv", "attention_output"), ("gate_up", "down"), ("expert_gate_up", "expert_down")
 
@@ -62,26 +64,21 @@ def unserved(settings: Any, shape: ModelShape) -> str:
     Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
     there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
     """
-    sglang = settings.engine.sglang
-    if settings.engine.kind != "sglang":
-        return f"engine.kind is {settings.engine.kind}"
-    if shape.family not in _SERVED:
-        return f"adapters for models of type {shape.family} were not tried in SGLang"
+    engine, sglang, step = settings.engine, settings.engine.sglang, 32 * settings.engine.sglang.tensor_parallel
+    if engine.kind != "sglang" or shape.family not in _SERVED:
+        return f"this was not tried with engine.kind {engine.kind} and a model of type {shape.family}"
     targets = settings.lora.target_names(shape)
-    if targets & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= targets:
-        return "SGLang takes adapters of q_proj, k_proj or v_proj only where q_proj and v_proj have one"
-    if "up_proj" in targets and "gate_proj" not in targets:
-        return "SGLang takes one of up_proj only where gate_proj has one"
-    if settings.model.megatron_weights is not None:
-        return "servers read model.path, and the weights beside the adapters are those of model.megatron_weights"
-    if settings.engine.colocate:
-        return "with engine.colocate servers lose their weights in the trainer's turn"
-    on_cpu, step = sglang.named_arguments.get("device") == "cpu", 32 * sglang.tensor_parallel
-    if on_cpu and shape.ffn % step and targets & {"gate_proj", "up_proj", "down_proj"}:
-        return f"on a CPU SGLang pads the MLP's width {shape.ffn} to a multiple of {step}, but no adapter"
-    if sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None:
-        return "the servers' weights are quantized"
-    return ""
+    of_qkv, of_mlp = targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj", "down_proj"}
+    padded = sglang.named_arguments.get("device") == "cpu" and of_mlp and shape.ffn % step
+    reasons = {
+        "SGLang takes one of q, k or v only with those of q and v": of_qkv and not of_qkv >= {"q_proj", "v_proj"},
+        "SGLang takes one of up_proj only with one of gate_proj": of_mlp & {"up_proj"} and not of_mlp & {"gate_proj"},
+        f"on a CPU SGLang pads an MLP, but no adapter, to a multiple of {step}": padded,
+        "servers read model.path, not model.megatron_weights": settings.model.megatron_weights is not None,
+        "with engine.colocate servers lose their weights in the trainer's turn": engine.colocate,
+        "servers are quantized": sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def with_adapter_sync(settings: Any, shape: ModelShape | None) -> Any:
@@ -193,7 +190,20 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
         return
-    wanted: dict[str, Any] = {
+    for name, value in plain_config(section).items():
+        if content.get(name, value) != value:
+            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    targets = content.get("target_modules")
+    if shape is None or shape.latent or not isinstance(targets, list):
+        return
+    if {*targets} != section.target_names(shape):
+        got = f"an adapter of {', '.join(sorted(targets))}"
+        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
+
+
+def plain_config(section: LoraSection) -> dict[str, Any]:
+    """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
+    return {
         "peft_type": "LORA",
         "r": section.rank,
         "lora_alpha": section.alpha or section.rank,
@@ -204,18 +214,6 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    for name, value in wanted.items():
-        if content.get(name, value) != value:
-            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
-    targets = content.get("target_modules")
-    if (
-        shape is not None
-        and not shape.latent
-        and isinstance(targets, list)
-        and {*targets} != section.target_names(shape)
-    ):
-        got = f"an adapter of {', '.join(sorted(targets))}"
-        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 
 
 _FIX = "set lora.rank, lora.alpha, lora.rslora and lora.targets as the adapter has them, or name another adapter"

@@ -87,30 +87,6 @@ class Turns:
         """Return the ids of a chat up to where the model answers. tools: that the template tells the model of."""
         return self._encoded(self._rendered(messages, generate=True, tools=tools))
 
-    def with_tools(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return the chat with the tools written into its system message, as the template itself does it.
-
-        Raises:
-            ConfigError: the template writes them elsewhere, or not at all.
-        """
-        if not tools:
-            return [dict(message) for message in messages]
-        whole = self._rendered(messages, generate=True, tools=tools)
-        others = [dict(message) for message in messages if message["role"] != "system"]
-        begin, _, end = self._rendered([{"role": "system", "content": _ANSWER}, *others], generate=True).partition(
-            _ANSWER
-        )
-        written = [{"role": "system", "content": whole[len(begin) : len(whole) - len(end)]}, *others]
-        if self._rendered(written, generate=True) != whole or tools[0]["function"]["name"] not in whole:
-            raise ConfigError(
-                f"environment.kind: the chat template of {self._tokenizer.name_or_path} does not write tools into the "
-                "system message; allowed: one that does, as those of Qwen do; fix: another model, or an environment "
-                "without tools"
-            )
-        return written
-
     def says_calls(self, call: Mapping[str, Any]) -> str:
         """Return how an answer that calls this tool is written, without what surrounds the answer."""
         answer = {"role": "assistant", "content": _ANSWER, "tool_calls": [call]}

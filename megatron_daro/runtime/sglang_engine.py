@@ -88,8 +88,7 @@ def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapp
     if options.fp8_blocks:
         arguments |= fp8_blocks.fp8_arguments()
     if adapter := served_config(config):
-        on_cpu, staleness = arguments.get("device") == "cpu", config.rollout.max_staleness
-        arguments = {**lora_arguments(adapter, on_cpu=on_cpu, max_staleness=staleness), **arguments}
+        arguments = {**lora_arguments(adapter, on_cpu=arguments.get("device") == "cpu"), **arguments}
     if config.model.trust_remote_code:
         arguments = {"trust_remote_code": True, **arguments}
     first = LaunchOptions(

@@ -2,6 +2,18 @@
 
 Code, input and limits -> child.py in namespaces of its own -> what it printed, and how it ended. Model output is such
 code. It refuses to run where the kernel does not give the isolation that was asked for; each run has a time limit.
+
+Inside are no network, no files but Python's (read-only) and a directory in memory, no capabilities, and a filter of
+system calls. The memory of all its processes, page tables included, is added up every 20 ms; files take up to
+`file_mib` on top. Memory that belongs to no process cannot be had: memfd, `mmap.mmap(-1, n)`, System V IPC, inotify,
+larger buffers of pipes and sockets, and sockets other than `socket.socketpair()`, which asyncio needs. What remains
+of the kernel's is bounded: each process has at most 32 open files, which keep up to 10 MiB (0.3 MiB for a socket
+where `net.core.wmem_default` is Linux's 208 KiB), as many again may be on their way through sockets, and mappings
+take up to a sixteenth of `memory_mib`: with the default limits at most 220 MiB beyond `memory_mib: 256`.
+
+`isolation: limits` is for code that one trusts: it reads and writes every file that the user can, and `/dev/shm` has
+no limit. It may start threads, but no process. A time limit may hit on one day and not on another; for runs that
+repeat exactly `cpu_s` is well below `wall_s`.
 """
 
 from __future__ import annotations

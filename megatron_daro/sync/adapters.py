@@ -11,17 +11,17 @@ import asyncio
 import base64
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import tensor_bytes
-from megatron_daro.sync.plan import Calls, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.sender import TransportSender
+from megatron_daro.sync.plan import Calls, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.sender import TransportSender, posted_to_all
 
 _CALL = "/load_lora_adapter_from_tensors"
 
@@ -38,22 +38,15 @@ class AdapterSender(TransportSender):
     ) -> SendReport:
         started = time.perf_counter()
         pickled, num_bytes = by_value(tensors)
-        failures = asyncio.run(self._load(base64.b64encode(pickled).decode(), plan))
+        encoded = base64.b64encode(pickled).decode()
+        failures = asyncio.run(self._load({**plan.adapter, "load_format": "flattened_bucket"}, encoded, plan))
         return SendReport(num_bytes, 1, time.perf_counter() - started, failures=failures, apart=True)
 
-    async def _load(self, encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
-        async def one(target: Target) -> SendFailure | None:
-            copies = [encoded] * target.ranks  # each rank reads its own
-            body = {**plan.adapter, "serialized_named_tensors": copies, "load_format": "flattened_bucket"}
-            try:
-                await post(target.url, _CALL, body, plan.timeout_s)
-            except EngineError as error:
-                return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
-            return None
-
-        async with self._calls() as post:
-            failures = await asyncio.gather(*map(one, plan.targets))
-        return {target.name: failure for target, failure in zip(plan.targets, failures, strict=True) if failure}
+    async def _load(self, body: Mapping[str, Any], encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
+        async with self._calls() as post:  # each rank of a server reads a copy of its own
+            return await posted_to_all(
+                plan, post, _CALL, lambda ranks: {**body, "serialized_named_tensors": [encoded] * ranks}
+            )
 
 
 def by_value(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, int]:

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.sender import TransportSender, read_to_its_end
+from megatron_daro.sync.sender import TransportSender, posted_to_all, read_to_its_end
 
 # The device, of the arguments that rebuild a tensor from a handle. Source: torch/multiprocessing/reductions.py.
 _DEVICE_ARGUMENT = 6
@@ -110,17 +109,11 @@ async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Call
 async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict[str, SendFailure]:
     tensors = list(bucket.tensors())
 
-    async def one(url: str, ranks: int) -> SendFailure | None:
+    def body(ranks: int) -> dict[str, Any]:
         handles = [base64.b64encode(handles_of(tensors)).decode() for _ in range(ranks)]
-        body = {"serialized_named_tensors": handles, "flush_cache": False}
-        try:
-            await post(url, "/update_weights_from_tensor", body, plan.timeout_s)
-        except EngineError as error:
-            return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
-        return None
+        return {"serialized_named_tensors": handles, "flush_cache": False}
 
-    failures = await asyncio.gather(*(one(target.url, target.ranks) for target in plan.targets))
-    return {target.name: failure for target, failure in zip(plan.targets, failures, strict=True) if failure}
+    return await posted_to_all(plan, post, "/update_weights_from_tensor", body)
 
 
 def handles_of(tensors: list[tuple[str, Tensor]]) -> bytes:

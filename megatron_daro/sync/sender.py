@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.plan import Post, SendFailure, SendPlan, SendReport, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +46,22 @@ class TransportSender(ABC):
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of threads and sockets. May be called twice."""
+
+
+async def posted_to_all(
+    plan: SendPlan, post: Post, path: str, body: Callable[[int], Mapping[str, Any]]
+) -> dict[str, SendFailure]:
+    """Make one call to each server of a plan, all at once. Args: body: for so many ranks. Returns failures by name."""
+
+    async def one(target: Target) -> SendFailure | None:
+        try:
+            await post(target.url, path, body(target.ranks), plan.timeout_s)
+        except EngineError as error:
+            return SendFailure("refused" if isinstance(error, RefusedError) else "unanswered", str(error))
+        return None
+
+    failures = await asyncio.gather(*map(one, plan.targets))
+    return {target.name: failure for target, failure in zip(plan.targets, failures, strict=True) if failure}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import psutil
 import pytest
 from books import assert_books_add_up
 from cli_runs import last_step, servers, started
-from sglang_pool import cpu_servers
+from safetensors.torch import load_file
+from sglang_pool import SERVER_ENVIRONMENT, cpu_servers
 
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
@@ -23,7 +24,7 @@ STEPS = 12
 @pytest.fixture
 def config(tiny, tmp_path, pool):
     """The tiny task on two servers; those that other tests share are ended, so that not four run at once."""
-    sglang = cpu_servers(sync="distributed", stall_timeout_s=60, sync_timeout_s=120, request_timeout_s=120)
+    sglang = cpu_servers(stall_timeout_s=60, sync_timeout_s=120, request_timeout_s=120, env=SERVER_ENVIRONMENT)
     pool.down()
 
     def write(max_restarts=20, **sections):
@@ -107,6 +108,27 @@ def test_a_stale_run_gets_its_servers_back_and_ends_when_none_may_be_started_aga
         assert line["mismatch/logprob_abs_mean"] < 1  # weights of at most one step before; a stranger's would be far
     assert max(line["rollout/staleness_mean"] for line in lines) > 0
     assert lines[-1]["engine/fenced"] >= 1 and lines[-1]["engine/restarts"] >= 1
+
+
+@pytest.mark.heavy
+def test_a_run_with_adapters_sends_them_alone_and_outlives_the_kill_of_a_server(config, tmp_path):
+    """Nothing but `lora` is said: servers get their arguments and the transport from it."""
+    run_dir, path = tmp_path / "run", config(trainer={"steps": 6, "save_every_steps": 0, "eval_every_steps": 6})
+    options = [f"trainer.run_dir={run_dir}", "lora.rank=4", "lora.alpha=12", "actor.optimizer.learning_rate=1e-2"]
+    with started(["train", path, *options, "trainer.export_adapter=true"], tmp_path / "log") as run:
+        run.wait_until(lambda: last_step(run_dir) >= 2, "second step", START_LIMIT_S)
+        servers(run)[0].kill()
+        finished = run.finish()
+    assert finished.code == 0, finished.stderr
+    assert "lora.rank" not in finished.stderr, "no weights are merged"
+    adapter = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    lines = read_metrics(run_dir)[1:]
+    assert {line["sync/bytes"] for line in lines} == {sum(tensor.nbytes for tensor in adapter.values())}
+    assert max(line["mismatch/logprob_abs_mean"] for line in lines) < 1e-5
+    assert lines[-1]["engine/restarts"] >= 1
+    for step in range(1, 7):
+        versions = {r.weight_version for group, _ in read_step(run_dir, step) for r in group.rollouts}
+        assert versions == {step - 1}
 
 
 def tells_why(text):

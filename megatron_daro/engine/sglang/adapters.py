@@ -1,8 +1,8 @@
-"""Servers that keep the weights of their files and get adapters: how they are started, what one must be, and which
-adapters are still named by requests.
+"""Servers that keep the weights of their files and get adapters: how they are started, what one must be, and when an
+adapter is unloaded.
 
 Each weight version is an adapter with a name of its own, which every request gives: what is under way ends with the
-version that it began with. `Adapters` unloads one when its last answer has ended and a newer one is there.
+version that it began with, and when the last such request has ended the adapter goes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,10 @@ from megatron_daro.errors import EngineError
 _CLOSE_S = 10.0
 
 
-def lora_arguments(adapter: Mapping[str, Any], *, on_cpu: bool, max_staleness: int) -> dict[str, Any]:
-    """Return arguments of a server that takes these adapters.
-
-    Args:
-        adapter: what `served_config` says of them. max_staleness: of rollouts: a batch of a server may have answers of
-            so many versions before the present one, of the next, and of none (health checks).
-    """
-    return {
-        "enable_lora": True,
-        "max_lora_rank": adapter["r"],
-        "lora_target_modules": adapter["target_modules"],
-        "max_loras_per_batch": max_staleness + 3,
-        **({"lora_backend": "torch_native"} if on_cpu else {}),
-    }
+def lora_arguments(adapter: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Return arguments of a server that takes such adapters. Args: adapter: as `served_config` has it."""
+    arguments = {"enable_lora": True, "max_lora_rank": adapter["r"], "lora_target_modules": adapter["target_modules"]}
+    return {**arguments, "lora_backend": "torch_native"} if on_cpu else arguments
 
 
 def unfit_for(adapter: Mapping[str, Any], facts: ServerFacts) -> list[str]:
@@ -41,9 +31,9 @@ def unfit_for(adapter: Mapping[str, Any], facts: ServerFacts) -> list[str]:
     if not facts.lora:
         got = "it was started without LoRA"
     elif 0 < facts.lora_rank < rank:
-        got = f"it takes adapters of rank {facts.lora_rank} at most, lora.rank is {rank}"
-    elif facts.lora_targets and not facts.lora_targets >= {*targets} and "all" not in facts.lora_targets:
-        got = f"it takes adapters of {', '.join(sorted(facts.lora_targets))}, lora.targets are {', '.join(targets)}"
+        got = f"it takes adapters of rank {facts.lora_rank} at most"
+    elif facts.lora_targets and not facts.lora_targets & {"all"} and not facts.lora_targets >= {*targets}:
+        got = f"it takes adapters of {', '.join(sorted(facts.lora_targets))}"
     else:
         return []
     allowed = f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(targets)}"
@@ -51,26 +41,16 @@ def unfit_for(adapter: Mapping[str, Any], facts: ServerFacts) -> list[str]:
 
 
 class Adapters:
-    """Counts, for each adapter of each server, the requests that name it."""
+    """Unloads adapters, beside everything else."""
 
     def __init__(self, timeout_s: float) -> None:
         """Args: timeout_s: of a call."""
         self._timeout_s = timeout_s
         self._unloading: set[asyncio.Task[None]] = set()
 
-    def take(self, server: Server) -> str:
-        """Return the adapter that a new request names, and keep it until `give_back`; empty where servers have none."""
-        server.adapters[server.adapter] += 1
-        return server.adapter
-
-    def give_back(self, server: Server, adapter: str) -> None:
-        """Note that a request has ended."""
-        server.adapters[adapter] -= 1
-        self.unload_unused(server)
-
     def unload_unused(self, server: Server) -> None:
-        """Unload what no request names any more, beside everything else, but the newest."""
-        for adapter in [name for name, count in server.adapters.items() if count <= 0 and name != server.adapter]:
+        """Unload what no request names any more, but the newest."""
+        for adapter in [name for name, count in server.adapters.items() if not count and name != server.adapter]:
             del server.adapters[adapter]
             task = asyncio.create_task(self._unload(server.client, adapter))
             self._unloading.add(task)
@@ -81,7 +61,7 @@ class Adapters:
             await client.post("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=self._timeout_s)
 
     async def close(self, servers: Iterable[Server]) -> None:
-        """Unload what these servers have: they outlive the run. May be called twice."""
+        """Unload all that these servers have: they outlive the run. May be called twice."""
         for server in servers:
             server.adapter = ""
             self.unload_unused(server)

@@ -146,7 +146,8 @@ class ServerGeneration:
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
             return ()
-        version, adapter = server.version or 0, self._adapters.take(server)
+        version, adapter = server.version or 0, server.adapter
+        server.adapters[adapter] += 1
         calls = calls_of(
             request,
             self.new_name(),
@@ -171,7 +172,8 @@ class ServerGeneration:
             raise
         finally:
             run.ids, run.server = (), None
-            self._adapters.give_back(server, adapter)
+            server.adapters[adapter] -= 1
+            self._adapters.unload_unused(server)
             last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
             self._fleet.release(server, sum(last.values()))
         server.succeeded()

@@ -66,14 +66,13 @@ class ServerReport:
 
     model_type: empty where it does not say. encoded: how its tokenizer writes `_TOKENIZER_TEXT`; None: it has none, or
     does not say. other_vocabulary: how many tokens its model has, where that is not what is expected; empty where it
-    is, and where it does not say. weight_version: of its weights; empty where it does not say.
+    is, and where it does not say.
     """
 
     facts: ServerFacts
     model_type: str = ""
     encoded: tuple[int, ...] | None = None
     other_vocabulary: str = ""
-    weight_version: str = ""
 
 
 async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected) -> ServerReport:
@@ -84,8 +83,7 @@ async def report_of(client: SGLangClient, facts: ServerFacts, expected: Expected
         encoded = await _encoded(client)
     if expected.vocabulary and version_number(facts.version) >= _VOCABULARY_VERSION:
         other_vocabulary = await _other_vocabulary(client, expected.vocabulary)
-    version = model.get("weight_version", "")
-    return ServerReport(facts, model.get("model_type", ""), encoded, other_vocabulary, version)
+    return ServerReport(facts, model.get("model_type", ""), encoded, other_vocabulary)
 
 
 async def _encoded(client: SGLangClient) -> tuple[int, ...] | None:
@@ -118,11 +116,6 @@ def problems(report: ServerReport, expected: Expected, options: SGLangSection) -
     wrong += _other_parameters(facts, options)
     if expected.adapter:
         wrong += unfit_for(expected.adapter, facts)
-        if report.weight_version not in ("", "default"):
-            wrong.append(
-                f"its weights are version {report.weight_version} of another run; allowed with adapters: those of its "
-                "files; start it again"
-            )
     if report.model_type and report.model_type != expected.model_type:
         wrong.append(
             f"it serves a model of type {report.model_type!r}; allowed: {expected.model_type!r}, as model.path"

@@ -37,6 +37,20 @@ def test_a_good_run_passes_every_check_with_the_numbers_of_the_run(run_files, cp
     assert passed["precision"] >= {"bf16", "32"} and passed["algorithm"] == {"grpo"} and "9" in passed["run"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sync"),
+    [
+        ("lora.rank=4", "adapters"),
+        ("lora.rank=4 engine.sglang.sync=disk", "disk"),
+        ("lora.rank=4 lora.targets=[k_proj]", "distributed"),
+        ("", "distributed"),
+    ],
+)
+def test_servers_get_adapters_alone_where_they_can_and_nothing_else_is_said(run_files, cpu, options, sync):
+    config, _ = resolve_and_check(run_files.file, f"{SERVERS} {options}".split(), cpu)
+    assert config.engine.sglang.sync == sync
+
+
 def test_a_check_with_a_problem_is_not_among_those_that_passed(run_files):
     found = report(run_files, "rollout.temperature=0 model.path=/nowhere")
     assert {problem.field for problem in found.problems} == {"model.path", "rollout.temperature"}
@@ -46,6 +60,8 @@ def test_a_check_with_a_problem_is_not_among_those_that_passed(run_files):
 
 # Options | the option that is warned of | what makes it right, where the fix does not name a value.
 WARNED = f"""
+lora.rank=4 | lora.rank | engine.kind=sglang engine.sglang.sync=adapters
+{SERVERS} lora.rank=4 engine.sglang.sync=distributed | lora.rank | engine.sglang.sync=adapters
 cluster.gpus_per_node=8 {SERVERS} actor.tensor_parallel=2 | actor | actor.data_parallel=3
 cluster.gpus_per_node=8 actor.tensor_parallel=2 actor.data_parallel=2 | actor |
 cluster.gpus_per_node=8 {SERVERS} engine.replicas=4 actor.data_parallel=2 | actor |

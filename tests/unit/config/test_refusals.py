@@ -198,6 +198,14 @@ NODE lora.rank=4 actor.precision=fp8 | lora.rank | actor.precision=bf16
 lora.rank=4 model.path=MODELS/experts | lora.targets | lora.targets=[q_proj,k_proj,v_proj,o_proj]
 lora.rank=4 model.path=MODELS/experts lora.targets=[q_proj,down_proj] | lora.targets | lora.targets=[q_proj]
 trainer.export_adapter=true | trainer.export_adapter | lora.rank=4
+SERVERS engine.sglang.sync=adapters | engine.sglang.sync | lora.rank=4
+SERVERS engine.sglang.sync=adapters lora.rank=4 lora.targets=[q_proj] | engine.sglang.sync |
+  lora.targets=[q_proj,v_proj]
+SERVERS engine.sglang.sync=adapters lora.rank=4 lora.targets=[up_proj] | engine.sglang.sync |
+  lora.targets=[up_proj,gate_proj]
+SERVERS engine.sglang.sync=adapters lora.rank=4 engine.sglang.arguments.device=cpu model.path=MODELS/odd |
+  engine.sglang.sync | lora.targets=[q_proj,v_proj]
+SERVERS NODE QUANTIZED engine.sglang.sync=adapters lora.rank=4 | engine.sglang.sync |
 PPO algorithm.critic.path=MODELS/more_tokens | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO algorithm.critic.path=MODELS/other_tokenizer | algorithm.critic.path | algorithm.critic.path=MODELS/small
 PPO model.path=MODELS/unigram algorithm.critic.path=MODELS/other_unigram | algorithm.critic.path |

@@ -87,22 +87,6 @@ def test_a_template_that_forgets_is_drift(plain):
         made.check(response(tokenizer, made), history)
 
 
-ADD = {"type": "function", "function": {"name": "add", "description": "x", "parameters": {"type": "object"}}}
-
-
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
-def test_tools_in_the_system_message_are_what_the_template_writes(plain, system):
-    _, made = turns(plain, TOOLS)
-    messages = [*system, {"role": "user", "content": "1+1?"}]
-    written = made.with_tools(messages, [ADD])
-    assert [one["role"] for one in written] == ["system", "user"]
-    assert made.prompt(written, ()) == made.prompt(messages, [ADD]) != made.prompt(messages, ())
-    assert made.with_tools(messages, []) == messages
-    _, other = turns(plain, CHATML)
-    with pytest.raises(ConfigError, match="tools"):
-        other.with_tools(messages, [ADD])
-
-
 def test_results_of_several_tools_are_one_turn(plain):
     tokenizer, made = turns(plain, TOOLS)
     said = tokenizer.encode("x<|im_end|>", add_special_tokens=False)

@@ -21,6 +21,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from stub_server import StubServer
 from weightless import save_weights
 
 from megatron_daro import recovery
@@ -131,6 +132,17 @@ def test_shards_into_servers_that_keep_weights_elsewhere_are_refused_before_anyt
     monkeypatch.setattr(preflight, "check_environments", lambda options: None)
     config = configured("engine={{kind: sglang, sglang: {{sync: shards, arguments: {{enable_lora: true}}}}}}")
     assert "enable_lora" in ends_with_the_same_error(config)
+
+
+def test_a_server_without_lora_is_refused_before_anything_starts(configured):
+    async def scenario():
+        async with StubServer() as stub:
+            sglang = f"{{{{kind: sglang, sglang: {{{{sync: adapters, urls: ['{stub.url}']}}}}}}}}"
+            return await asyncio.to_thread(
+                ends_with_the_same_error, configured(f"engine={sglang}", "lora.rank=2", "lora.targets=[q_proj,v_proj]")
+            )
+
+    assert "--enable-lora --max-lora-rank 2 --lora-target-modules q_proj v_proj" in asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/one", "/proc/self/fd/one", "/sys/one"])

@@ -50,6 +50,25 @@ def test_a_server_without_a_tokenizer_is_refused_where_answers_end_at_texts(tmp_
     assert "rollout.stop" in refusal(tmp_path, StubServer(), expect=expected(tmp_path, reads_text=True))
 
 
+LORA = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("info", "lacks"),
+    [
+        (LORA, ""),
+        ({**LORA, "lora_target_modules": ["all"]}, ""),
+        ({}, "--enable-lora"),
+        ({**LORA, "max_lora_rank": 3}, "--max-lora-rank 4"),
+        ({**LORA, "lora_target_modules": ["q_proj"]}, "--lora-target-modules q_proj v_proj"),
+    ],
+)
+def test_a_server_that_cannot_take_the_adapters_is_refused_with_what_it_needs(tmp_path, info, lacks):
+    adapter = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    said = refusal(tmp_path, StubServer(info=info), expect=expected(tmp_path, adapter=adapter))
+    assert lacks in said if lacks else not said
+
+
 def test_a_server_that_still_loads_is_waited_for(tmp_path):
     stub = StubServer()
     stub.answers["/server_info"] = times(3, answering(503), answering(200, {"version": "0.5.23"}))
