@@ -13,8 +13,9 @@ evaluates them, then has three coroutines under one task group:
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
     _train      a batch, or None: there are no more                `_generate`
-                after its last step the engine (`_engine_lock`):   `_generate`, once the batch that it samples is
-                no request runs while weights change               complete and what is left of it is aborted
+                after its last step, and where policy and engine   `_generate`, once the batch that it samples is
+                take turns on GPUs, the engine (`_engine_lock`):   complete and what is left of it is aborted
+                no request runs while weights change
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
@@ -280,7 +281,8 @@ class Controller:
 
     @asynccontextmanager
     async def _engine_use(self) -> AsyncIterator[None]:
-        """Hold the engine for one user: a batch, a weight sync or an evaluation."""
+        """Hold the engine for one user: a batch, a weight sync or an evaluation; one beside generation only begins so,
+        and each sync waits for its end by itself."""
         await self._within("engine_free", self._engine_lock.acquire())
         try:
             yield

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, cheap folders first, GPU tests only where there is a GPU.
+"""What holds for every test: one thread per process, cheap folders first.
 
 Place in the data flow: pytest reads it before any test file. Fixtures live beside the tests that use
 them.
@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("suite")
 
 _STARTED = time.monotonic()
 HERE = Path(__file__).parent
-FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fault", "e2e", "slurm", "parallel", "gpu")
+FOLDERS = ("unit", "golden", "contract", "plugins", "sglang", "simulation", "fault", "e2e", "slurm", "parallel")
 """In the order in which they run: a wrong formula shows in seconds, before anything slow begins; many short files come
 last, those with most tests first, so that the processes end at about the same time."""
 _LAST = "parallel"
@@ -91,14 +91,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders the tests by folder; skips heavy ones that nobody asked for, and what needs a GPU that is not here."""
+    """Orders the tests by folder; skips heavy ones that nobody asked for."""
     _skip_heavy(config, [item for item in items if item.get_closest_marker("heavy")])
     tests = Counter(item.path for item in items if not item.get_closest_marker("skip"))
     items.sort(key=lambda item: (*_place(item), -tests[item.path] if folder_of(item.path) == _LAST else 0))
-    for_gpu = [item for item in items if item.get_closest_marker("gpu") or folder_of(item.path) == "gpu"]
-    if for_gpu and not _has_gpu():
-        for item in for_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU; none is visible here"))
 
 
 def _skip_heavy(config: pytest.Config, heavy: list[pytest.Item]) -> None:
@@ -137,12 +133,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _SERVERS if nodeid.endswith(f"[{_SERVERS}]") else path
 
     return Together(config, log)
-
-
-def _has_gpu() -> bool:
-    from megatron_daro.config import detect
-
-    return detect().kind == "gpu"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,6 +16,7 @@ another process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -30,7 +31,8 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,13 +43,18 @@ sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT)]
 RESULTS = ROOT / "docs" / "gpu_proof.jsonl"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 DONE, BAD = ("passed", "measured"), ("FAILED", "ERROR", "begun")
-MARKS = "<!-- written by tools/gpu_proof.py -->\n", "<!-- end -->\n"
+MARKS = "<!-- written by tools/gpu_proof.py -->", "<!-- end -->"
+PAGE = (
+    "# Proved on GPUs\n",
+    "Written by `python tools/gpu_proof.py`; [the data](gpu_proof.jsonl). A row proves what stands above it, on that",
+    "machine, with small or random models: not that a model learns, nor anything about a network.\n",
+)
 NO_GPU = (
     "gpu_proof: no GPU is visible to torch here, so nothing was run. Run it on a machine with an NVIDIA GPU and a CUDA "
     "build of torch (python -c 'import torch; print(torch.version.cuda)'), and look at CUDA_VISIBLE_DEVICES."
 )
 Row = dict[str, Any]
-"""A result: name, result, said, numbers, seconds, peak_gib, gpus, date and `on`, the GPUs and packages."""
+"""A result: name, result, said, numbers, seconds, peak_gib, date and `on`, the GPUs and packages."""
 
 
 def parts() -> dict[str, dict[str, Any]]:
@@ -106,9 +113,7 @@ def main() -> int:
     """See the module's docstring for the exit codes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds, all in all")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="only items in whose or their part's name is one of these"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], help="items in whose or whose part's name is one of these")
     parser.add_argument("--out", type=Path, help=f"where results are appended; {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--resume", action="store_true", help="leave out what was done on the same GPUs and packages")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, to try the tool itself")
@@ -118,45 +123,53 @@ def main() -> int:
     given = parser.parse_args()
     if given.until:
         return run_items(given)
-    if not given.report:
-        import torch
-
-        if not torch.cuda.is_available() and not given.rehearse:
-            print(NO_GPU, file=sys.stderr)
-            print("\n".join(f"not here  {name}" for items in parts().values() for name in items))
-            return 2
-        with tempfile.TemporaryDirectory() as directory:
-            given.out = given.out or (Path(directory) / "rehearsed.jsonl" if given.rehearse else RESULTS)
-            before = len(lines(given.out))
-            supervise(given.out, time.time() + given.budget, partial(child, given))
-            ended = {row["name"]: row for row in map(json.loads, lines(given.out)[before:])}
-        failed = [name for name, row in ended.items() if row["result"] in BAD]
-        print(f"{len(ended)} items, failed: {', '.join(failed) or 'none'}")
-        if given.rehearse:
-            print("A rehearsal on the CPU: no report was written.")
-            return 1 if failed else 0
+    failed = False if given.report else prove(given)
+    if failed is None:
+        return 2
+    if given.rehearse:
+        print("A rehearsal on the CPU: no report was written.")
     else:
-        failed = []
-    print(f"written: {', '.join(map(str, write_report(given.out or RESULTS)))}")
-    return 1 if failed else 0
+        print(f"written: {', '.join(map(str, write_report(given.out or RESULTS)))}")
+    return int(failed)
+
+
+def prove(given: argparse.Namespace) -> bool | None:
+    """Run the items; whether something failed. None: there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available() and not given.rehearse:
+        print(NO_GPU, file=sys.stderr)
+        print("\n".join(f"not here  {name}" for items in parts().values() for name in items))
+        return None
+    with tempfile.TemporaryDirectory() as directory:
+        given.out = given.out or (Path(directory) / "rehearsed.jsonl" if given.rehearse else RESULTS)
+        before = len(lines(given.out))
+        code = supervise(given.out, time.time() + given.budget, partial(child, given))
+        ended = {row["name"]: row["result"] for row in map(json.loads, lines(given.out)[before:])}
+    failed = [name for name, result in ended.items() if result in BAD]
+    print(f"{len(ended)} items, failed: {', '.join(failed) or 'none'}")
+    return bool(failed or code)
 
 
 def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def supervise(out: Path, until: float, start: Callable[[float, str], int]) -> None:
-    """Have processes run all items until then. start: (until, name of the item to begin after) -> exit code."""
+def supervise(out: Path, until: float, start: Callable[[float, str], int]) -> int:
+    """Have processes run all items until then. start: (until, name of the item to begin after) -> exit code. Returns
+    that of a process which ended otherwise than within an item, or 0."""
     after = ""
     while code := start(until, after):
-        last = json.loads(([*lines(out), "{}"])[-2 if lines(out) else -1])
-        if last.get("result") != "begun" or last["name"] == after:
-            raise SystemExit(f"gpu_proof: the process that runs the items ended with {code} before the next one")
+        last = json.loads((lines(out) or ["{}"])[-1])
+        if last.get("result") != "begun":
+            print(f"gpu_proof: the process that runs the items ended with {code}, not within one", file=sys.stderr)
+            return code
         after = last["name"]
         said = f"its process ended with {code} (time was up, or it crashed; above is where it stood)"
         append(out, {**last, "result": "ERROR", "said": said})
         if time.time() >= until:
-            return
+            break
+    return 0
 
 
 def child(given: argparse.Namespace, until: float, after: str) -> int:
@@ -173,8 +186,9 @@ def child(given: argparse.Namespace, until: float, after: str) -> int:
         return -9
     finally:
         for left in psutil.Process().children(recursive=True):
-            left.kill()
-            left.wait()
+            with contextlib.suppress(psutil.Error):
+                left.kill()
+                left.wait()
 
 
 def run_items(given: argparse.Namespace) -> int:
@@ -186,24 +200,18 @@ def run_items(given: argparse.Namespace) -> int:
     device = devices.prepare()
     on, rows = facts(device), read(given.out)
     done = {row["name"] for row in rows if given.resume and row["on"] == on and row["result"] in DONE}
-    items = [
-        (name, run)
-        for title, some in parts().items()
-        for name, run in some.items()
-        if any(word in f"{title}: {name}" for word in given.only)
-    ]
-    names = [name for name, _ in items]
+    items = [(name, run, f"{title}: {name}") for title, some in parts().items() for name, run in some.items()]
+    items = [item for item in items if any(word in item[2] for word in given.only)]
+    begin = [name for name, _, _ in items].index(given.after) + 1 if given.after else 0
     parallel.initialize(parallel.Layout(), seed=1, timeout_s=300)
-    for name, run in items[names.index(given.after) + 1 if given.after else 0 :]:
+    for name, run, _ in items[begin:]:
         needed, left = expected_s(name, rows), given.until - time.time()
         if name in done or needed > left:
             continue
         row = {"name": name, "date": datetime.date.today().isoformat(), "on": on}
-        append(
-            given.out, {**row, "result": "begun", "said": "", "numbers": {}, "seconds": 0.0, "peak_gib": 0.0, "gpus": 1}
-        )
+        append(given.out, row | {"result": "begun", "said": "", "numbers": {}, "seconds": 0.0, "peak_gib": 0.0})
         faulthandler.dump_traceback_later(min(left, max(5 * needed, 300)), exit=True)
-        row |= run_item(name, run, device)
+        row |= run_item(run, device)
         faulthandler.cancel_dump_traceback_later()
         append(given.out, row)
         print(f"{row['result']:9} {name}: {row['said']}  [{row['seconds']:.1f} s]", flush=True)
@@ -211,9 +219,8 @@ def run_items(given: argparse.Namespace) -> int:
     return 0
 
 
-def run_item(name: str, run: Any, device: Any) -> Row:
+def run_item(run: Any, device: Any) -> Row:
     import torch
-    from gpu_checks import gpus_of
     from gpu_outcomes import NotHereError, Outcome
 
     on_gpu, numbers = device.type == "cuda", {}
@@ -239,85 +246,63 @@ def run_item(name: str, run: Any, device: Any) -> Row:
     shown = ", ".join(f"{key} {value:,.4g}" for key, value in numbers.items())
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     row = {"result": result, "said": "; ".join(filter(None, (said, shown))), "numbers": numbers}
-    return row | {"seconds": round(time.perf_counter() - start, 1), "peak_gib": round(peak, 2), "gpus": gpus_of(run)}
+    return row | {"seconds": round(time.perf_counter() - start, 1), "peak_gib": round(peak, 2)}
 
 
 def write_report(out: Path) -> list[Path]:
     """Write the page beside the results, and the part of verified.md there that is theirs. Returns what was written."""
-    written, rows = [out.with_suffix(".md")], read(out)
-    written[0].write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
-    verified = out.parent / "verified.md"
+    rows, verified = read(out), out.parent / "verified.md"
+    written = {out.with_suffix(".md"): [*PAGE, *page(rows)]}
     if verified.exists():
         before, _, rest = verified.read_text(encoding="utf-8").partition(MARKS[0])
-        after = rest.partition(MARKS[1])[2]
-        verified.write_text(before + MARKS[0] + "\n".join(summary(rows)) + "\n" + MARKS[1] + after, encoding="utf-8")
-        written.append(verified)
-    return written
+        written[verified] = [before + MARKS[0], *summary(rows), MARKS[1] + rest.partition(MARKS[1])[2].rstrip()]
+    for path, text in written.items():
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return list(written)
 
 
-def machines(rows: list[Row]) -> Iterator[tuple[Mapping[str, str], list[Row]]]:
-    """The GPUs and packages of each machine, and its results in the order of the parts."""
-    order = {name: number for number, name in enumerate(itertools.chain(*parts().values()))}
+def machines(rows: list[Row]) -> Iterator[tuple[list[str], dict[str, list[Row]]]]:
+    """What is said of each machine, and its results by part, in order."""
     for on in {json.dumps(row["on"]): row["on"] for row in rows}.values():
-        own = [row for row in rows if row["on"] == on]
-        yield on, sorted(own, key=lambda row: order.get(row["name"], len(order)))
+        own = {row["name"]: row for row in rows if row["on"] == on}
+        packages = ", ".join(f"{name} {value}" for name, value in on.items() if name != "GPU")
+        said = f"{max(row['date'] for row in own.values())}: {packages}"
+        some = {title: [own.pop(name) for name in items if name in own] for title, items in parts().items()}
+        yield [f"## {on['GPU']}", "", said, ""], {**some, "Formerly": list(own.values())}
 
 
-def heading(on: Mapping[str, str], rows: list[Row]) -> list[str]:
-    """Its title, packages, date and counts."""
-    packages = ", ".join(f"{name} {value}" for name, value in on.items() if name != "GPU" and value != "not installed")
-    counts = ", ".join(f"{sum(row['result'] == r for row in rows)} {r}" for r in (*DONE, "not here", *BAD[:2]))
-    return [
-        f"## {on['GPU']}",
-        "",
-        *textwrap.wrap(f"{max(row['date'] for row in rows)}: {packages}. {counts}.", 120),
-        "",
-    ]
+def page(rows: list[Row]) -> Iterator[str]:
+    """Every item by machine and part, under what its function says of itself."""
+    items = [item for some in parts().values() for item in some.items()]
+    said_by = {name: " ".join(getattr(run, "func", run).__doc__.split("\n\n")[0].split()) for name, run in items}
+    for said, some in machines(rows):
+        yield from said
+        for title, own in some.items():
+            ran = [row for row in own if row["result"] != "not here"]
+            missing = [row["name"] for row in own if row["result"] == "not here"]
+            yield from [f"### {title}", ""] if own else []
+            yield from ["| item | result | found | s | GiB |", "|---|---|---|---|---|"] if ran else []
+            for sentence, alike in itertools.groupby(ran, lambda row: said_by.get(row["name"])):
+                yield from [f"| *{sentence}* | | | | |"] if sentence else []
+                for row in alike:
+                    found = row["said"].replace("|", "\\|")
+                    yield f"| {row['name']} | {row['result']} | {found} | {row['seconds']:g} | {row['peak_gib']:g} |"
+            yield from [""] if ran else []
+            yield from [f"Not here: {'; '.join(missing)}", ""] if missing else []
 
 
-def page(rows: list[Row]) -> list[str]:
-    """The report: every item with what it compares, by machine and part."""
-    text = [
-        "# Proved on GPUs",
-        "",
-        "Written by `python tools/gpu_proof.py`; [the data](gpu_proof.jsonl). A row proves what its last column says, ",
-        "on that machine, with small or random models: not that a model learns, nor anything about a network.",
-    ]
-    for on, own in machines(rows):
-        text += ["", *heading(on, own), "| item | result | found | s | GiB | compares |", "|---|---|---|---|---|---|"]
-        for row in own:
-            cells = [row["name"], row["result"], row["said"], f"{row['seconds']:g}", f"{row['peak_gib']:g}"]
-            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, compares(row["name"]))) + " |")
-    return text
-
-
-def compares(name: str) -> str:
-    """What the function of an item says of itself."""
-    run = next((items[name] for items in parts().values() if name in items), None)
-    return " ".join(((run.func if isinstance(run, partial) else run).__doc__ or "").split()) if run else ""
-
-
-def summary(rows: list[Row]) -> list[str]:
-    """The part of docs/verified.md: what each machine showed, by part, and what none has."""
-    text, never = [""], {title: list(items) for title, items in parts().items()}
-    for on, own in machines(rows):
-        text += ["#" + line for line in heading(on, own)[:1]] + heading(on, own)[1:]
-        for title, items in {**parts(), "Formerly": {row["name"]: None for row in own}}.items():
-            for result in (*DONE, *BAD):
-                names = [row["name"] for row in own if row["result"] == result and row["name"] in items]
-                own = [row for row in own if row["name"] not in names]
-                never[title] = [name for name in never.get(title, ()) if name not in names]
-                text += listed(f"{title}, {result}", names)
-        text.append("")
-    text += ["### On no GPU so far", ""]
-    for title, names in never.items():
-        text += listed(title, names)
-    return [*text, ""]
-
-
-def listed(what: str, names: list[str]) -> list[str]:
-    line = f"* **{what}**: {'; '.join(names)}"
-    return textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False) if names else []
+def summary(rows: list[Row]) -> Iterator[str]:
+    """The part of docs/verified.md: counts of each machine and part, and what no machine has shown."""
+    shown = {row["name"] for row in rows if row["result"] in DONE}
+    for said, some in machines(rows):
+        yield from ["#" + said[0], *said[1:]]
+        for title, own in some.items():
+            counts = Counter(row["result"] for row in own)
+            yield from [f"* {title}: {', '.join(f'{n} {result}' for result, n in counts.items())}"] if own else []
+    yield from ["", "### On no GPU so far", ""]
+    for title, items in parts().items():
+        names = "; ".join(name for name in items if name not in shown)
+        yield from textwrap.wrap(f"* {title}: {names}", 120, subsequent_indent="  ") if names else []
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ Log-probs of packed tokens (current, old, rollout, reference) become token losse
 sums per sample by the coefficients of `weighting`. Everything reported is a sum or a maximum, never a mean, so that
 micro-batches and ranks add up exactly. Masked positions may be NaN without effect.
 
-Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with a sequence's ratio, corrections.py), CISPO's
-clipped weight, SAPO's soft gate, and none at all (REINFORCE). The latter three are shifted so that at ratio 1 the loss
-is -A, as PPO's is, while the gradients are the papers'; so sums of token losses mean the same under each. The KL to a
-reference has three estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
+Trust regions: PPO's clip (surrogate.py), GSPO (the same clip with a sequence's ratio, corrections.py), CISPO's clipped
+weight, SAPO's soft gate, and none at all (REINFORCE); kimi's own is "mirror". CISPO, SAPO, REINFORCE are shifted so
+that at ratio 1 the loss is -A, as PPO's is, while the gradients are the papers'; so sums of token losses mean the same
+under each. The KL to a reference has three estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
 
 Shape letters: T packed tokens, M segments (samples of this micro-batch); "..." is any broadcastable shape.
 """

@@ -34,6 +34,10 @@ ALGORITHM_NAMES = (
 """Those of megatron_daro.algo.weighting.ALGORITHMS and WITH_CRITIC; a test compares them."""
 
 
+PASSES = ("old_logprobs", "ref_logprobs", "values")
+"""Passes over a batch before its first optimizer step, in order, by the column of response tokens that each gives."""
+
+
 class KlSection(Section):
     """KL term towards the initial policy."""
 
@@ -227,8 +231,7 @@ class AlgorithmSection(Section):
         return self.name in ("ppo", "daro_ppo")
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the passes that the ranks make over a batch before its first optimizer step, in order. Each yields the
-        column of the response tokens that it is named after.
+        """Return those of PASSES that the ranks make.
 
         Args:
             columns: what the algorithm makes advantages of, per token.
@@ -236,7 +239,8 @@ class AlgorithmSection(Section):
         wanted = "old_logprobs" in columns or self.kl.in_reward
         old = self.old_logprobs != "rollout" and (self.old_logprobs == "recompute" or wanted)
         reference = self.kl.coefficient > 0 or "ref_logprobs" in columns
-        return ("old_logprobs",) * old + ("ref_logprobs",) * reference + ("values",) * ("values" in columns)
+        made = {"old_logprobs": old, "ref_logprobs": reference, "values": "values" in columns}
+        return tuple(name for name in PASSES if made[name])
 
     def arguments(
         self, *, rollouts_per_prompt: int, max_response_tokens: int, environments: Sequence[str] = ()

@@ -26,6 +26,7 @@ from megatron_daro.algo.advantages import (
 )
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.config.algorithm import PASSES
 from megatron_daro.errors import DataError
 from megatron_daro.routed_experts import StoredExperts
 from megatron_daro.types import Group, Rollout, StepBatch
@@ -120,7 +121,7 @@ def build_batch(
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
 
 
-PASSED = ("old_logprobs_R", "ref_logprobs_R", "values_R")
+PASSED = tuple(f"{name}_R" for name in PASSES)
 """Columns of a StepBatch that passes over it give."""
 
 

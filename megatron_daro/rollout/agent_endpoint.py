@@ -3,7 +3,7 @@
 HTTP -> checked request -> AgentSession -> Conversation -> the engine, and back. On the environments' event loop. It
 listens on loopback unless told otherwise. What would change an answer and is not served is refused by name.
 
-Source: OpenAI's reference of POST /v1/chat/completions, as its Python client 3.57 sends and reads it.
+Source: OpenAI's reference of POST /v1/chat/completions and /v1/completions, as its Python client 3.57 has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,6 +41,7 @@ _SERVED = frozenset(
         *("stream_options", "tools", "tool_choice", "logprobs"),
     )
 )
+_OF_CHATS = frozenset(("messages", "tools", "tool_choice", "max_completion_tokens"))
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -52,6 +53,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_k": (-1, 0),
     "min_p": (0,),
     "repetition_penalty": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
 """The values at which these change nothing."""
 
@@ -94,6 +98,7 @@ class AgentEndpoint:
     async def _start(self) -> str:
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -120,6 +125,35 @@ class AgentEndpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        body, replies = await self._replies(http, _SERVED)
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
+        if not body.get("stream"):
+            choices = [_choice(i, reply, self._logprobs(body, reply)) for i, reply in enumerate(replies)]
+            return _json({**head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)})
+        return await _streamed(http, {**head, "object": "chat.completion.chunk"}, self._events(body, replies))
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        body, replies = await self._replies(http, (_SERVED - _OF_CHATS) | {"prompt"})
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
+        whole = {**head, "object": "text_completion"}
+        choices = [self._text_choice(i, reply, body.get("logprobs") is not None) for i, reply in enumerate(replies)]
+        if not body.get("stream"):
+            return _json({**whole, "choices": choices, "usage": _usage(replies)})
+        return await _streamed(http, whole, ({"choices": [choice]} for choice in choices))
+
+    def _text_choice(self, index: int, reply: Reply, logprobs: bool) -> dict[str, Any]:
+        said, texts = reply.completion, [self._turns.text_of(token) for token in reply.completion.tokens]
+        told = {"tokens": texts, "token_logprobs": said.logprobs, "top_logprobs": None, "text_offset": None}
+        text = reply.message["content"]
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": told if logprobs else None,
+            "finish_reason": reply.finish_reason,
+        }
+
+    async def _replies(self, http: web.Request, served: Collection[str]) -> tuple[dict[str, Any], list[Reply]]:
+        """Return the body of a request and its answers. Raises RefusedRequestError."""
         session = self._session(http)
         try:
             body = orjson.loads(await http.read())
@@ -127,21 +161,8 @@ class AgentEndpoint:
             raise RefusedRequestError(f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
             raise RefusedRequestError("the body is no JSON object")
-        request = self._read(body, session.conversation)
-        answers = (session.answer(request, number) for number in range(request.count))
-        replies = await _all(answers)
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
-        if not body.get("stream"):
-            choices = [_choice(i, reply, self._logprobs(body, reply)) for i, reply in enumerate(replies)]
-            return _json({**head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(http)
-        for event in self._events(body, replies):
-            await response.write(
-                b"data: " + orjson.dumps({**head, "object": "chat.completion.chunk", **event}) + b"\n\n"
-            )
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        request = self._read(body, session.conversation, served)
+        return body, await _all(session.answer(request, number) for number in range(request.count))
 
     def _session(self, http: web.Request) -> AgentSession:
         session = self._sessions.get(http.headers.get("Authorization", "").removeprefix("Bearer "))
@@ -151,10 +172,10 @@ class AgentEndpoint:
             )
         return session
 
-    def _read(self, body: Mapping[str, Any], conversation: Conversation) -> ChatRequest:
+    def _read(self, body: Mapping[str, Any], conversation: Conversation, served: Collection[str]) -> ChatRequest:
         given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
         for name, value in given.items():
-            if name not in _SERVED and value not in _NEUTRAL.get(name, ()):
+            if name not in served and value not in _NEUTRAL.get(name, ()):
                 raise RefusedRequestError(f"{name}: got {value!r:.80}, which is not served here; leave it out", name)
         own = conversation.request.sampling
         temperature = _number(given, "temperature", own.temperature, 0, 100)
@@ -188,7 +209,8 @@ class AgentEndpoint:
         if count > _MOST_CHOICES:
             raise RefusedRequestError(f"n: got {count}; allowed: 1 to {_MOST_CHOICES}", "n")
         return ChatRequest(
-            messages=_messages(given.get("messages")),
+            messages=[] if "prompt" in served else _messages(given.get("messages")),
+            prompt=_prompt(given.get("prompt")) if "prompt" in served else None,
             tools=tools,
             sampling=replace(
                 own,
@@ -234,6 +256,17 @@ class AgentEndpoint:
             yield {"choices": [], "usage": _usage(replies)}
 
 
+async def _streamed(
+    http: web.Request, head: Mapping[str, Any], events: Iterable[Mapping[str, Any]]
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    for event in events:
+        await response.write(b"data: " + orjson.dumps({**head, **event}) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
 async def _all(answers: Any) -> list[Reply]:
     """Return the answers of one request. The first failure ends the others."""
     async with asyncio.TaskGroup() as group:
@@ -249,6 +282,16 @@ def _choice(index: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[s
 def _usage(replies: list[Reply]) -> dict[str, int]:
     read, said = replies[0].read, sum(len(reply.completion.tokens) for reply in replies)
     return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+
+
+def _prompt(given: object) -> str | tuple[int, ...]:
+    """Return one prompt. Raises RefusedRequestError."""
+    one = given[0] if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int) else given
+    if isinstance(one, str) and one:
+        return one
+    if isinstance(one, list) and one and all(isinstance(token, int) and not isinstance(token, bool) for token in one):
+        return tuple(one)
+    raise RefusedRequestError(f"prompt: got {given!r:.80}; allowed: one text, or one list of token ids", "prompt")
 
 
 def _messages(given: object) -> list[Message]:

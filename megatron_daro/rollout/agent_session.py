@@ -38,7 +38,7 @@ class RefusedRequestError(Exception):
 class ChatRequest:
     """messages: as chat templates take them. tools: likewise. sampling: of each answer. trained: whether it is sampled
     as the run samples. draw: its random numbers' name; None: its own. count: answers. stop: texts that end them, and
-    are not part of their text. calls: whether they may call tools.
+    are not part of their text. calls: whether they may call tools. prompt: text or token ids in the place of messages.
     """
 
     messages: list[Message]
@@ -49,6 +49,7 @@ class ChatRequest:
     count: int
     stop: tuple[str, ...]
     calls: bool
+    prompt: str | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,14 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class _Chat:
-    """A context and the messages that it stands for. ends: of each answer, messages and tokens up to it."""
+    """A context and the messages that it stands for. ends: of each answer, messages and tokens up to it. raw: of one
+    without messages, its text; empty where its prompt was token ids."""
 
     context: Context
     tools: str = ""
     messages: list[object] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
+    raw: str | None = None
 
 
 class AgentSession:
@@ -86,7 +89,7 @@ class AgentSession:
             RefusedRequestError: the messages cannot be rendered, or there is no room for them and an answer.
         """
         try:
-            chat, shown = self._place(request)
+            chat, shown = self._place(request) if request.prompt is None else self._place_prompt(request.prompt)
             read = len(chat.context.tokens) + len(shown)
             completion = await self.conversation.answer(
                 chat.context,
@@ -96,13 +99,16 @@ class AgentSession:
                 draw=None if request.draw is None else request.draw + number,
             )
         except ConfigError as error:
-            raise RefusedRequestError(str(error), "messages") from error
+            raise RefusedRequestError(str(error), "messages" if request.prompt is None else "prompt") from error
         except OutOfRoomError as error:
             raise self._too_long(str(error)) from error
         message, calls, unreadable = self._message(completion, request)
         self.conversation.report(tool_calls=calls, tool_errors=unreadable)
-        chat.tools, chat.messages = _written(request.tools), [*map(known, request.messages), known(message)]
-        chat.ends.append((len(chat.messages), len(chat.context.tokens)))
+        if request.prompt is not None:
+            chat.raw = request.prompt + message["content"] if isinstance(request.prompt, str) else ""
+        else:
+            chat.tools, chat.messages = _written(request.tools), [*map(known, request.messages), known(message)]
+            chat.ends.append((len(chat.messages), len(chat.context.tokens)))
         if chat not in self._chats:
             self._chats.append(chat)
         reason = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
@@ -142,7 +148,27 @@ class AgentSession:
 
     def _begun(self, request: ChatRequest) -> tuple[_Chat, list[int]]:
         self._check_length(request.messages)
-        ids, first = self._turns.prompt(request.messages, request.tools), self._chats[0]
+        return self._anew(self._turns.prompt(request.messages, request.tools))
+
+    def _place_prompt(self, prompt: str | tuple[int, ...]) -> tuple[_Chat, list[int]]:
+        """Return the chat without messages that a prompt goes on from, and the tokens to show in it."""
+        if isinstance(prompt, str):
+            self._check_length([{"content": prompt}])
+        found: tuple[_Chat, list[int]] | None = None
+        for chat in self._chats:
+            if chat.raw is None or chat.context.busy:
+                continue
+            if isinstance(prompt, str):
+                begun, said = chat.raw, len(chat.raw)
+            else:
+                begun, said = tuple(chat.context.tokens.tolist()), len(chat.context.tokens)  # type: ignore[assignment]
+            longest = found is None or len(chat.context.tokens) > len(found[0].context.tokens)
+            if begun and len(prompt) > said and prompt[:said] == begun and longest:
+                found = chat, self._turns.plain(prompt[said:])
+        return found or self._anew(self._turns.plain(prompt))
+
+    def _anew(self, ids: list[int]) -> tuple[_Chat, list[int]]:
+        first = self._chats[0]
         base = list(first.context.base)
         if first.context.rollout is None and not first.context.busy and ids[: len(base)] == base:
             return first, ids[len(base) :]
@@ -159,6 +185,8 @@ class AgentSession:
         text = completion.text
         for stop in request.stop:
             text = text.partition(stop)[0]
+        if request.prompt is not None:
+            return {"role": "assistant", "content": text}, 0, 0
         whole = THINK + text if self._turns.opens_thinking else text
         content = behind_thinking(whole)
         calls, unreadable = calls_in(content) if request.calls else ([], 0)

@@ -40,9 +40,9 @@ class RolloutCounters:
         return {f"rollout/{name}": count for name, count in asdict(self).items()}
 
     def load(self, metrics: Mapping[str, int]) -> None:
-        """Continue from these. Raises KeyError: one is missing."""
+        """Continue from these; one that is missing begins at 0."""
         for name in asdict(self):
-            setattr(self, name, int(metrics[f"rollout/{name}"]))
+            setattr(self, name, int(metrics.get(f"rollout/{name}", 0)))
 
 
 class RolloutCollector:

@@ -54,6 +54,15 @@ class Turns:
         """Whether the template writes calls of tools as `calls_in` reads them."""
         return calls_in(self.says_calls({"type": "function", "function": _TRIED}))[0] == [_TRIED]
 
+    def plain(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the ids of a text as it stands, or such ids. Raises ConfigError: the model has none of that number."""
+        if isinstance(prompt, str):
+            return self._encoded(prompt)
+        wrong = [token for token in prompt if not 0 <= token < len(self._tokenizer)]
+        if wrong:
+            raise ConfigError(f"prompt: got the token {wrong[0]}; allowed: 0 to {len(self._tokenizer) - 1}")
+        return list(prompt)
+
     def text_of(self, token: int) -> str:
         """Return one token as text."""
         return str(self._tokenizer.decode([token]))

@@ -26,10 +26,12 @@ async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
     at a time; after a failure the rest is not sent. Adapters are gathered on the first stage, which sends all."""
     if TRANSPORTS[plan.transport].shard_plan:
         return await _send_shards(ranks, plan)
-    report = SendReport()
     stages = sorted({info.stage for info in ranks.infos})
-    for together in [stages] if plan.what == "adapter" else [[stage] for stage in stages]:
-        report = report.joined(await _send_stages(ranks, together, plan))
+    if plan.what == "adapter":
+        return await _send_stages(ranks, stages, plan)
+    report = SendReport()
+    for stage in stages:
+        report = report.joined(await _send_stages(ranks, [stage], plan))
         if report.failures:
             break
     return report

@@ -1,11 +1,12 @@
-"""Runs with adapters through the command line: resumed bit for bit, refused on another base, exported for PEFT."""
+"""Runs with adapters by the command line: killed and resumed bit for bit, refused on another base, exported to PEFT."""
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
-from cli_runs import assert_same_run, run_cli, trained
+from cli_runs import assert_same_run, last_step, run_cli, signalled, trained
 from safetensors.torch import load_file, save_file
 
 LORA = ["lora.rank=4", "lora.alpha=8", "trainer.export_adapter=true", "trainer.export_hf=true", "trainer.steps=4"]
@@ -19,7 +20,10 @@ def test_a_run_with_adapters_resumes_and_exports_them(tiny, tmp_path):
 
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     trained(["train", tiny.config, *options("whole")], tmp_path / "whole.log")
-    first = trained(["train", tiny.config, *options("resumed"), "trainer.steps=2"], tmp_path / "first.log")
+    arguments, place = ["train", tiny.config, *options("resumed")], {"place": "train", "after_step": 3}
+    with signalled(arguments, tmp_path / "first.log", name="SIGKILL", **place, run_dir=resumed) as run:
+        first = run.finish()
+    assert first.code == -signal.SIGKILL and last_step(resumed) == 3
     assert "lora.rank" in first.stderr, "that engines get merged weights is said"
     refused = run_cli(["train", tiny.config, *options("resumed"), "lora.rank=2", "--resume"], tmp_path / "rank.log")
     assert refused.code != 0 and "lora.rank was 4, is 2" in refused.stderr

@@ -1,4 +1,4 @@
-"""What must hold on a GPU, as functions that measure: run by test_on_gpu.py and by tools/gpu_proof.py.
+"""What must hold on a GPU, as functions that measure: run by tools/gpu_proof.py.
 
 Place in the data flow: process groups of one rank exist already; each check builds what it needs, compares it with
 transformers or with float64, and returns the largest difference beside its tolerance. The same functions run on a CPU,
@@ -19,7 +19,7 @@ import gpu_processes
 import gpu_runs
 import numpy as np
 import torch
-from gpu_outcomes import NotHereError, Outcome
+from gpu_outcomes import NotHereError, Outcome, angle
 from torch import Tensor
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -153,24 +153,17 @@ def unfused(backends: Mapping[str, Any]) -> bool:
     return not (backends["use_fused_attention"] or backends["use_flash_attention"])
 
 
-def policy_logprobs_fp32(device: torch.device, directory: Path, family: str = "qwen2") -> Outcome:
-    """Local layers against transformers on the CPU."""
-    from small_models import random_batch, save_model
-    from test_logprobs_models import plain_logprobs
-
-    hf, batch = save_model(family, directory), random_batch()
-    got = build_policy(directory, precision="fp32").logprobs(batch, _thirds(len(batch)))
-    return Outcome(float(np.abs(got - plain_logprobs(hf, batch)).max()), 1e-4, "nats")
-
-
-def policy_logprobs_bf16(device: torch.device, directory: Path, family: str = "qwen2") -> Outcome:
-    """Transformer Engine's layers where they are installed, else local ones, against transformers in fp32."""
+def policy_logprobs(device: torch.device, directory: Path, precision: str = "fp32", family: str = "qwen2") -> Outcome:
+    """Log-probs against transformers in fp32 on the CPU: in fp32 of local layers, in bf16 of Transformer Engine's where
+    they are installed."""
     from small_models import random_batch, save_model
     from test_logprobs_models import BF16_TOLERANCE, plain_logprobs
 
     hf, batch = save_model(family, directory), random_batch()
-    got = build_policy(directory, precision="bf16").logprobs(batch, _thirds(len(batch)))
+    got = build_policy(directory, precision=precision).logprobs(batch, _thirds(len(batch)))
     apart = np.abs(got - plain_logprobs(hf, batch))
+    if precision == "fp32":
+        return Outcome(float(apart.max()), 1e-4, "nats")
     if family == "qwen3_moe":  # a router that rounds otherwise sends a token to other experts now and then
         return Outcome(float(np.median(apart)), BF16_TOLERANCE, "nats, median")
     # YaRN makes the scores larger by its factor's square, 1.7 here: the same rounding is worth more.
@@ -199,22 +192,15 @@ def long_gradients(device: torch.device, directory: Path) -> Outcome:
     got = {name: value for name, value in collect_gradients(policy).items() if "self_attn" in name and value.ndim > 1}
     if len(got) != 4 * hf.config.num_hidden_layers:
         raise RuntimeError(f"gradients of the attention: {sorted(got)}")
-    return Outcome(max(_angle(value, want[name]) for name, value in got.items()), 0.02, "1 - cosine, worst matrix")
+    return Outcome(max(angle(value, want[name]) for name, value in got.items()), 0.02, "1 - cosine, worst matrix")
 
 
 def recomputed(device: torch.device, directory: Path) -> Outcome:
     """Gradients with full and with selective recomputation against those with every activation kept."""
-    from policy_tasks import collect_gradients, summed_gradients
-
-    batch, found = _learnable(directory), []
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    for options in ({}, {"recompute": "full"}, {"megatron": selective}):
-        policy = build_policy(directory, precision="bf16", distributed=False, **options)
-        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
-        found.append({name: torch.from_numpy(value) for name, value in collect_gradients(policy).items()})
-    worst = max(_relative(value, found[0][name]) for other in found[1:] for name, value in other.items())
+    ways = _gradients(directory, "qwen2", {}, {"recompute": "full"}, {"megatron": selective})
     # The backward pass of an attention may add up in any order.
-    return Outcome(worst, 0.01, "relative, worst parameter")
+    return Outcome(_worst(_relative, ways), 0.01, "relative, worst parameter")
 
 
 def reference_pass(device: torch.device, directory: Path) -> Outcome:
@@ -252,40 +238,45 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
 def gradients_fused(device: torch.device, directory: Path) -> Outcome:
     """Weight gradients that the layers add to the fp32 ones themselves, against those that autograd hands over in bf16:
     three micro-batches, each layer's own, and the output layer's, which is never fused."""
-    from policy_tasks import collect_gradients, summed_gradients
-
-    from megatron_daro.actor.device import has_transformer_engine
-
-    if not has_transformer_engine():
-        raise NotHereError(NO_TRANSFORMER_ENGINE)
-    batch, found = _learnable(directory), []
-    for fused in (True, False):
-        policy = build_policy(directory, precision="bf16", megatron={"gradient_accumulation_fusion": fused})
-        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
-        found.append({name: torch.from_numpy(x) for name, x in collect_gradients(policy).items()})
-    worst = max(_relative(value, found[1][name]) for name, value in found[0].items())
+    _need_transformer_engine()
+    ways = ({"megatron": {"gradient_accumulation_fusion": fused}, "distributed": True} for fused in (False, True))
     # A micro-batch's gradient is rounded to bf16 (2**-9) on one side only; twice would be a difference of 1.
-    return Outcome(worst, 0.02, "relative, worst parameter")
+    return Outcome(_worst(_relative, _gradients(directory, "qwen2", *ways)), 0.02, "relative, worst parameter")
 
 
 def experts_fused(device: torch.device, directory: Path) -> Outcome:
     """Gradients of a mixture of experts with Transformer Engine's fused routing and permutation against those without:
     the options change the kernels, and neither the experts nor their weights."""
+    _need_transformer_engine()
+    kernels = ("moe_permute_fusion", "moe_router_fusion")
+    ways = ({"megatron": dict.fromkeys(kernels, fused)} for fused in (False, True))
+    # A token whose two best experts are alike may go to another one: the direction of a matrix, not its largest number.
+    return Outcome(_worst(angle, _gradients(directory, "qwen3_moe", *ways), 2), 0.01, "1 - cosine, worst matrix")
+
+
+def _gradients(directory: Path, family: str, *ways: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+    """Of one batch, with each of these options of the actor."""
     from policy_tasks import collect_gradients, summed_gradients
 
+    batch, found = _learnable(directory, family), []
+    for options in ways:
+        policy = build_policy(directory, **{"precision": "bf16", "distributed": False, **options})
+        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
+        found.append(collect_gradients(policy))
+    return found
+
+
+def _worst(difference: Callable[..., float], ways: list[dict[str, np.ndarray]], axes: int = 0) -> float:
+    """The largest difference to the first way, of parameters with so many axes or more."""
+    first, *others = ways
+    return max(difference(way[name], first[name]) for way in others for name in first if first[name].ndim >= axes)
+
+
+def _need_transformer_engine() -> None:
     from megatron_daro.actor.device import has_transformer_engine
 
     if not has_transformer_engine():
         raise NotHereError(NO_TRANSFORMER_ENGINE)
-    batch, found = _learnable(directory, "qwen3_moe"), []
-    for fused in (True, False):
-        options = dict.fromkeys(("moe_permute_fusion", "moe_router_fusion"), fused)
-        policy = build_policy(directory, precision="bf16", distributed=False, megatron=options)
-        summed_gradients(policy, {"name": "grpo"}, batch, _thirds(len(batch)))
-        found.append(collect_gradients(policy))
-    # A token whose two best experts are alike may go to another one: the direction of a matrix, not its largest number.
-    worst = max(_angle(value, found[1][name]) for name, value in found[0].items() if value.ndim > 1)
-    return Outcome(worst, 0.01, "1 - cosine, worst matrix")
 
 
 def policy_steps(device: torch.device, directory: Path, **options: str) -> Outcome:
@@ -401,11 +392,9 @@ def _learnable(directory: Path, family: str = "qwen2") -> Any:
 def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
     """Raise NotHereError where matrix products in fp8 cannot run."""
     from megatron_daro.actor import precision
-    from megatron_daro.actor.device import has_transformer_engine
     from megatron_daro.config.precision import why_not
 
-    if not has_transformer_engine():
-        raise NotHereError(NO_TRANSFORMER_ENGINE)
+    _need_transformer_engine()
     if why := why_not(recipe, precision.surroundings()):
         raise NotHereError(f"fp8 ({recipe}): {why}")
 
@@ -421,14 +410,14 @@ CHECKS: dict[str, Check] = {
     "chunked log-probs in Triton, fp32": partial(chunked_logprobs, kernel="triton"),
     "chunked log-probs in Triton, bf16": partial(chunked_logprobs, dtype=torch.bfloat16, kernel="triton"),
     "layers and attention are Transformer Engine's": layers_are_transformer_engines,
-    "policy log-probs, qwen2 fp32": policy_logprobs_fp32,
-    "policy log-probs, qwen3 fp32": partial(policy_logprobs_fp32, family="qwen3"),
-    "policy log-probs, llama fp32": partial(policy_logprobs_fp32, family="llama"),
-    "policy log-probs, qwen3_yarn fp32": partial(policy_logprobs_fp32, family="qwen3_yarn"),
-    "policy log-probs, qwen3_moe fp32": partial(policy_logprobs_fp32, family="qwen3_moe"),
-    "policy log-probs, qwen2 bf16": policy_logprobs_bf16,
-    "policy log-probs, qwen3_yarn bf16": partial(policy_logprobs_bf16, family="qwen3_yarn"),
-    "policy log-probs, qwen3_moe bf16": partial(policy_logprobs_bf16, family="qwen3_moe"),
+    **{
+        f"policy log-probs, {family} {precision}": partial(policy_logprobs, precision=precision, family=family)
+        for precision, families in {
+            "fp32": ("qwen2", "qwen3", "llama", "qwen3_yarn", "qwen3_moe"),
+            "bf16": ("qwen2", "qwen3_yarn", "qwen3_moe"),
+        }.items()
+        for family in families
+    },
     "policy log-probs, heads of 128, 8,192 tokens": long_logprobs,
     "policy gradients, heads of 128, 8,192 tokens": long_gradients,
     "policy gradients, recomputed": recomputed,
@@ -453,8 +442,6 @@ CHECKS: dict[str, Check] = {
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
     "memory paused under handles": gpu_processes.memory_paused,
     "ten steps, the embedded engine, resumed": gpu_runs.resumed,
-    "log-probs of two ranks, TP 2, bf16": partial(gpu_processes.two_ranks, tensor=2),
-    "log-probs of two ranks, CP 2, bf16": partial(gpu_processes.two_ranks, context=2),
     "training, TP 2 with sequence parallel": partial(gpu_processes.training, tensor=2),
     "training, CP 2": partial(gpu_processes.training, context=2),
     "training, DP 2, gradients overlapped": partial(
@@ -545,13 +532,7 @@ def _long(device: torch.device, directory: Path) -> tuple[Any, Any]:
     return save_model("qwen3_wide", directory), equal_samples(4, tokens, VOCAB).select([0, 1])
 
 
-def _angle(got: np.ndarray, want: np.ndarray) -> float:
-    """1 - cosine of the angle between two gradients."""
-    a, b = got.ravel().astype(np.float64), want.ravel().astype(np.float64)
-    return 1.0 - float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-
-def _relative(got: Tensor, want: Tensor) -> float:
+def _relative(got: Any, want: Any) -> float:
     """Largest difference, relative to the largest value."""
-    got, want = got.detach().double().cpu(), want.detach().cpu()
+    got, want = torch.as_tensor(got).detach().double().cpu(), torch.as_tensor(want).detach().cpu()
     return float((got - want).abs().max() / want.abs().max())

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,45 +23,13 @@ import numpy as np
 import torch
 from gpu_outcomes import Measured, Outcome
 
-# Qwen2.5-1.5B and -7B.
-QWEN_15B = {
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-QWEN_7B = {
-    **QWEN_15B,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18_944,
-    "vocab_size": 152_064,
-    "tie_word_embeddings": False,
-}
+
+def _qwen(hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, intermediate_size, vocab_size):
+    return {"tie_word_embeddings": vocab_size < 152_000, **locals()}
 
 
-QWEN_32B = {
-    **QWEN_7B,
-    "hidden_size": 5120,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "intermediate_size": 27_648,
-}
-TINY = {
-    "hidden_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 200,
-    "tie_word_embeddings": True,
-}
+QWEN_15B, TINY = _qwen(1536, 28, 12, 2, 8960, 151_936), _qwen(64, 8, 4, 2, 96, 200)
+QWEN_7B, QWEN_32B = _qwen(3584, 28, 28, 4, 18_944, 152_064), _qwen(5120, 64, 40, 8, 27_648, 152_064)
 LOGPROB_GOAL = 3.0
 """Log-probs with entropy may take this many times the bare products."""
 
@@ -174,10 +142,8 @@ def train_step(
         check_fp8(device, options.get("fp8_recipe", "tensorwise"))
     if device.type != "cuda":
         shape, depths, samples, tokens = TINY, (1, 8)[-len(depths) :], 8, 32
-    found = []
-    for depth in depths:
-        place = directory / str(depth)
-        found.append(_steps(device, place, {**shape, "num_hidden_layers": depth}, samples, tokens, precision, options))
+    options, layers = {"precision": precision, **options}, [{**shape, "num_hidden_layers": depth} for depth in depths]
+    found = [_steps((device, directory / str(n)), own, samples, tokens, **options) for n, own in enumerate(layers)]
     first, last = found[0], found[-1]
     numbers = {"peak_gib_measured": last.peak_gib, "extra_gib_measured": last.extra_gib}
     if len(depths) > 1:
@@ -206,45 +172,40 @@ def peak_tflops(device: torch.device) -> float:
     return next((gpu.bf16_tflops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in name), 0.0)
 
 
-def _random_policy(device: torch.device, directory: Path, shape: Mapping[str, Any], **options: Any) -> Any:
+def _random_policy(
+    device: torch.device, directory: Path, shape: Mapping[str, Any], samples: int, tokens: int, **options: Any
+) -> tuple[Any, Any, list[list[int]]]:
+    """A policy of one rank with random weights, a batch, and its two packs; on a CPU tiny ones."""
     from gpu_checks import build_policy
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     gc.collect()  # a policy before
     torch.manual_seed(0)
+    config = Qwen2Config(**shape)
     with device:  # a GPU draws billions of numbers in a second, a CPU in minutes
-        AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16).save_pretrained(directory)
-    return build_policy(directory, **options)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    packs = [list(range(samples // 2)), list(range(samples // 2, samples))]
+    return build_policy(directory, **options), equal_samples(samples, tokens, config.vocab_size), packs
 
 
-def _packs(samples: int) -> list[list[int]]:
-    return [list(range(samples // 2)), list(range(samples // 2, samples))]
+def _steps(place: tuple[torch.device, Path], shape: Mapping[str, Any], *size: int, **options: Any) -> Speed:
+    from megatron_daro.data.schedule import CostModel
 
-
-def _steps(
-    device: torch.device,
-    directory: Path,
-    shape: Mapping[str, Any],
-    samples: int,
-    tokens: int,
-    precision: str,
-    options: Mapping[str, Any],
-) -> Speed:
-    from dataclasses import replace
-    from types import SimpleNamespace
-
-    policy = _random_policy(device, directory, shape, precision=precision, **options)
-    batch, own = equal_samples(samples, tokens, shape["vocab_size"]), []
+    policy, batch, packs = _random_policy(*place, shape, *size, **options)
+    own: list[float] = []
 
     def step() -> None:
-        result = policy.train_step(batch, _packs(samples), step=1)
+        result = policy.train_step(batch, packs, step=1)
         if result.skipped:
             raise RuntimeError(result.reason)
         own.append(result.metrics["timing/forward_backward_s"])
 
-    speed = measure(step, device, 5 if device.type == "cuda" else 2)
-    operations = train_operations(SimpleNamespace(**shape), batch)
-    return replace(speed, operations=operations, forward_backward_s=statistics.median(own[2:]))
+    speed = measure(step, place[0], 5 if place[0].type == "cuda" else 2)
+    # The output layer is computed for trained tokens only.
+    untrained = float(batch.lengths_N.sum() - batch.trained_tokens_N.sum())
+    operations = CostModel.of_model(policy.shape).of(batch.lengths_N).sum()
+    operations -= 6.0 * policy.shape.hidden * policy.shape.vocab * untrained
+    return replace(speed, operations=float(operations), forward_backward_s=statistics.median(own[2:]))
 
 
 KINDS = {
@@ -265,15 +226,14 @@ def profiled(device: torch.device, directory: Path) -> Measured:
     """Where the time of a step of 7B goes, six layers of it: milliseconds by kind of kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    shape, samples, tokens = ({**QWEN_7B, "num_hidden_layers": 6}, 8, 2048) if device.type == "cuda" else (TINY, 8, 32)
-    policy = _random_policy(device, directory, shape, precision="bf16")
-    batch = equal_samples(samples, tokens, shape["vocab_size"])
+    size = ({**QWEN_7B, "num_hidden_layers": 6}, 8, 2048) if device.type == "cuda" else (TINY, 8, 32)
+    policy, batch, packs = _random_policy(device, directory, *size, precision="bf16")
     for _ in range(3):
-        policy.train_step(batch, _packs(samples), step=1)
+        policy.train_step(batch, packs, step=1)
     _waited(device)
     start = time.perf_counter()
     with profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]) as events:
-        policy.train_step(batch, _packs(samples), step=1)
+        policy.train_step(batch, packs, step=1)
         _waited(device)
         wall = time.perf_counter() - start
     numbers: dict[str, float] = defaultdict(float)
@@ -287,16 +247,17 @@ def profiled(device: torch.device, directory: Path) -> Measured:
 def healed(device: torch.device, directory: Path) -> Outcome:
     """What healing does to a rank, half of 1.5B: snapshot, state to the host and back, abort of the groups from another
     thread, new groups, restore; and the step after it against the same step before."""
+    from gpu_checks import build_policy
+
     from megatron_daro.actor import parallel
     from megatron_daro.actor.double_buffer import DoubleBuffer
     from megatron_daro.types import KINDS_OF_MEMORY
 
-    on_gpu = device.type == "cuda"
-    shape, samples, tokens = ({**QWEN_15B, "num_hidden_layers": 14}, 8, 2048) if on_gpu else (TINY, 8, 32)
-    precision, buffer, numbers = "bf16" if on_gpu else "fp32", DoubleBuffer(1), {}
-    policy = _random_policy(device, directory, shape, precision=precision)
-    batch = equal_samples(samples, tokens, shape["vocab_size"])
-    policy.train_step(batch, _packs(samples), step=1)
+    on_gpu, buffer, numbers = device.type == "cuda", DoubleBuffer(1), dict[str, float]()
+    size = ({**QWEN_15B, "num_hidden_layers": 14}, 8, 2048) if on_gpu else (TINY, 8, 32)
+    precision = "bf16" if on_gpu else "fp32"
+    policy, batch, packs = _random_policy(device, directory, *size, precision=precision)
+    policy.train_step(batch, packs, step=1)
     for serial in (1, 2):  # the first takes pinned memory
         start = time.perf_counter()
         policy.start_snapshot(buffer.open(None), serial).wait()
@@ -306,7 +267,7 @@ def healed(device: torch.device, directory: Path) -> Outcome:
         away, back = policy.offload(KINDS_OF_MEMORY), policy.onload(KINDS_OF_MEMORY)
         numbers[f"offload_{turn}_gb_per_s"] = away.moved / 1e9 / away.seconds
         numbers[f"onload_{turn}_gb_per_s"] = back.moved / 1e9 / back.seconds
-    want = policy.train_step(batch, _packs(samples), step=2).metrics["loss/policy"]
+    want = policy.train_step(batch, packs, step=2).metrics["loss/policy"]
     start = time.perf_counter()
     aborting = threading.Thread(target=parallel.abort, args=((), ()), daemon=True)
     aborting.start()
@@ -319,33 +280,13 @@ def healed(device: torch.device, directory: Path) -> Outcome:
     gc.collect()
     parallel.initialize(parallel.Layout(), seed=1, timeout_s=300)
     numbers["regroup_s"] = time.perf_counter() - start
-    from gpu_checks import build_policy
-
     policy = build_policy(directory, precision=precision, to_be_restored=True)
-    slot = buffer.whole(2)
-    if slot is None:
-        raise RuntimeError("the second snapshot is not whole")
-    policy.restore(slot)
+    policy.restore(buffer.whole(2))
     _waited(device)
     numbers["healed_s"] = time.perf_counter() - start
-    got = policy.train_step(batch, _packs(samples), step=2).metrics["loss/policy"]
+    got = policy.train_step(batch, packs, step=2).metrics["loss/policy"]
     # The kernels of a backward pass may add up in any order; a lost state shows in the first digits.
     return Outcome(abs(got - want), 1e-3 if on_gpu else 1e-6, "loss of the step after", numbers)
-
-
-def train_operations(config: Any, batch: Any) -> float:
-    """Operations of forward and backward: 6 for each weight of a product and token (of the output layer: for trained
-    tokens only, since the others' log-probs are not computed), and causal attention's 6 * T^2 * D a layer (half of the
-    scores). Source: arXiv 2204.02311, appendix B, with half the scores; no recomputation."""
-    head = config.hidden_size // config.num_attention_heads
-    attention = 2 * config.hidden_size * head * (config.num_attention_heads + config.num_key_value_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    layers = 6.0 * config.num_hidden_layers * layer * float(batch.lengths_N.sum())
-    output = 6.0 * config.hidden_size * config.vocab_size * float(batch.trained_tokens_N.sum())
-    scores = (
-        6.0 * config.num_hidden_layers * config.hidden_size * float((batch.lengths_N.astype(np.float64) ** 2).sum())
-    )
-    return layers + output + scores
 
 
 def equal_samples(samples: int, sample_tokens: int, vocab: int) -> Any:

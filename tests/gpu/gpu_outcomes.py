@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -33,6 +34,12 @@ class Outcome:
     def passed(self) -> bool:
         """Whether the difference is a number within the tolerance (NaN is not)."""
         return self.difference <= self.tolerance
+
+
+def angle(got: np.ndarray, want: np.ndarray) -> float:
+    """1 - cosine of the angle between two gradients."""
+    a, b = got.ravel().astype(np.float64), want.ravel().astype(np.float64)
+    return 1.0 - float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
 def need_gpus(device: torch.device, number: int, what: str) -> None:

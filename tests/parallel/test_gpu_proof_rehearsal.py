@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,18 +141,14 @@ def test_a_process_that_dies_costs_one_item(tmp_path):
 
     tool.supervise(out, time.time() + 60, process)
     assert started == ["", "b"]
-    assert [(row["name"], row["result"]) for row in tool.read(out)] == [
-        ("a", "passed"),
-        ("b", "ERROR"),
-        ("c", "passed"),
-    ]
-    with pytest.raises(SystemExit, match="before the next one"):
-        tool.supervise(out, time.time() + 60, lambda until, after: 1)
+    found = {row["name"]: row["result"] for row in tool.read(out)}
+    assert found == {"a": "passed", "b": "ERROR", "c": "passed"}
+    assert tool.supervise(out, time.time() + 60, lambda until, after: 1) == 1, "it ended within no item"
 
 
 def row_of(name, result, said="", gpu="a GPU"):
     return {"name": name, "date": "2026-01-01", "on": {"GPU": gpu, "torch": "2"}, "result": result, "said": said} | {
-        "numbers": {}, "seconds": 1.0, "peak_gib": 0.5, "gpus": 1
+        "numbers": {}, "seconds": 1.0, "peak_gib": 0.5
     }  # fmt: skip
 
 
@@ -163,14 +158,13 @@ def test_the_report_names_what_failed_and_what_each_compares(tmp_path):
     rows += [row_of("killed", "begun"), row_of("bad", "FAILED", gpu="another")]
     for row in rows:
         tool.append(out, row)
-    (tmp_path / "verified.md").write_text("before\n" + "".join(tool.MARKS) + "after\n")
+    (tmp_path / "verified.md").write_text("before\n" + "\n".join(tool.MARKS) + "\nafter\n")
     page, verified = (path.read_text() for path in tool.write_report(out))
-    assert "1 FAILED" in page and "2 passed" in page and "against transformers" in page
-    assert (
-        page.index("## a GPU") < page.index("| bad | passed") < page.index("## another") < page.index("| bad | FAILED")
-    )
-    assert verified.startswith("before") and verified.endswith("after\n") and "**Formerly, begun**: killed" in verified
-    assert "**Recomputation**: step of 7B, recompute full" in verified, "on no GPU so far"
+    assert page.index("## a GPU") < page.index("against transformers") < page.index("| policy log-probs, qwen3 fp32")
+    assert page.index("| bad | passed") < page.index("## another") < page.index("| bad | FAILED")
+    assert verified.startswith("before") and verified.endswith("after\n")
+    assert "* Formerly: 1 passed, 1 begun" in verified and "* Formerly: 1 FAILED" in verified
+    assert "* Recomputation: step of 7B, recompute full" in verified, "on no GPU so far"
 
 
 def test_the_report_in_docs_is_that_of_its_data(tmp_path):
@@ -203,17 +197,6 @@ def test_a_whole_model_is_reckoned_from_two_depths():
 
     two, six = (gpu_measures.Speed(2.0 + 0.5 * n, 7.0 + n, 8.0 + n, 3e12 + 1e12 * n) for n in (2, 6))
     assert two.deeper(six, (28 - 2) / 4) == gpu_measures.Speed(16.0, 35.0, 36.0, 31e12)
-
-
-def test_the_output_layer_counts_for_trained_tokens_only():
-    import gpu_measures
-
-    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=10)
-    config.num_hidden_layers, config.vocab_size = 3, 100
-    batch = gpu_measures.equal_samples(4, 16, 100)  # an eighth is prompt
-    layer = 8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 10  # query and output, key and value, gated MLP
-    by_hand = 6 * 3 * layer * 64 + 6 * 8 * 100 * 56 + 6 * 3 * 8 * 4 * 16**2
-    assert gpu_measures.train_operations(config, batch) == by_hand
 
 
 def test_layers_that_are_not_transformer_engines_are_counted():

@@ -38,13 +38,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TOLERANCE, LIMIT_S = 1e-5, 500
 RANK, SCALE = 4, 6.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-OTHERS = ("qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "glm4_moe")
+EXPERTS = {"moe_intermediate_size": 16, "norm_topk_prob": True}
+OWN = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "num_nextn_predict_layers": 0, "num_experts_per_tok": 2},
+}
+OTHERS = ("qwen3", "llama", *OWN)
 
 
 def save_family(directory, family):
     """A small random model; of a family with experts, four of them in each layer but the first of GLM's."""
-    own = {"num_local_experts": 4} if family == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 16}
-    own |= {"n_routed_experts": 4, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5}
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
@@ -56,7 +61,7 @@ def save_family(directory, family):
         head_dim=8,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
-        **(own if "moe" in family or family == "mixtral" else {}),
+        **OWN.get(family, {}),
     )
     model, generator = AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(0)
     with torch.no_grad():

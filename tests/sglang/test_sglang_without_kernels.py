@@ -1,5 +1,5 @@
-"""SGLang's Python on a GPU without its compiled kernels: what a server of gpu_runs.py imports there, as far as a CPU
-shows it: torch says that a GPU is there, and nothing computes."""
+"""SGLang's Python on a GPU without its compiled kernels: what a server of tests/gpu/gpu_runs.py imports there, as far
+as a CPU shows it: torch says that a GPU is there, and nothing computes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def latent(config: Config, shape: ModelShape | None, hardware: Hardware, core: V
     if actor.routing_replay:
         allowed = f"false {model}: SGLang may add shared experts to those that it reports"
         yield wrong(config, "actor.routing_replay", allowed, "remove it", beside="model.path")
-    if sglang.sync == "shards":
+    if sglang.transport.shard_plan:
         fix = "set engine.sglang.sync=distributed"
         yield wrong(config, "engine.sglang.sync", f"distributed, disk or tensor {model}", fix, beside="model.path")
     if sglang.fp8_blocks:

@@ -1,6 +1,7 @@
 """A group of samples becomes HTTP requests: the bodies of /generate.
 
-One request carries all samples of a group, so that they share the prompt's cache. A server sends each answer when it
+One request carries all samples of a group, so that they share the prompt's cache; where answers go on from different
+lengths, each has its own. A server sends each answer when it
 has ended, where the request streams.
 """
 

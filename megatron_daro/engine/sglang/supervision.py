@@ -6,7 +6,7 @@ policy's weights. Progress means that a token came out, not that a port is open;
 
     process -> first answer -> first token -> vetted (all: starting.py) -> joining -> (weights) -> serving
        ^                                                                                             |
-       +--- pause <--- process ended <---------------------------------------------------- fenced <--+
+       +--- process ended (a pause, where the start before failed) <---------------------- fenced <--+
 """
 
 from __future__ import annotations

@@ -157,6 +157,32 @@ def test_requests_that_ask_for_what_is_not_served_are_refused_by_name(tokens):
     assert len(engine.asked) == 1 and engine.asked[0].turn == 3
 
 
+def test_completions_go_on_from_the_tokens_of_a_text_and_of_ids(tokens):
+    async def agent(problem, api):
+        async def complete(prompt, **others):
+            status, body = await api.post({"prompt": prompt, **others}, path="/completions")
+            assert status == 200 and body["object"] == "text_completion"
+            return body["choices"]
+
+        [first] = await complete("1+1=", max_tokens=4, logprobs=0)
+        assert first["text"] == "Answ" and first["finish_reason"] == "length"
+        assert first["logprobs"]["tokens"] == ["A", "n", "s", "w"] and len(first["logprobs"]["token_logprobs"]) == 4
+        [second] = await complete(f"1+1={first['text']}, so", stop="w")
+        assert second["text"] == "Ans" and second["finish_reason"] == "stop"
+        ids = tokens.encode("2+2=", add_special_tokens=False)
+        one, _ = await complete(ids, n=2, max_tokens=3)
+        [last] = await complete([*ids, *tokens.encode(one["text"] + "!", add_special_tokens=False)], max_tokens=3)
+        assert last["text"] == "Ans"
+        for body in ({"prompt": ["a", "b"]}, {"prompt": [10**6]}, {"prompt": "a", "echo": True}, {"messages": ASKED}):
+            assert (await api.post(body, path="/completions"))[0] == 400
+
+    rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "Answer", indices=(0,))
+    assert_exact(rollouts, engine)
+    read = [tokens.decode(list(one.prompt.tokens)) for one in engine.asked]
+    assert read == ["1+1=", "1+1=Answ, so", "2+2=", "2+2=", "2+2=Ans!"]
+    assert len(rollouts[0].contexts) == 4  # the first token of a rollout is the problem's; then three that were begun
+
+
 def test_another_address_than_loopbacks_says_nothing_without_a_key(tokens):
     async def agent(problem, api):
         assert api.base_url.startswith("http://127.0.0.2:")

@@ -191,3 +191,18 @@ def test_a_sync_that_changes_nothing_still_shows_a_receiver_that_went_back_to_it
     assert not judged(copy.deepcopy(check), dtype, *found[last], last).rejected
     outcome = judged(check, dtype, found[last][0], found[0][1], last)
     assert "server 0" in outcome.rejected
+
+
+@pytest.mark.parametrize("trained", [1, SYNCS - 1])
+def test_a_receiver_that_computes_without_its_adapters_is_seen_in_its_first_sync(steps, trained):
+    """As one that has them is not, nor anyone before they were trained."""
+    dtype, found = steps
+    base_R, receiver_base_R = found[0]
+    policy_R, receiver_R = found[trained]
+
+    def rejected(said_R, wanted_R):
+        answer = ProbeAnswer(rollout(said_R), rollout(said_R), 1.0, dtype, base_R=receiver_base_R)
+        return UpdateCheck().judge({"server 0": answer}, {"server 0": (wanted_R, said_R)}, {}, base_R).rejected
+
+    assert rejected(receiver_base_R, policy_R)
+    assert not rejected(receiver_R, policy_R) and not rejected(receiver_base_R, base_R)
