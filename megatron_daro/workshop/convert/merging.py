@@ -42,7 +42,7 @@ def merge(adapter: Path, base: Path, out: Path, *, max_shard_bytes: int) -> int:
     ]:
         raise ModelError(f"--merge: {adapter} has {', '.join(more)}; allowed: LoRA with one rank and nothing else")
     num_factors = len(factors)
-    checkpoint = HFCheckpoint(base)
+    checkpoint = HFCheckpoint(base, as_stored=True)
     try:
         config = json.loads((base / "config.json").read_text(encoding="utf-8"))
         write_hf_checkpoint(
