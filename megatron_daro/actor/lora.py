@@ -56,6 +56,8 @@ _B = "B"
 class Adapter(torch.nn.Module):
     """The adapters of the matrices in one linear layer; a parameter for each A, one for all B's."""
 
+    _owners: Tensor
+
     def __init__(self, local: LocalParameter, targets: frozenset[str], section: LoraSection, *, sequence: bool) -> None:
         """Make parameters without values.
 
@@ -77,7 +79,7 @@ class Adapter(torch.nn.Module):
         own = replace(rule, kind=kinds[1], hf_names=tuple(names), hf_shapes=tuple(shapes))
         self._add(_B, own, weight.new_zeros(weight.shape[0], rank))
         self.exported = frozenset(_factor(rule.hf_names[place], letter) for place in chosen for letter in "AB")
-        self._owners = _owners(rule, chosen, weight)
+        self.register_buffer("_owners", _owners(rule, chosen, weight), persistent=False)
 
     def _add(self, name: str, rule: TensorRule, values: Tensor) -> None:
         parameter = torch.nn.Parameter(values)
