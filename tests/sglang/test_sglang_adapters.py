@@ -38,18 +38,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TOLERANCE, LIMIT_S = 1e-5, 500
 RANK, SCALE = 4, 6.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-EXPERTS = {"moe_intermediate_size": 16, "norm_topk_prob": True}
 OWN = {
     "mistral": {"sliding_window": None},
-    "mixtral": {"sliding_window": None, "num_local_experts": 4},
-    "qwen3_moe": {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "num_nextn_predict_layers": 0, "num_experts_per_tok": 2},
+    "qwen3_moe": {"moe_intermediate_size": 16, "norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2},
 }
 OTHERS = ("qwen3", "llama", *OWN)
 
 
 def save_family(directory, family):
-    """A small random model; of a family with experts, four of them in each layer but the first of GLM's."""
+    """A small random model; of a family with experts, four of them in each layer."""
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
@@ -76,7 +73,7 @@ class Serving:
 
     def __init__(self, directory, family):
         save_family(directory / "model", family)
-        targets = list(ATTENTION) if "moe" in family or family == "mixtral" else ["all"]
+        targets = list(ATTENTION) if "moe" in family else ["all"]
         lora = {"rank": RANK, "alpha": SCALE * RANK**0.5, "rslora": True, "targets": targets}
         sglang = {"kind": "sglang", "sglang": {"sync": "adapters"}}
         config = configured(model={"path": directory / "model"}, lora=lora, engine=sglang)
