@@ -45,6 +45,11 @@ def merge(adapter: Path, base: Path, out: Path, *, max_shard_bytes: int) -> int:
     checkpoint = HFCheckpoint(base, as_stored=True)
     try:
         config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        if "quantization_config" in config:
+            raise ModelError(
+                f"--merge: the weights of {base} are quantized; allowed: fp32, fp16, bf16; convert them to bf16 first "
+                "(docs/models.md)"
+            )
         write_hf_checkpoint(
             replaceable(out),
             _merged(checkpoint, factors, section.scale, adapter),

@@ -74,3 +74,10 @@ def test_what_is_no_adapter_of_this_model_is_refused_and_nothing_is_left(
 ):
     assert merged(tmp_path, factors(base), **config) == 1
     assert named in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_quantized_base_is_refused(base, tmp_path, capsys):
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(config_of() | {"quantization_config": {"quant_method": "fp8"}}))
+    assert merged(tmp_path, factors_of(base, MATRIX)) == 1
+    assert "convert them to bf16 first" in capsys.readouterr().err and not (tmp_path / "out").exists()
