@@ -3,8 +3,9 @@
 A worker process (runtime/workers.py) holds a `policy.MegatronPolicy`, the composition of the rest:
 
   Megatron      megatron (imports it, for all of actor/), device and cpu (where this process computes), compat (gaps)
-  process       parallel (process groups, seeds), settings (plain values of the run, without Megatron)
-  model         layers, model, precision (fp8), weights (Hugging Face tensors in and out)
+  process       parallel (process groups, seeds), communicators (their GPU memory), settings (plain values of the run,
+                without Megatron)
+  model         layers, model, lora (adapters), precision (fp8), weights (Hugging Face tensors in and out)
   forward       forward (micro-batches through the pipeline), logprobs and logprob_kernels (chunked, vocabulary-
                 parallel), routing_replay (experts as the engine chose them)
   step          advantages -> loss (token sums per pass rate, reduced over ranks) -> step -> optimizer; critic and

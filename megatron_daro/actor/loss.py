@@ -1,7 +1,7 @@
 """The distributed loss of one optimizer step: token sums per pass rate, reduced over all ranks.
 
 StepBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
-token losses -> loss sums per bin (one all-reduce), from which the algorithm learns.
+token losses -> loss sums per bin (all-reduced once for the step, maxima with another), from which the algorithm learns.
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
 is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of

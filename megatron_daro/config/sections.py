@@ -1,7 +1,7 @@
 """The typed sections of the configuration, and `Config`, which holds one of each.
 
-Loading builds one Config; the composition root hands each component its own section and no
-more. Refuses unknown keys and later writes. What spans several fields is in rules/.
+Loading builds one Config. The loop's parts get their section of it (runtime/parts.py), what runs in processes of its
+own the whole (`RunContext`). Refuses unknown keys and later writes. What spans several fields is in rules/.
 """
 
 from __future__ import annotations
@@ -529,7 +529,7 @@ class ObserveSection(Section):
 
 
 class Config(Section):
-    """The whole configuration. Only the composition root holds it."""
+    """The whole configuration."""
 
     model: ModelSection
     """The model to train."""

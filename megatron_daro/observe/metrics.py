@@ -1,8 +1,8 @@
 """One record of metrics per optimizer step: RUN/metrics.jsonl, which TensorBoard and Weights & Biases show too.
 
-Key names and units: docs/metrics.md. What depends on the clock lives under `timing/` and `throughput/`, so that the
-rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps that do
-not increase, and files damaged anywhere but in their last line.
+Key names and units: docs/metrics.md. What depends on the clock lives under `timing/`, `throughput/` and `recovery/`, so
+that the rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps
+that do not increase, and files damaged anywhere but in their last line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What becomes of calls to Ray workers: all awaited, the first failure as an error of this package, a death as its end.
 
 A group is a set of worker processes that belong together, Ray actor handles by name, ended together. Every worker has
-one call that never returns; when it fails the worker is gone, unless its group was dismissed, and the run ends within
-seconds, wherever the loop happens to wait. The message names the worker and Ray's cause.
+one call that never returns; when it fails the worker is gone, unless its group was dismissed. Where nobody replaces it
+(healing.py, embedded_group.py) the run ends within seconds, wherever the loop happens to wait. The message names the
+worker and Ray's cause.
 """
 
 from __future__ import annotations

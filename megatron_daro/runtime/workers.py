@@ -1,9 +1,8 @@
 """The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
 
 Thin shells: `PolicyGroup` and `EngineGroup` call them; the work is done by actor/, engine/ and sync/, but for the
-transport `ray`, whose sender is here.
-Both have a `sentinel` call that never returns: its failure tells the supervisor that the process died. The actors that
-a run outlives are in node_workers.py, answer_workers.py and ray_servers.py.
+transport `ray`, whose sender is here. Both have a `sentinel` call that never returns: its failure tells the supervisor
+that the process died. Other actors: node_workers.py, answer_workers.py, ray_servers.py.
 """
 
 from __future__ import annotations

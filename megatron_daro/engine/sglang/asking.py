@@ -5,9 +5,8 @@
 Each answer is streamed: an event for each sample that has ended, whose room on the server is given to others then, and
 which is kept if the server dies before the others have ended.
 
-`DirectAsker` does this in its own process: in each of the run's answer workers (runtime/answer_workers.py), or in the
-engine's process where there are none. It knows nothing of fleets, retries or other groups; what a failure means is for
-the engine to decide.
+`DirectAsker` does this in its own process: each of the run's answer workers (runtime/answer_workers.py). It knows
+nothing of fleets, retries or other groups; what a failure means is for the engine to decide.
 """
 
 from __future__ import annotations

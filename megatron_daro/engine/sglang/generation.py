@@ -1,6 +1,6 @@
 """Groups of rollouts from a fleet of servers: who is asked for what, and again where that fails.
 
-    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries brought nothing new
+    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries failed
       _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
       _ask:  Asker.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
              -> reply checked, and made rollouts (replies.py)

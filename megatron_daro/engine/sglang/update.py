@@ -13,8 +13,8 @@ WeightSync runs one at a time, step by step; the policy's ranks send in between.
 Of adapters nothing is prepared, and installed is their name: requests that name an older one go on.
 
 A server that fails a phase leaves the update and is fenced; if sending fails, which breaks a broadcast's group for all,
-the guilty ones are fenced and the others get everything again from the beginning; from shards to shards the others have
-everything and go on. It never lets a server serve with weights that are mixed or unknown.
+the guilty ones are fenced and the others get everything again from the beginning; from shards to shards, and with
+adapters, the others have everything and go on. It never lets a server serve with weights that are mixed or unknown.
 """
 
 from __future__ import annotations
