@@ -116,7 +116,7 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
     """Median seconds per step of what an algorithm itself computes: coefficients, reported terms, update."""
     import torch
 
-    from megatron_daro.algo.weighting import BatchTotals
+    from megatron_daro.algo.weighting import BatchTotals, StepStats
 
     bins, lengths = torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N)
     totals = BatchTotals.of(bins, lengths, ROLLOUTS)
@@ -128,7 +128,7 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
             start = time.perf_counter()
             algorithm.sample_coefficients(bins, lengths, totals)
             algorithm.extra_loss(totals)
-            algorithm.update(sums, totals.tokens_per_bin, sums.abs())
+            algorithm.learn(StepStats.of_bins(totals, sums, sums.abs()))
             _ = algorithm.weights, algorithm.clamped
             times.append(time.perf_counter() - start)
         medians[name] = statistics.median(times)

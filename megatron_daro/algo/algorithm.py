@@ -137,6 +137,12 @@ class StepStats:
     slopes: Tensor
     entropy: float
 
+    @classmethod
+    def of_bins(cls, totals: BatchTotals, loss_sums: Tensor, abs_loss_sums: Tensor) -> StepStats:
+        """Return those of a host that knows sums [K+1] of token losses, and nothing else."""
+        sums = {"loss_sums": loss_sums[:, None], "abs_loss_sums": abs_loss_sums[:, None]}
+        return cls(totals, sums, slopes=loss_sums.new_zeros(0), entropy=0.0)
+
     def per_bin(self, name: str) -> Tensor:
         """float64 [K+1], a sum over all classes."""
         return self.sums[name].sum(dim=1)
@@ -346,14 +352,8 @@ class Algorithm(ABC):
     def begin_batch(self) -> None:  # noqa: B027
         """Take note that a batch of rollouts begins, before its first optimizer step; called on every rank."""
 
-    def learn(self, step_stats: StepStats) -> None:
+    def learn(self, step_stats: StepStats) -> None:  # noqa: B027
         """Learn from a step that was applied; called once, on every rank with the same numbers."""
-        self.update(
-            step_stats.per_bin("loss_sums"), step_stats.totals.tokens_per_bin, step_stats.per_bin("abs_loss_sums")
-        )
-
-    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:  # noqa: B027
-        """Learn from the step's loss sums per bin [K+1], where nothing else is needed."""
 
     @property
     def weights(self) -> Tensor | None:

@@ -254,10 +254,6 @@ class Daro(Algorithm):
         sums = {name: values.reshape(-1) for name, values in step_stats.sums.items()}
         self.difficulty.update(token_counts=step_stats.totals.tokens_per_cell.reshape(-1), **sums)
 
-    def update(self, loss_sums: Tensor, token_counts: Tensor, abs_loss_sums: Tensor | None = None) -> None:
-        """See `DifficultyWeights.update`."""
-        self.difficulty.update(loss_sums, token_counts, abs_loss_sums)
-
     @property
     def weights(self) -> Tensor:
         """float64 [K+1], the mean over classes."""

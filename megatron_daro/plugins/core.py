@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.algo.difficulty import bin_sums
-from megatron_daro.algo.weighting import Algorithm, BatchTotals
+from megatron_daro.algo.weighting import Algorithm, BatchTotals, StepStats
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Reduce = Callable[[Tensor], Tensor]
@@ -270,7 +270,7 @@ class DifficultyStep:
         metrics = self._metrics(totals, loss_sums, float(vector[-1]))
         learns = applied and bool(torch.isfinite(vector).all())
         if learns:
-            self.algorithm.update(loss_sums, totals.tokens_per_bin, abs_sums)
+            self.algorithm.learn(StepStats.of_bins(totals, loss_sums, abs_sums))
         self.steps += 1
         if self.first_here and (not dist.is_initialized() or dist.get_rank() == 0):
             self._say_in_force(totals, learns)

@@ -160,7 +160,7 @@ def test_weights_after_five_updates(parameter, magnitude):
     daro = build("daro", parameter=parameter, magnitude=magnitude, learning_rate=0.1)
     for _ in range(5):
         _, _, sums, abs_sums, totals, _ = run_step(daro)
-        daro.update(sums, totals.tokens_per_bin, abs_sums)
+        daro.difficulty.update(sums, totals.tokens_per_bin, abs_sums)
     assert daro.weights.tolist() == pytest.approx(GOLDEN_WEIGHTS[parameter, magnitude], rel=1e-12)
 
 

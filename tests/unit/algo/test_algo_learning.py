@@ -36,13 +36,14 @@ class Noting(Grpo):
 
     name = "noting"
 
-    def update(self, *sums):
-        self.seen = [column.tolist() for column in sums]
+    def learn(self, step_stats):
+        sums = (step_stats.per_bin(name) for name in ("loss_sums", "abs_loss_sums"))
+        self.seen = [column.tolist() for column in (step_stats.totals.tokens_per_bin, *sums)]
 
 
-def test_an_algorithm_that_does_not_ask_for_more_learns_from_sums_per_bin():
+def test_sums_of_cells_are_there_per_bin_too():
     algorithm = Noting(rollouts_per_prompt=4, max_response_tokens=6)
     algorithm.learn(step_stats_of(classes=2))
     cells = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     losses, tokens = [a + b for a, b in cells], [a + b + 14 for a, b in cells]
-    assert algorithm.seen == [losses, tokens, [loss + 200 for loss in losses]]
+    assert algorithm.seen == [tokens, losses, [loss + 200 for loss in losses]]

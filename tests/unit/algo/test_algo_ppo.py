@@ -13,7 +13,7 @@ from megatron_daro.algo.algorithm import BatchTotals
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.ppo import Ppo, value_losses
 from megatron_daro.algo.token_columns import TokenColumns
-from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.algo.weighting import StepStats, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import AlgorithmError
 
@@ -277,8 +277,9 @@ def test_daros_weights_take_ppos_options_and_learn_as_ever():
     assert algorithm.token_advantages(tokens).tolist() == plain.token_advantages(tokens).tolist()
     assert algorithm.value_targets(tokens).tolist() == plain.value_targets(tokens).tolist()
     assert algorithm.keep(torch.tensor([0, 1, 2])).tolist() == [False, True, False]
-    counts = torch.tensor([0.0, 4.0, 0.0])
-    algorithm.update(counts * 0.3, counts, counts * 0.3)
+    totals = BatchTotals.of(torch.tensor([1]), torch.tensor([4]), 2)
+    sums = totals.tokens_per_bin * 0.3
+    algorithm.learn(StepStats.of_bins(totals, sums, sums))
     assert algorithm.weights[1] > 1
     other = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=64))
     other.load_state_dict(algorithm.state_dict())

@@ -15,7 +15,15 @@ from lab_names import configured
 from megatron_daro.algo.advantages import group_advantages
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Grpo, SampleAlgorithm, Samples, make_algorithm
+from megatron_daro.algo.weighting import (
+    ALGORITHMS,
+    BatchTotals,
+    Grpo,
+    SampleAlgorithm,
+    Samples,
+    StepStats,
+    make_algorithm,
+)
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 LONGEST = 6
@@ -79,8 +87,10 @@ def trained_daro(k: int, **options):
     daro = build("daro", k, learning_rate=0.3, **options)
     counts = torch.ones(k + 1, dtype=torch.long)
     for _ in range(3):
-        daro.update(torch.linspace(0.3, 3.0, k + 1), counts, torch.linspace(0.3, 3.0, k + 1))
-        daro.update(torch.linspace(0.3, 3.0, k + 1), counts.index_fill(0, torch.tensor([1]), 0), torch.ones(k + 1))
+        daro.difficulty.update(torch.linspace(0.3, 3.0, k + 1), counts, torch.linspace(0.3, 3.0, k + 1))
+        daro.difficulty.update(
+            torch.linspace(0.3, 3.0, k + 1), counts.index_fill(0, torch.tensor([1]), 0), torch.ones(k + 1)
+        )
     return daro
 
 
@@ -328,7 +338,8 @@ LEARN = {"daro", "ha_dw"}
 def test_the_others_have_no_weights_and_ignore_updates(name):
     algorithm = build(name, 4)
     before = algorithm.state_dict()
-    algorithm.update(torch.ones(5), torch.ones(5))
+    totals = BatchTotals.of(torch.ones(4, dtype=torch.int64), torch.ones(4), 4)
+    algorithm.learn(StepStats.of_bins(totals, torch.ones(5), torch.ones(5)))
     assert algorithm.weights is None
     assert algorithm.clamped == 0
     assert algorithm.state_dict() == before
