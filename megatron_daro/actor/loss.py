@@ -13,8 +13,8 @@ theirs. Megatron-core rescales in three places, and each is switched off or canc
   3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
 
 Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens of
-this CP rank, J those that are trained, D hidden, W numbers that the algorithm learns by descending the policy loss.
-algo/objective.py gets the J trained tokens alone, which are its T.
+this CP rank, J those that are trained (the T of algo/objective.py), D hidden, W numbers that the algorithm learns by
+descending the policy loss (P in algo/algorithm.py).
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ class Algorithm(ABC):
     resets_optimizer: bool = False
     """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
     length_edges: tuple[int, ...] = ()
-    """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then."""
+    """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then.
+    For algorithms of your own, such as those of examples/lab/lab_algorithms.py."""
 
     @property
     def classes(self) -> tuple[str, tuple[str, ...]]:
@@ -210,7 +211,7 @@ class Algorithm(ABC):
 
     @property
     def needs_gradient_squares(self) -> bool:
-        """Whether `StepStats.sums` must hold "gradient_squares"."""
+        """Whether `StepStats.sums` must hold "gradient_squares"; of one of your own (examples/lab)."""
         return False
 
     def __init__(
@@ -336,7 +337,7 @@ class Algorithm(ABC):
             samples, totals: as in `coefficients`.
 
         Returns:
-            float64 [P, N]; most algorithms learn nothing that way: P is 0.
+            float64 [P, N]; the package's algorithms learn nothing that way: P is 0. examples/lab has some that do.
         """
         return torch.zeros(0, len(samples.bins_N), dtype=torch.float64)
 
