@@ -192,7 +192,6 @@ class PolicyGroup:
 
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-        assert self._busy.locked(), "called within `hold`"
         if self._healing is None or TRANSPORTS[plan.transport].checkpoint:
             return await self._repeated(lambda: self._export(plan))
         await self._healing.heal()
@@ -220,7 +219,6 @@ class PolicyGroup:
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without
         adapters."""
-        assert self._busy.locked(), "called within `hold`"
         return await self._repeated(lambda: self._score(rollouts, temperature, base))
 
     async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:

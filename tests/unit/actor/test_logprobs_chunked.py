@@ -306,7 +306,6 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_labels():
     torch.testing.assert_close(whole, plain(hidden, weight, labels, vocab_size=VP, temperature=1e-3)[0])
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: fp32 products of bf16 factors run only there")
 def test_bf16_on_a_gpu():
     hidden, weight, labels = (tensor.detach().cuda() for tensor in make_case(torch.bfloat16))
