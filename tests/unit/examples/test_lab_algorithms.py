@@ -198,7 +198,7 @@ def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(optio
 
 def test_a_state_of_plain_daro_is_taken_over():
     plain = make_algorithm("daro", rollouts_per_prompt=4, max_response_tokens=64, learning_rate=0.3)
-    plain.update(torch.linspace(0.3, 3.0, 5), torch.ones(5))
+    plain.difficulty.update(torch.linspace(0.3, 3.0, 5), torch.ones(5))
     cells = daro()
     cells.load_state_dict(plain.state_dict())
     assert cells.weights.tolist() == plain.weights.tolist() != [1.0] * 5
