@@ -209,7 +209,10 @@ def _with_imaginary_unit(value: Basic) -> Basic:
     free_i = next((symbol for symbol in value.free_symbols if symbol.name == "i"), None)
     if free_i is not None and not value.has(ExprWithLimits):
         others = {symbol: Symbol(symbol.name) for symbol in value.atoms(Symbol) - {free_i}}
-        return value.xreplace({**others, free_i: I})
+        try:
+            return value.xreplace({**others, free_i: I})
+        except AttributeError:  # a chain of equations that becomes a single one (latex2sympy2_extended/logic.py, `And`)
+            return value
     unreal = {symbol: Symbol(symbol.name, real=True) for symbol in value.atoms(Symbol) if symbol.is_real is False}
     return value.xreplace(unreal) if unreal else value
 

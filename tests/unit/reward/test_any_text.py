@@ -31,6 +31,11 @@ def test_many_percent_signs_are_an_answer_like_any_other(pool: RewardPool, count
     assert pool.counters["failures"] == 0
 
 
+def test_a_chain_of_two_equal_equations_is_an_answer_like_any_other(pool: RewardPool) -> None:
+    (verdict,) = pool.score([("\\boxed{AB iii== AB iii== BA}", "AB = BA")])
+    assert not verdict.correct and pool.counters["failures"] == 0
+
+
 @pytest.mark.parametrize(("texts", "judged"), [(4000, 80), pytest.param(200_000, 2000, marks=pytest.mark.heavy)])
 def test_no_hostile_text_makes_a_verifier_fail(texts: int, judged: int) -> None:
     rng = random.Random(11)
