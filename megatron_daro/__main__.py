@@ -1,5 +1,6 @@
 """`python -m megatron_daro` is the console command `megatron-daro`; a missing package is said in a sentence."""
 
+import signal
 import sys
 
 
@@ -16,7 +17,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    return run()
+    code = run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and closed: one more Ctrl-C would be a traceback
+    return code
 
 
 if __name__ == "__main__":
