@@ -152,7 +152,7 @@ class Run:
 @contextmanager
 def started(arguments: Sequence[object], log: Path, environment: Mapping[str, str] = {}) -> Iterator[Run]:
     """`megatron-daro ARGUMENTS` as a child; whatever is left of it is killed at the end of the block."""
-    run = Run([sys.executable, "-m", "megatron_daro.cli", *map(str, arguments)], log, environment)
+    run = Run([sys.executable, "-m", "megatron_daro", *map(str, arguments)], log, environment)
     try:
         yield run
     finally:
