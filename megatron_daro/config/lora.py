@@ -65,8 +65,10 @@ def unserved(settings: Any, shape: ModelShape) -> str:
     there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
     """
     engine, sglang, step = settings.engine, settings.engine.sglang, 32 * settings.engine.sglang.tensor_parallel
-    if engine.kind != "sglang" or shape.family not in _SERVED:
-        return f"this was not tried with engine.kind {engine.kind} and a model of type {shape.family}"
+    if engine.kind != "sglang":
+        return f"engine.kind is {engine.kind}"
+    if shape.family not in _SERVED:
+        return f"this was not tried with a model of type {shape.family}"
     targets = settings.lora.target_names(shape)
     of_qkv, of_mlp = targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj", "down_proj"}
     padded = sglang.named_arguments.get("device") == "cpu" and of_mlp and shape.ffn % step
@@ -111,15 +113,11 @@ def served_config(settings: Any) -> dict[str, Any]:
 def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json. Args: base: path or name of the frozen model."""
     return {
-        "peft_type": "LORA",
+        **_plain_config(section),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": section.rank,
-        "lora_alpha": section.alpha or section.rank,
-        "use_rslora": section.rslora,
         "lora_dropout": 0.0,
         "target_modules": sorted(section.target_names(shape)),
-        "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
@@ -166,9 +164,14 @@ def _target_problems(settings: Any, section: LoraSection, shape: ModelShape) -> 
         yield wrong(settings, "lora.rank", allowed, "lower it")
 
 
+def matrix_of(hf_name: str) -> str:
+    """Return what PEFT calls a matrix: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.split(".")[-2]
+
+
 def _names(shape: ModelShape, roles: tuple[str, ...]) -> list[str]:
     tensors = families()[shape.family].tensors
-    return [name.split(".")[-2] for role in roles for name in tensors.get(role, ())]
+    return [matrix_of(name) for role in roles for name in tensors.get(role, ())]
 
 
 def _sides(shape: ModelShape) -> Mapping[str, int]:
@@ -190,9 +193,8 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
         return
-    for name, value in plain_config(section).items():
-        if content.get(name, value) != value:
-            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    for name, value in differing(section, content):
+        yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
     if shape is None or shape.latent or not isinstance(targets, list):
         return
@@ -201,7 +203,12 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
 
 
-def plain_config(section: LoraSection) -> dict[str, Any]:
+def differing(section: LoraSection, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield where an adapter_config.json is of another adapter, or of more than LoRA: (name, what it would be)."""
+    return ((name, value) for name, value in _plain_config(section).items() if content.get(name, value) != value)
+
+
+def _plain_config(section: LoraSection) -> dict[str, Any]:
     """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
     return {
         "peft_type": "LORA",
