@@ -54,7 +54,7 @@ class LoraSection(Section):
         return frozenset(_sides(shape)) if ALL in self.targets else frozenset(self.targets)
 
 
-_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
 """Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
 
 
