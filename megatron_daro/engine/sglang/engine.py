@@ -25,7 +25,7 @@ from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.engine.sglang.vetting import Expected
-from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.errors import EngineError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
@@ -130,13 +130,11 @@ class SGLangEngine:
         weights. Where none answers the update waits for the first that is back.
 
         Raises:
-            SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
+            EngineError: all are gone, or the engine does not run.
         """
         self._check_usable()
         if only is None:
             servers = self.fleet.of("serving", "joining")
-            if not servers and not self.fleet.awaits():
-                raise SyncError("no SGLang server can take weights: all are being started again")
         else:
             servers = [server for server in self.fleet.of("joining") if server.name == only]
             if not servers:

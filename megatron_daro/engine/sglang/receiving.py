@@ -1,5 +1,5 @@
 """The servers' end of each weight transport: what a server is told before and after the ranks send, and what the ranks
-are told for it. update.py takes all servers through these steps, and gives up one that fails a step.
+are told for it. update.py takes all servers through these phases together, and gives up one that fails a phase.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FREE_S = 30.0
 _FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
 
-Step = tuple[str, Callable[[Server], Awaitable[object]]]
+Phase = tuple[str, Callable[[Server], Awaitable[object]]]
 """Its name, for messages, and what is done with each server. EngineError: the server is given up."""
 
 
@@ -63,8 +63,8 @@ class Buckets:
         self.verified: set[str] = set()
         """Servers whose checksums showed that they have the weights."""
 
-    def opening(self) -> tuple[Step, ...]:
-        """Return the steps before the ranks send."""
+    def opening(self) -> tuple[Phase, ...]:
+        """Return the phases before the ranks send."""
         return (
             ("take the memory of the weights", lambda server: resume(server, "weights", timeout_s=self._limit_s)),
             ("pause", self._pause),
@@ -79,8 +79,8 @@ class Buckets:
         """Why a server that answers cannot take part again after a sending failed; empty where it can."""
         return ""
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Step]:
-        """Yield the steps after the ranks sent, up to the first request.
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+        """Yield the phases after the ranks sent, up to the first request.
 
         Args:
             report: of all ranks. fresh: servers that were started since their last update.
@@ -205,15 +205,15 @@ class Files(Buckets):
         self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
         return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Step]:
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
         body = {"model_path": str(self._directory.absolute()), "flush_cache": False}
         yield "read the files", lambda server: self._post(server, "/update_weights_from_disk", body)
         written = self._end.written
         written.append(self._directory)
         while len(written) > 1:
             await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
-        async for step in super().installing(report, fresh):
-            yield step
+        async for phase in super().installing(report, fresh):
+            yield phase
 
     def _opens_update(self, server: Server) -> bool:
         return False
@@ -222,7 +222,7 @@ class Files(Buckets):
 class NamedAdapters(Buckets):
     """Adapters under a name of their own, which requests give from now on: what a server does goes on."""
 
-    def opening(self) -> tuple[Step, ...]:
+    def opening(self) -> tuple[Phase, ...]:
         return ()
 
     def planned(self, plan: SendPlan) -> SendPlan:
@@ -230,7 +230,7 @@ class NamedAdapters(Buckets):
         details = {"lora_name": self._name, "config_dict": self._end.adapter}
         return replace(plan, what="adapter", digest_dtype="", details=details)
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Step]:
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
         yield "name the adapter", self._offer
 
     async def _offer(self, server: Server) -> None:
