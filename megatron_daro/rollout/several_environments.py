@@ -13,8 +13,6 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 class Mixed:
     """The Rollouter of several environments: each group is asked of that which its prompt's data source belongs to."""
 
-    continues_partial = False
-
     def __init__(self, by_name: Mapping[str, Rollouter], environment_of_source: Mapping[str, str]) -> None:
         """Start nothing."""
         self._by_name, self._names = by_name, environment_of_source
