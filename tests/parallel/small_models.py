@@ -73,6 +73,7 @@ DEEPSEEK = {
 }
 # Windows that are shorter than most samples, in three of four layers; the fourth has YaRN.
 OLMO3 = {
+    "pad_token_id": None,  # with one, the reference gives a row of the embedding no gradient
     "sliding_window": 6,
     "rope_parameters": {
         "full_attention": YARN,

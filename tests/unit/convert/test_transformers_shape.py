@@ -383,9 +383,11 @@ def test_what_is_accepted_is_what_transformers_computes(family, edit, missing, t
     resolved = transformers.AutoConfig.for_model(**config)
     assert getattr(resolved, "is_causal", True) is True
     assert shape.kv_heads == resolved.num_key_value_heads and shape.rms_eps == resolved.rms_norm_eps
-    assert shape.rope_theta == resolved.rope_parameters["rope_theta"]
-    kind = resolved.rope_parameters["rope_type"]
+    kinds = {"layer_type": "full_attention"} if family == "olmo3" else {}
+    rope = resolved.rope_parameters["full_attention"] if kinds else resolved.rope_parameters
+    assert shape.rope_theta == rope["rope_theta"]
+    kind = rope["rope_type"]
     assert (shape.rope_scaling is None) == (kind == "default")
     if isinstance(shape.rope_scaling, YarnScaling) and getattr(resolved, "head_dim", None):
-        assert shape.rope_scaling.attention_factor == pytest.approx(ROPE_INIT_FUNCTIONS[kind](resolved)[1])
+        assert shape.rope_scaling.attention_factor == pytest.approx(ROPE_INIT_FUNCTIONS[kind](resolved, **kinds)[1])
         assert shape.rope_scaling.original_max_positions == resolved.rope_parameters["original_max_position_embeddings"]
