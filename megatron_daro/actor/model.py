@@ -351,7 +351,7 @@ def _bare_chunk(
         fuse(model)
     if shape.post_norm:
         norm_outputs(model)
-    if shape.plain_windows and isinstance(shape.rope_scaling, YarnScaling):
+    if shape.plain_windows and shape.rope_scaling:
         _rotate_windows_plainly(model, shape)
     if shape.biases:
         add_biases_of_experts(model)
@@ -462,7 +462,7 @@ def mark_shard(parameter: torch.nn.Parameter, dim: int) -> None:
 
 
 def _rotate_windows_plainly(model: HiddenStateGPTModel, shape: ModelShape) -> None:
-    """Take YaRN out of layers with a window: its frequencies, and its factor of the scores (`_set_yarn`)."""
+    """Take the scaling out of layers with a window: its frequencies, and YaRN's factor of the scores (`_set_yarn`)."""
     rotary = RotaryEmbedding(
         kv_channels=shape.head_dim,
         rotary_percent=1.0,

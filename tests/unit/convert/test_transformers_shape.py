@@ -149,6 +149,7 @@ EQUAL = {
         "olmo3",
         {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {**YARN, "attention_factor": 1.2}},
     ),
+    "llama3 outside of windows": ("olmo3", {"rope_scaling": {**LLAMA3, "factor": 16.0}}),
     "nothing said of layers": (
         "olmo3",
         {"rope_parameters": ..., "layer_types": ..., "num_hidden_layers": 4, "rope_scaling": YARN},
