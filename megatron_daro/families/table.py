@@ -124,6 +124,16 @@ class ExpertKeys:
     limit: str = ""
 
 
+DEEPSEEK_EXPERTS = ExpertKeys(
+    number=("n_routed_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    normalize="norm_topk_prob",
+    scores="sigmoid",
+    dense="first_k_dense_replace",
+    shared="n_shared_experts",
+)
+"""DeepSeek-V3's, which GLM-4.5 has too."""
+
 OUTSIDE: Names = {
     "embedding": ("model.embed_tokens.weight",),
     "final_norm": ("model.norm.weight",),

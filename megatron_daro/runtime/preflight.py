@@ -22,9 +22,9 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
-from megatron_daro.config.lora import served_config
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.rules.lora import served_config
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
