@@ -137,6 +137,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
                 engine.servers(config),
                 engine.transport(config, hardware),
                 engine.colocate(config),
+                engine.rotary_base(config, shape),
                 engine.fp8_blocks(config, shape, hardware),
                 engine.flash_rl(config, shape, hardware),
                 engine.routing_replay(config, shape),

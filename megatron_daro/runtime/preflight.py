@@ -165,7 +165,7 @@ def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
     """Say which of Megatron's options ranks on GPUs add."""
     actor = config.actor
     shape = read_model_shape(config.model.path)
-    on_engine = actor.precision != "fp32" and not shape.sinks
+    on_engine = actor.precision != "fp32" and not shape.local_layers
     if chosen := gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_engine):
         named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
