@@ -233,6 +233,7 @@ algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
 environment.host=0.0.0.0 | environment.host |
+environment.kind=my:Own environment.sandbox=true | environment.sandbox | environment.sandbox=false
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
