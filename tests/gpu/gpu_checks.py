@@ -98,7 +98,7 @@ def shards_over_tcp(device: torch.device, _: Path, case: str = "wider_server") -
     from shard_cases import checkpoint
     from shard_fleets import Fleet, case_of, failures, has_everything, synced
 
-    from megatron_daro.sync.shard_tcp import ShardSender
+    from megatron_daro.sync.shard_sender import ShardSender
 
     given, wrong = case_of(case), 0
     fleet = Fleet(given, dtype=torch.bfloat16, device=device)

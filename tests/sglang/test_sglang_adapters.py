@@ -28,7 +28,7 @@ from sglang_proxy import Proxy
 from test_sglang_sync import batch_of, policy_of, ray_cluster, sampled, worst_difference  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_daro.config.lora import served_config
+from megatron_daro.config.rules.lora import served_config
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import PreparedBatch

@@ -39,7 +39,7 @@ from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError
 from megatron_daro.sync import fp8_cast
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3")
 FORMATS = ("daro", "torch_dist")
 
 
