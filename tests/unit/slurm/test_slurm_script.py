@@ -57,6 +57,10 @@ def test_the_script_asks_for_what_the_cluster_file_says():
     assert "#SBATCH --signal=B:USR1@300\n" in text and "#SBATCH --constraint=h100\n" in text
 
 
+def test_the_example_is_a_cluster_file():
+    assert "--account=my-project\n" in script_of(JOB, read_cluster_file(ROOT / "examples/slurm/cluster.yaml"))
+
+
 def test_no_secret_stands_in_the_script():
     assert not any(word in script_of(JOB, cluster()).lower() for word in ("token", "secret", "password"))
 
