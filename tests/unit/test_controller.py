@@ -145,14 +145,14 @@ def test_weights_are_never_replaced_during_generation_or_evaluation(tmp_path):
 def test_groups_that_are_too_old_at_the_moment_of_use_are_dropped_and_counted(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 4})
     answer = stack.engine.answer
-    # A replica that lags one version behind for the groups 12..17.
+    # A replica that lags one version behind for the groups 12..23, two whole batches or more.
     stack.engine.answer = lambda request: tuple(
-        replace(r, weight_version=r.weight_version - 1) if 12 <= r.group_id <= 17 else r for r in answer(request)
+        replace(r, weight_version=r.weight_version - 1) if 12 <= r.group_id <= 23 else r for r in answer(request)
     )
     run_stack(stack)
     check_books(tmp_path)
     used = {g.group_id: (u, g.weight_version) for step in range(1, 5) for g, u in read_step(tmp_path, step)}
-    stale = [i for i, (u, _) in used.items() if 12 <= i <= 17 and u != "filtered"]
+    stale = [i for i, (u, _) in used.items() if 12 <= i <= 23 and u != "filtered"]
     assert stale and all(used[i][0] == "dropped" for i in stale)
     lines, outcomes = read_metrics(tmp_path), [outcome for outcome, _ in used.values()]
     assert len(used) == lines[-1]["rollout/groups_admitted"]
