@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -236,8 +237,8 @@ class Controller:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
-            metrics = await self._parts.evaluations.run(0, {})
-            self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))
+            await self._parts.evaluations.run(0)
+            self._parts.evaluations.write(0, partial(self._parts.metrics.write, 0))
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -382,7 +383,7 @@ class Controller:
         self.step = minibatch.step
         minibatch.metrics |= self._book_metrics()
         if minibatch.last:
-            await self._sync_weights(minibatch)
+            minibatch.metrics |= await self._sync_weights(minibatch.version)
         with self._parts.phases.measure("write"):
             await self._write(minibatch, len(prepared.batch.tokens_T))
 
@@ -433,16 +434,19 @@ class Controller:
         if self._save_due:
             await self._checkpoint()
 
-    async def _sync_weights(self, minibatch: MiniBatch) -> None:
-        """Sync and evaluate; then the next batch may be generated, beside the writing of this one."""
+    async def _sync_weights(self, before: int) -> Mapping[str, float]:
+        """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
+        the sync. Args: before: the weight version that the batch began with."""
+        metrics: Mapping[str, float] = {}
         await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
-                    minibatch.metrics |= await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(minibatch.version, self.step):
-                await self._parts.evaluations.run(self.step, minibatch.metrics)
+                    metrics = await self._publish(f"step {self.step}")
+            if self._parts.evaluations.due(before, self.step):
+                await self._parts.evaluations.run(self.step)
         await self._pace.batch_done(self.step)
+        return metrics
 
     async def _write(self, minibatch: MiniBatch, num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
@@ -456,10 +460,10 @@ class Controller:
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
-        minibatch.metrics |= self._parts.phases.collect()  # the very dict that an evaluation beside adds its numbers to
+        minibatch.metrics |= self._parts.phases.collect()
         if train_s := minibatch.metrics.get("timing/train_s", 0.0):
             minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(lambda: self._write_line(minibatch))
+        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch))
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -469,10 +473,11 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(self, minibatch: MiniBatch) -> None:
-        self._parts.metrics.write(minibatch.step, minibatch.metrics)
-        self._parts.progress.step(minibatch.step, minibatch.metrics)
-        drift = self._parts.drift.observe(minibatch.step, minibatch.metrics)
+    def _write_line(self, minibatch: MiniBatch, of_evaluation: Mapping[str, float]) -> None:
+        metrics = {**minibatch.metrics, **of_evaluation}
+        self._parts.metrics.write(minibatch.step, metrics)
+        self._parts.progress.step(minibatch.step, metrics)
+        drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
             self._parts.progress.warn(warning)
 

@@ -262,6 +262,7 @@ main() {
     [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     [ "$tier" != all ] || stage mooncake bash tests/mooncake_install.sh "$python" "$MEGATRON_DARO_SGLANG/bin/python"
+    [ "$tier" != all ] || in_environment stage wheel bash tests/wheel.sh || failed=1
     [ "$tier" != all ] || in_environment stage "algo wheel" bash tests/algo_wheel.sh || failed=1
     [ "$tier" != all ] || in_environment stage "triton kernels" bash tests/triton_kernels.sh || failed=1
     results=$(mktemp)
