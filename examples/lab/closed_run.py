@@ -13,7 +13,7 @@ import functools
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from arms import build, section_of
@@ -64,17 +64,6 @@ class Batch:
     advantages_N: Tensor
     old_T: Tensor | None = None
     values_T: Tensor | None = None
-
-
-@runtime_checkable
-class TaughtByGradients(Protocol):
-    """An algorithm that learns from the gradients of parts of a step's loss (see `sign_weights.DaroTaught`)."""
-
-    def gradient_rows(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """float64 [R, N]: what the sums of token losses are multiplied by in each part."""
-
-    def learn_from_gradients(self, gradients_RD: Tensor) -> None:
-        """Take the gradients of the parts; before `learn`."""
 
 
 class ClosedRun:
@@ -202,21 +191,9 @@ class ClosedRun:
             self.critic.learn(answers, of_critic)
             if self.steps <= self.critic.pretrain_steps:
                 return
-        self._teach(samples, totals, objective.segment_losses_M)
         self._descend((coefficients_N * objective.segment_losses_M).sum())
         sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
         self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
-
-    def _teach(self, samples: Samples, totals: BatchTotals, losses_N: Tensor) -> None:
-        """Hand an algorithm that learns from gradients of parts of the loss those of this step."""
-        if not isinstance(self.algorithm, TaughtByGradients):
-            return
-        rows = []
-        for row_N in self.algorithm.gradient_rows(samples, totals):
-            loss, parameters = (row_N * losses_N).sum(), self.policy.parameters
-            parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-            rows.append(torch.cat([part.flatten() for part in parts]))
-        self.algorithm.learn_from_gradients(torch.stack(rows))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
         """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
@@ -265,8 +242,6 @@ class ClosedRun:
         weights = self.algorithm.weights
         record["weights"] = [] if weights is None else weights.tolist()
         record["clamped"] = self.algorithm.clamped
-        if (by_sign := getattr(self.algorithm, "sign_weights", None)) is not None:
-            record["sign_weights"] = by_sign.flatten().tolist()
         return record
 
     def _next_prompts(self, count: int) -> Tensor:

@@ -47,7 +47,6 @@ class OutputSettings:
     vocab_size: int
     temperature: float = 1.0
     chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
     kernel: str = "auto"
 
 
@@ -184,7 +183,6 @@ def position_logprobs(
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         chunk_tokens=settings.chunk_tokens,
-        chunk_vocab=settings.chunk_vocab,
         kernel=settings.kernel,
         with_entropy=with_entropy,
         labels_checked=True,

@@ -156,9 +156,7 @@ def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
     typer.echo(f"{card.source} -> {card.format}")
     for line in card.summary():
         typer.echo(line)
-    typer.echo(
-        f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor with its hashes: {out / 'conversion.json'}"
-    )
+    typer.echo(f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor: {out / 'conversion.json'}")
     for sentence in forward_checks:
         typer.echo(sentence)
 

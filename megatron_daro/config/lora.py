@@ -3,7 +3,7 @@ rules/lora.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -50,24 +50,25 @@ class LoraSection(Section):
 def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json. Args: base: path or name of the frozen model."""
     return {
-        "peft_type": "LORA",
+        **_plain_config(section),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": section.rank,
-        "lora_alpha": section.alpha or section.rank,
-        "use_rslora": section.rslora,
         "lora_dropout": 0.0,
         "target_modules": sorted(section.target_names(shape)),
-        "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
 
 
+def matrix_of(hf_name: str) -> str:
+    """Return what PEFT calls a matrix: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.split(".")[-2]
+
+
 def matrix_names(shape: ModelShape, roles: tuple[str, ...]) -> list[str]:
     """Return the names of a layer's matrices with these roles (families/table.py), without what stands before."""
     tensors = families()[shape.family].tensors
-    return [name.split(".")[-2] for role in roles for name in tensors.get(role, ())]
+    return [matrix_of(name) for role in roles for name in tensors.get(role, ())]
 
 
 def shorter_sides(shape: ModelShape) -> Mapping[str, int]:
@@ -78,7 +79,12 @@ def shorter_sides(shape: ModelShape) -> Mapping[str, int]:
     return {name: min(shape.hidden, side) for name, side in (of_attention | dense).items()}
 
 
-def plain_config(section: LoraSection) -> dict[str, Any]:
+def differing(section: LoraSection, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield where an adapter_config.json is of another adapter, or of more than LoRA: (name, what it would be)."""
+    return ((name, value) for name, value in _plain_config(section).items() if content.get(name, value) != value)
+
+
+def _plain_config(section: LoraSection) -> dict[str, Any]:
     """Return what adapter_config.json says of these adapters where they are nothing more than LoRA."""
     return {
         "peft_type": "LORA",

@@ -336,18 +336,14 @@ class Prioritised(_Draws):
         self._since_N = np.zeros(len(prompts), np.bool_)
         self._place = {prompt.id: index for index, prompt in enumerate(prompts)}
         self._weights_N = self._weights(self._failure_N)
-        settings = {"by": section.by, "exponent": section.exponent, "floor": section.floor, "memory": section.memory}
-        if section.by == "gaussian":
-            settings |= {"center": section.center, "width": section.width}
-        super().__init__(prompts, seed, settings)
+        super().__init__(prompts, seed, {"by": section.by, "floor": section.floor})
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn the pass rates of groups; what was drawn before can be drawn again."""
-        keep = 0.5 ** (1 / self._section.memory) if self._section.memory else 0.0
         for group in groups:
             place = self._place.get(group.prompt.id)
             if place is not None and group.verdicts:
-                self._failure_N[place] = keep * self._failure_N[place] + (1 - keep) * (1 - group.pass_rate)
+                self._failure_N[place] = (self._failure_N[place] + (1 - group.pass_rate)) / 2
         self._since_N[:] = False
         self._weights_N = self._weights(self._failure_N)
 
@@ -358,9 +354,9 @@ class Prioritised(_Draws):
         need_N = {
             "failure": lambda: failure_N,
             "signal": lambda: 4 * failure_N * (1 - failure_N),
-            "gaussian": lambda: np.exp(-(((1 - failure_N - section.center) / section.width) ** 2) / 2),
+            "gaussian": lambda: np.exp(-(((failure_N - 0.5) / 0.1) ** 2) / 2),
         }[section.by]()
-        weights_N = ((section.floor + (1 - section.floor) * need_N**section.exponent) * _UNIT).astype(np.int64)
+        weights_N = ((section.floor + (1 - section.floor) * need_N) * _UNIT).astype(np.int64)
         return np.where((section.floor == 0) & (need_N == 0), 0, np.maximum(1, weights_N))
 
     def _choose(self, random: int) -> int:

@@ -57,7 +57,7 @@ class EngineGroup:
         section, model = run.config.engine, run.config.model
         self._run, self._placement, self._warn = run, placement, run.progress.warn
         self._path, self._trust = model.path.absolute(), model.trust_remote_code
-        self._max_restarts, self._hung_s = section.embedded.max_restarts, section.embedded.hung_s
+        self._max_restarts, self._hung_s = section.embedded.max_restarts, run.config.trainer.hung_rank_s
         self._options = {
             "seed": filled(section.seed),
             "batch_size": section.embedded.batch_size,

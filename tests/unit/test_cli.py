@@ -241,7 +241,7 @@ def test_without_a_command_the_help_is_shown(capsys):
 
 def test_a_job_is_checked_against_the_gpus_of_all_its_nodes(config_file, tmp_path, capsys):
     site = tmp_path / "cluster.yaml"
-    site.write_text("{partition: gpu, gpus_per_node: 2, nodes: 2, gpu_option: gres}")
+    site.write_text("{partition: gpu, gpus_per_node: 2, nodes: 2}")
     command = ["submit", str(config_file), "--cluster", str(site), "--dry-run"]
     assert cli.main([*command, "actor.data_parallel=3", "engine.replicas=1"]) == 0
     assert "--nodes=2" in capsys.readouterr().out

@@ -13,16 +13,16 @@ from megatron_daro.config.lora import (
     EXPERTS,
     WEIGHTS_FILE,
     LoraSection,
+    differing,
     matrix_names,
     peft_config,
-    plain_config,
     shorter_sides,
 )
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
 
-_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
 """Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
 
 
@@ -33,8 +33,10 @@ def unserved(config: Config, shape: ModelShape) -> str:
     there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
     """
     engine, sglang, step = config.engine, config.engine.sglang, 32 * config.engine.sglang.tensor_parallel
-    if engine.kind != "sglang" or shape.family not in _SERVED:
-        return f"this was not tried with engine.kind {engine.kind} and a model of type {shape.family}"
+    if engine.kind != "sglang":
+        return f"engine.kind is {engine.kind}"
+    if shape.family not in _SERVED:
+        return f"this was not tried with a model of type {shape.family}"
     targets = config.lora.target_names(shape)
     of_qkv, of_mlp = targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj", "down_proj"}
     padded = sglang.named_arguments.get("device") == "cpu" and of_mlp and shape.ffn % step
@@ -128,9 +130,8 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
         return
-    for name, value in plain_config(section).items():
-        if content.get(name, value) != value:
-            yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    for name, value in differing(section, content):
+        yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
     if shape is None or shape.latent or not isinstance(targets, list):
         return

@@ -122,7 +122,7 @@ data.pass_rates=[0,2] | data.pass_rates.1 | data.pass_rates=[0,1]
 data.pass_rates=[0.9,0.1] | data.pass_rates | data.pass_rates=[0.5,0.5]
 data.format=parquet | data.train.0 | data.format=auto
 data.curriculum.start=1e-300 | data.curriculum.start | data.curriculum.start=1e-6
-data.prioritised.exponent=101 | data.prioritised.exponent | data.prioritised.exponent=100
+data.prioritised.floor=2 | data.prioritised.floor | data.prioritised.floor=1
 data.eval=[{"name":"a"}] | data.eval.0.path | -
 data.eval=[{"name":"a/b","path":"TRAIN"}] | data.eval.0.name | data.eval.0.name=a.b
 data.eval=[{"name":"a","path":"/nowhere"}] | data.eval.0.path | data.eval.0.path=TRAIN
@@ -152,7 +152,6 @@ rollout.keep_surplus=true | rollout.keep_surplus | rollout.max_staleness=1
 rollout.segment_tokens=1000 rollout.max_staleness=4 | rollout.max_staleness |
 rollout.segment_tokens=1000 rollout.max_staleness=5 engine.kind=my:Own | rollout.segment_tokens |
 rollout.segment_tokens=1000 rollout.max_staleness=5 environment.kind=my:Own | rollout.segment_tokens |
-rollout.repetition.tokens=65 rollout.repetition.period=33 | rollout.repetition.period |
 algorithm.repetition_penalty=0.5 | algorithm.repetition_penalty | rollout.repetition.tokens=256
 algorithm.name=doro | algorithm.name | algorithm.name=daro
 algorithm.name=my:Own:Two | algorithm.name | algorithm.name=my.file:Own
@@ -233,6 +232,7 @@ algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
 environment.host=0.0.0.0 | environment.host |
+environment.kind=my:Own environment.sandbox=true | environment.sandbox | environment.sandbox=false
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
