@@ -20,8 +20,9 @@ evaluates them, then has three coroutines under one task group:
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
-Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
-skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+A checkpoint follows a batch; with shared GPUs it comes before the next one, when the policy has them again. The weight
+version of the policy is the number of the last step, also where a step was skipped. `shutdown` closes all parts.
+Policy, engine and source of batches are Protocols.
 
 Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
 comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
@@ -130,7 +131,8 @@ class Controller:
         self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
-        self._unrecorded: tuple[Group, ...] = ()
+        # Filtered and dropped groups of batches that trained nothing: the next step's record has them.
+        self._unrecorded: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()
         # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
         # books, without an outcome, when the last one was sampled.
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=batches_ahead + 1)
@@ -298,12 +300,16 @@ class Controller:
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
             await self._give_gpus_to_policy()
+            if self._save_due:
+                await self._checkpoint()
             before = self.step
             await self._train_batch(batch)
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
             if self._save_due and not self._parts.colocation:
                 await self._checkpoint()
+        if self._parts.recorder and (lost := sum(map(len, self._unrecorded))):
+            self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
         await self._checkpoint()
         with self._parts.phases.measure("checkpoint"):
@@ -311,6 +317,8 @@ class Controller:
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
+        filtered, dropped = self._unrecorded
+        batch = replace(batch, filtered=(*filtered, *batch.filtered), dropped=(*dropped, *batch.dropped))
         self._resolved.append({})
         self._last_batch, self._batch_trained = batch, False
         stale = self._parts.source.stale(batch.groups, self.step)
@@ -318,17 +326,17 @@ class Controller:
         self._resolve(unused, "dropped")
         last = minibatches[-1].step if minibatches else self.step
         self._pace.shortened(last_step(batch, self.step, self._section) - last)
-        lost = (*self._unrecorded, *batch.dropped, *unused)
+        dropped = (*batch.dropped, *unused)
         if not minibatches:
-            self._unrecorded = (*lost, *batch.filtered)
+            self._unrecorded = batch.filtered, dropped
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
         first = next(minibatch for minibatch in minibatches if minibatch.first)
-        first.dropped = lost
-        self._unrecorded = ()
+        first.dropped = dropped
+        self._unrecorded = (), ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(batch, minibatch)
@@ -426,13 +434,11 @@ class Controller:
         return await self._within("sync", work, what=what)
 
     async def _give_gpus_to_policy(self) -> None:
-        """Bring the policy back to GPUs that it shares with the engine; save what was due while it was away."""
+        """Bring the policy back to GPUs that it shares with the engine; without it nothing is trained or saved."""
         if self._parts.colocation:
             await self._parts.evaluations.ended()
             async with self._engine_use():
                 await self._parts.colocation.to_policy()
-        if self._save_due:
-            await self._checkpoint()
 
     async def _sync_weights(self, before: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
@@ -527,9 +533,9 @@ class Controller:
         self._saved_step = step
 
     async def _save_again_if_lost(self, save: Awaitable[object]) -> None:
-        """Save, and again after the next batch where this checkpoint was lost with a rank."""
+        """Save, and again before or after the next batch where this checkpoint was lost with a rank."""
         try:
             await save
         except LostSaveError as error:
-            self._parts.progress.warn(f"{error}; it is saved again after the next batch")
+            self._parts.progress.warn(f"{error}; it is saved again before or after the next batch")
             self._saved_step, self._save_due = -1, True

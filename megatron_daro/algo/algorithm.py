@@ -171,9 +171,9 @@ class Algorithm(ABC):
     """Base class of all: an advantage, a filter, and a coefficient per rollout.
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
-    `learn`) with the state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have
-    different advantages. Keyword arguments of its own constructor are its options.
+    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
+    state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have different
+    advantages. Keyword arguments of its own constructor are its options.
     """
 
     name: ClassVar[str]

@@ -140,6 +140,7 @@ def in_blocks(directory, model):
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
 
 
+@pytest.mark.slow
 def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path, capsys):
     hf, further = tmp_path / "hf", {"model.layers.2.eh_proj.weight": torch.randn(256, 512).bfloat16()}
     model = make_hf(hf, config_of("deepseek_v3", **WIDE)) | further

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from hf_checkpoints import CARD_FILE, assert_equal, config_of, make_hf, tensors_of, to_hf, to_megatron
 
+pytestmark = pytest.mark.slow
+
 FILES = ("--max-shard-size", "1KB")  # some hundred files, so that there is something left to do
 
 

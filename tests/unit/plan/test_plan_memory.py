@@ -322,6 +322,7 @@ def test_fp8_and_sequence_options_show_in_their_part():
     assert fp8.total - plain.total == fp8.fp8
 
 
+@pytest.mark.slow
 def test_a_sync_counts_buckets_and_the_largest_tensor_as_far_as_it_takes_more_than_a_pass():
     """Of Llama-3.3-70B the embedding is one tensor of 2,004 MiB, which is gathered from its parts and made whole."""
     shape = replace(read_model_shape(small()), vocab=128256, hidden=8192)

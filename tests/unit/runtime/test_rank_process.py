@@ -25,6 +25,8 @@ from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.sync.shard_sender import check_offers
 
+pytestmark = pytest.mark.slow
+
 
 class Policy:
     """Made in the place of the real one. read: the names of the tensors that were taken from its export."""
