@@ -287,7 +287,3 @@ def _fail(message: str, code: int) -> int:
         sys.stdout.flush()
     print(safe_text(message), file=sys.stderr, flush=True)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -171,9 +171,9 @@ class Algorithm(ABC):
     """Base class of all: an advantage, a filter, and a coefficient per rollout.
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
-    `learn`) with the state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have
-    different advantages. Keyword arguments of its own constructor are its options.
+    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
+    state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have different
+    advantages. Keyword arguments of its own constructor are its options.
     """
 
     name: ClassVar[str]
@@ -308,7 +308,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """Return what the sum of a rollout's token losses is multiplied by.
+        """Return what the sum of a rollout's token losses is multiplied by, where bin and length decide it: as nearly
+        every algorithm has it, and all that most other frameworks know of a sample (plugins/ calls it).
 
         Args:
             bins_N: int64 [N], bins of some samples of the step.
@@ -320,7 +321,8 @@ class Algorithm(ABC):
         """
 
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """Return the same for samples of which more is known; this is what the loss calls.
+        """Return the same for samples of which all is known: what the trainer's loss calls. To be overridden where a
+        coefficient needs an advantage, a group's lengths or an environment (`SampleAlgorithm`: where it always does).
 
         Args:
             samples: some of the step. totals: of the whole step.

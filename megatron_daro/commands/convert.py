@@ -43,7 +43,9 @@ def convert(
     ] = "",
     merge: Annotated[
         Path | None,
-        typer.Option("--merge", metavar="DIR", help="Add this adapter (PEFT's files) to --hf; writes Hugging Face."),
+        typer.Option(
+            "--merge", metavar="DIR", help="Write --hf with this adapter (PEFT's) added, rounded to its dtype."
+        ),
     ] = None,
     hf_config: Annotated[
         Path | None,

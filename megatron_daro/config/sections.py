@@ -375,6 +375,8 @@ class EnvironmentSection(Section):
     with several turns."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Program and arguments of kind agent, run once for each rollout."""
+    sandbox: bool = False
+    """Run it where it reaches the endpoint and nothing else, and writes to a folder of its own."""
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor or coroutine; of kind agent: a part
     of the problem that it reads; of verifiers: its configuration beside the taskset's name."""

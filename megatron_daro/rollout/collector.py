@@ -174,11 +174,11 @@ class RolloutCollector:
         self.counters.aborted_tokens += group.response_tokens
 
     def _hold(self, rollout: Rollout, entry: Pending) -> None:
-        """Keep what an abort left, if one can go on from there."""
+        """Keep what an abort left, if one can go on from there: of a conversation the environment's part is lost."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
         room = self._sampling.max_new_tokens - rollout.response_length
-        if self._rollouter.continues_partial and rollout.response_length and room > 0:
+        if not rollout.turns and rollout.response_length and room > 0:
             entry.partial[rollout.index] = rollout
         else:
             self.counters.aborted_tokens += rollout.generated_length

@@ -210,7 +210,7 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
 
 def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
     """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
-    on_transformer_engine = actor.precision != "fp32" and not shape.sinks
+    on_transformer_engine = actor.precision != "fp32" and not shape.local_layers
     chosen = gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_transformer_engine)
     options: Mapping[str, object] = {"overlap_grad_reduce": True, **actor.megatron, **chosen}
     return Practice(

@@ -45,8 +45,11 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 EXPERTS |= {"norm_topk_prob": True}
 BLOCKS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+OLMO = {"model_type": "olmo3", "rope_theta": 1e4, "sliding_window": 8, "layer_types": ["full_attention"] * 4}
 MODELS = {
     "small": {},
+    "olmo": OLMO,
+    "olmo_by_type": {**OLMO, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
     "sinks": SINKS,
     "mxfp4": {**SINKS, "quantization_config": {"quant_method": "mxfp4"}},
     "six_layers": {**SIZES, "model_type": "llama"},
@@ -103,6 +106,7 @@ model.path=~nobody-of-this-name/m | model.path | -
 model.path=/nowhere | model.path | -
 model.path=TRAIN | model.path | -
 model.path=MODELS/mxfp4 | model.path | model.path=MODELS/sinks
+SERVERS NODE model.path=MODELS/olmo_by_type | model.path | model.path=MODELS/olmo
 model.megatron_weights=MODELS | model.megatron_weights | model.megatron_weights=null
 data.train=[] | data.train | data.train=TRAIN
 data.train=[3] | data.train.0 | data.train=TRAIN
@@ -228,6 +232,7 @@ algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
 environment.host=0.0.0.0 | environment.host |
+environment.kind=my:Own environment.sandbox=true | environment.sandbox | environment.sandbox=false
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]

@@ -35,7 +35,7 @@ from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
 from megatron_daro.errors import ModelError
 from megatron_daro.sync import fp8_cast
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -139,6 +139,7 @@ def in_blocks(directory, model):
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
 
 
+@pytest.mark.slow
 def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path, capsys):
     hf, further = tmp_path / "hf", {"model.layers.2.eh_proj.weight": torch.randn(256, 512).bfloat16()}
     model = make_hf(hf, config_of("deepseek_v3", **WIDE)) | further

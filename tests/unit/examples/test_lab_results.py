@@ -22,6 +22,8 @@ from results import Interval, Job, Outcome
 
 from megatron_daro.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 
 def outcome(arm, seed, accuracies, *, purpose="compare", rate=0.1, ended="", world="skewed", answers=10):
     """A run with an evaluation every ten steps."""

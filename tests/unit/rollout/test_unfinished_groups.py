@@ -19,9 +19,11 @@ from fleet_fakes import (
     tokens_of,
     train,
 )
-from loop_fakes import K, make_rollout
+from loop_fakes import FakeScorer, K, make_rollout
 
 from megatron_daro.errors import CheckpointError
+from megatron_daro.rollout.rollouter import SingleTurn
+from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.types import SamplingParams, Verdict
 
 
@@ -46,6 +48,26 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     assert first.response_tokens + second.response_tokens == parts.engine.generated
     assert second.counters["rollout/groups_resumed"] == 1 and second.counters["rollout/aborted_tokens"] == 0
     assert parts.sampler.ledger.retries == 0, "nothing failed"
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_with_several_environments_single_answers_go_on_and_conversations_begin_again(turns):
+    class Talking(SingleTurn):
+        async def generate(self, requests):
+            async for rollouts in super().generate(requests):
+                yield tuple(replace(one, turns=((0, one.response_length),) * turns) for one in rollouts)
+
+    engine = FleetEngine()
+    own = Mixed({"own": Talking(engine, FakeScorer())}, {"fake": "own"})
+    parts = setup(rollout=KEEP | {"oversampling": 1.5}, engine=engine, rollouter=own)
+    engine.pace = lambda group_id: 4 if group_id == 0 else 1
+    first = sample(parts)
+    assert ids(first.snapshot.unfinished) == [0]
+    train(parts, first)
+    engine.version, engine.asked = 1, []
+    sample(parts, 1)
+    request = engine.asked[0]
+    assert request.group_id == 0 and set(request.partial) == (set() if turns else set(request.indices))
 
 
 def test_an_engine_that_starts_over_is_accepted_and_the_lost_tokens_are_counted():
