@@ -117,11 +117,11 @@ class ClosedRun:
         if updates == 1:
             self.step(replace(batch, values_T=values_T))
             return updates
-        segment_T = batch.answers.segment_T
+        sample_T = batch.answers.sample_T
         for part in batch.groups_N.unique().tensor_split(updates):
             rows = torch.isin(batch.groups_N, part).nonzero()[:, 0]
             if len(rows):
-                mine_T = torch.isin(segment_T, rows)
+                mine_T = torch.isin(sample_T, rows)
                 chosen = (batch.groups_N[rows], batch.bins_N[rows], batch.advantages_N[rows])
                 columns = (None if column_T is None else column_T[mine_T] for column_T in (old_T, values_T))
                 self.step(Batch(batch.answers.select(rows), *chosen, *columns))
@@ -167,11 +167,11 @@ class ClosedRun:
         Raises:
             NonFiniteError: a loss or gradient is not finite.
         """
-        answers, segment_T = batch.answers, batch.answers.segment_T
+        answers, sample_T = batch.answers, batch.answers.sample_T
         of_critic = self._of_critic(batch)
         samples, totals = samples_of(self.algorithm, batch.bins_N, answers.lengths_N, batch.advantages_N)
         coefficients_N = self.algorithm.coefficients(samples, totals)
-        slopes_PN = self.algorithm.coefficient_slopes(samples, totals)
+        slopes_WN = self.algorithm.coefficient_slopes(samples, totals)
         entropy = mean_entropy(self.policy, self.problems, answers)
         objective = token_objective(
             token_logprobs(self.policy, self.problems, answers),
@@ -179,10 +179,10 @@ class ClosedRun:
             old_logprobs_T=batch.old_T,
             rollout_logprobs_T=None,
             ref_logprobs_T=None,
-            advantages_T=batch.advantages_N[segment_T] if of_critic is None else of_critic.advantages_T,
-            mask_T=torch.ones_like(segment_T, dtype=torch.bool),
-            segment_T=segment_T,
-            num_segments=len(batch.bins_N),
+            advantages_T=batch.advantages_N[sample_T] if of_critic is None else of_critic.advantages_T,
+            mask_T=torch.ones_like(sample_T, dtype=torch.bool),
+            sample_T=sample_T,
+            num_samples=len(batch.bins_N),
             settings=self.settings,
             gradient_squares=self.algorithm.needs_gradient_squares,
         )
@@ -191,9 +191,9 @@ class ClosedRun:
             self.critic.learn(answers, of_critic)
             if self.steps <= self.critic.pretrain_steps:
                 return
-        self._descend((coefficients_N * objective.segment_losses_M).sum())
-        sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
-        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
+        self._descend((coefficients_N * objective.sample_losses_M).sum())
+        sums_N = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
+        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_WN, entropy))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
         """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
@@ -275,7 +275,7 @@ def evidence_of(
     samples: Samples,
     totals: BatchTotals,
     sums_N: dict[str, Tensor],
-    slopes_PN: Tensor,
+    slopes_WN: Tensor,
     entropy: float,
 ) -> StepStats:
     """What the algorithm learns from: the sums per bin and class of lengths that the actor makes over all ranks."""
@@ -285,7 +285,7 @@ def evidence_of(
         name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
         for name, values_N in sums_N.items()
     }
-    return StepStats(totals, cells, slopes_PN @ sums_N["loss_sums"], entropy)
+    return StepStats(totals, cells, slopes_WN @ sums_N["loss_sums"], entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

@@ -5,7 +5,7 @@ The totals of the whole optimizer step (bins, trained tokens, rollouts; summed o
 what the algorithm learns, the same on every rank.
 A denominator taken from part of a step would make the loss depend on how the step was split.
 
-Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, P numbers that
+Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, W numbers that
 an algorithm learns by descending the policy loss.
 """
 
@@ -128,7 +128,7 @@ class StepStats:
 
     sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
     of the (absolute) token losses, "advantage_sums" of |A|, and "gradient_squares" of the squared derivatives of token
-    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [P], derivative of
+    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [W], derivative of
     the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean over the trained tokens, nats.
     """
 
@@ -339,7 +339,7 @@ class Algorithm(ABC):
             samples, totals: as in `coefficients`.
 
         Returns:
-            float64 [P, N]; the package's algorithms learn nothing that way: P is 0. examples/lab has some that do.
+            float64 [W, N]; the package's algorithms learn nothing that way: W is 0. examples/lab has some that do.
         """
         return torch.zeros(0, len(samples.bins_N), dtype=torch.float64)
 

@@ -60,7 +60,7 @@ class Partial:
             target: from `replaceable`.
 
         Raises:
-            ModelError: another process converts into it.
+            ModelError: another process converts into it. ConfigError: it cannot be replaced.
         """
         self._target = target
         self.root = target.with_name(f".{target.name}.partial")
@@ -77,6 +77,7 @@ class Partial:
         except OSError:
             os.close(self._lock)
             raise ModelError(f"another conversion is writing {self._target}; wait for it or stop it") from None
+        self._try_rename()
         self._take_up()
         return self
 
@@ -101,6 +102,19 @@ class Partial:
         self.folder.rename(self._target)  # an empty directory of that name is replaced
         durable.sync(self._target.parent)
         shutil.rmtree(self.root)
+
+    def _try_rename(self) -> None:
+        """Replace an empty target by another empty directory, as `publish` will with the complete one."""
+        if self._target.exists():
+            trial = self.root / "trial"
+            trial.mkdir(exist_ok=True)
+            try:
+                trial.rename(self._target)
+            except OSError as error:
+                raise ConfigError(
+                    f"--out: {self._target} cannot be replaced by a directory beside it ({error.strerror}); give a "
+                    "directory in it, or remove it; nothing was written."
+                ) from None
 
     def _take_up(self) -> None:
         plan = self.root / _PLAN

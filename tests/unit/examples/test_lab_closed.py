@@ -57,8 +57,8 @@ def test_logprobs_and_verdicts_of_answers_are_those_of_their_choices(world):
     answers = sample_answers(policy, problems, torch.arange(60).repeat(3), noise)
     with torch.no_grad():
         logprobs_T = token_logprobs(policy, problems, answers)
-    sums_N = torch.zeros(180, dtype=torch.float64).index_add(0, answers.segment_T, logprobs_T)
-    assert torch.equal(torch.bincount(answers.segment_T), answers.lengths_N)
+    sums_N = torch.zeros(180, dtype=torch.float64).index_add(0, answers.sample_T, logprobs_T)
+    assert torch.equal(torch.bincount(answers.sample_T), answers.lengths_N)
     for i in range(0, 180, 7):
         with torch.no_grad():
             logprob, right = by_hand(policy, problems, answers, i)
@@ -78,8 +78,8 @@ def test_advantages_of_ppo_are_the_products_for_each_token(world):
     groups_N = torch.arange(60) // 4
     rewards_N = answers.right_N.double()
     columns = critic.columns(algorithm, answers, values_T, (rewards_N, groups_N * 0 + 1, groups_N))
-    torch.testing.assert_close(columns.advantages_T, rewards_N[answers.segment_T] - values_T)
-    torch.testing.assert_close(columns.targets_T, rewards_N[answers.segment_T])
+    torch.testing.assert_close(columns.advantages_T, rewards_N[answers.sample_T] - values_T)
+    torch.testing.assert_close(columns.targets_T, rewards_N[answers.sample_T])
     before = (values_T - columns.targets_T).square().mean()
     critic.learn(answers, columns)
     assert (critic.values(answers) - columns.targets_T).square().mean() < before
