@@ -149,7 +149,7 @@ class Side:
         self, sessions: int, turns: int, tokenizer: PreTrainedTokenizerBase, agents: Agents, engine: Any
     ) -> None:
         self._rollouts, self._turns = sessions // ROLLOUTS * ROLLOUTS, turns
-        sampling = SamplingParams(max_new_tokens=turns * TURN)
+        sampling = SamplingParams(max_new_tokens=turns * TURN, stop_token_ids=(tokenizer.eos_token_id,))
         prompt = Prompt("p", "-", "benchmark", text="x", tokens=(tokenizer.eos_token_id,))
         indices = tuple(range(ROLLOUTS))
         self._requests = [GroupRequest(g, 0, prompt, indices, sampling) for g in range(self._rollouts // ROLLOUTS)]
