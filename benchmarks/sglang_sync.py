@@ -55,7 +55,8 @@ from megatron_daro.engine.sglang.update import CPU_BUCKET_MIB, ServerUpdate
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
-from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime import parts
+from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
@@ -202,20 +203,20 @@ def make_engine(arguments: argparse.Namespace, sync: Any, model: Path, directory
 
 async def make_policy(model: Path, lora: LoraSection) -> PolicyGroup:
     """One rank with everything that training needs."""
-    actor = ActorSection(precision="bf16")
-    placement = Placement.of_actor(actor)
-    await placement.start()
     config = Config(
         model=ModelSection(path=model),
         data=DataSection(train=(model,)),
-        actor=actor,
+        actor=ActorSection(precision="bf16"),
         trainer=TrainerSection(seed=0, run_dir=model.parent / "run"),
     )
     progress = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
     settings = PolicySettings(
         model, rollouts_per_prompt=2, max_response_tokens=64, temperature=1.0, total_steps=1, lora=lora
     )
-    return PolicyGroup(RunContext.of(config, progress, Phases()), settings, AlgorithmSection(), placement)
+    run = RunContext.of(config, progress, Phases())
+    placement = parts.placement(run, engines=False)
+    await placement.start()
+    return PolicyGroup(run, settings, AlgorithmSection(), placement)
 
 
 async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:

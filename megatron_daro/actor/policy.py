@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
-from megatron_daro.algo.objective import ObjectiveSettings
+from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -64,26 +64,30 @@ def layout_of(actor: ActorSection) -> Layout:
 
 def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
     """Return the token objective that the section describes, but for what is the algorithm's own."""
-    settings = ObjectiveSettings(
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
-        dual_clip=section.dual_clip,
-        kl_coefficient=section.kl.coefficient if section.kl.place == "loss" else 0.0,
-        kl_mean=section.kl.mean,
-        reward_kl_coefficient=section.kl.coefficient if section.kl.in_reward else 0.0,
-        reward_kl_per_token=section.kl.place == "token_reward",
-        kl_estimator=section.kl.estimator,
-        entropy_coefficient=section.entropy_coefficient,
-        correction=section.correction.kind,
-        correction_cap=section.correction.cap,
-        correction_low=section.correction.low,
-        correction_high=section.correction.high,
-        correction_level=section.correction.level,
-        trust_region=section.trust_region,
-        sapo_positive=section.sapo.positive,
-        sapo_negative=section.sapo.negative,
-    )
-    return replace(settings, **algorithm.own_objective)
+    options: dict[str, Any] = {
+        "clip_low": section.clip_low,
+        "clip_high": section.clip_high,
+        "dual_clip": section.dual_clip,
+        "kl_coefficient": section.kl.coefficient if section.kl.place == "loss" else 0.0,
+        "kl_mean": section.kl.mean,
+        "reward_kl_coefficient": section.kl.coefficient if section.kl.in_reward else 0.0,
+        "reward_kl_per_token": section.kl.place == "token_reward",
+        "kl_estimator": section.kl.estimator,
+        "entropy_coefficient": section.entropy_coefficient,
+        "correction": section.correction.kind,
+        "correction_cap": section.correction.cap,
+        "correction_low": section.correction.low,
+        "correction_high": section.correction.high,
+        "correction_level": section.correction.level,
+        "trust_region": section.trust_region,
+        "sapo_positive": section.sapo.positive,
+        "sapo_negative": section.sapo.negative,
+        "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
+    }
+    options |= algorithm.own_objective
+    forgotten = [field.name for field in fields(ObjectiveSettings) if field.name not in options]
+    assert not forgotten, f"{forgotten} of ObjectiveSettings would have their defaults, whatever the configuration says"
+    return ObjectiveSettings(**options)
 
 
 def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:

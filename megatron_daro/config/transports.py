@@ -8,7 +8,7 @@ a server and its vetting. Another one, to which ranks give Hugging Face tensors,
   both)
 * its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
 * its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
-  things than those of `Buckets`; what the sender must know, which sees no configuration, it puts into
+  things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
   `SendPlan.details`
 
 Some need more: a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a

@@ -39,8 +39,8 @@ def build_batch(
     algorithm: Algorithm,
     *,
     overlong: Overlong = "none",
-    max_tokens: int = 20480,
-    cache_tokens: int = 4096,
+    max_tokens: int = 0,
+    cache_tokens: int = 0,
     length_weight: float = 0.0,
     repetition_penalty: float = 0.0,
     teacher: tuple[float, float] | None = None,
@@ -55,7 +55,7 @@ def build_batch(
         overlong: "penalty" adds DAPO's soft length penalty to the rewards; "filter" sets the loss mask of truncated
             rollouts to 0 (they still count in the pass rate and in the group's mean); "both" does both.
         max_tokens: generated tokens beyond which the penalty is -1; what an environment showed does not count.
-        cache_tokens: generated tokens before max_tokens over which the penalty falls.
+        cache_tokens: generated tokens before max_tokens over which the penalty falls. A penalty needs both.
         length_weight: factor of Kimi's length reward, which is added to the rewards.
         repetition_penalty: what is taken from the reward of an answer that repeats itself.
         teacher: factors of log p(teacher) - log p(policy) and of the algorithm's advantage, whose sum is a token's own

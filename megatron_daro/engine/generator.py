@@ -50,7 +50,7 @@ class EmbeddedGenerator:
         path: str | Path,
         *,
         seed: int,
-        batch_size: int = 256,
+        batch_size: int,
         dtype: Literal["fp32", "bf16"] = "fp32",
         threads: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,

@@ -405,11 +405,6 @@ class Placement:
         self._gpu_of_rank: Mapping[int, str] = {}
 
     @classmethod
-    def of_actor(cls, actor: ActorSection) -> Placement:
-        """Return places for a policy alone."""
-        return cls(Demand(actor.world_size // actor.tensor_parallel, actor.tensor_parallel), actor, Deadlines())
-
-    @classmethod
     def of_engines(cls, demand: Demand, deadlines: Deadlines) -> Placement:
         """Return places for engines alone. Args: demand: without groups."""
         return cls(demand, ActorSection(), deadlines)

@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,10 +42,13 @@ from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.sender import TransportSender
 from megatron_daro.sync.shard_sender import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepBatch, StepResult
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.transports import Sender
@@ -277,7 +280,7 @@ class TrainWorker:
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
-            self._sender = Sender(ray.util.get_node_ip_address(), backend, calls_to_servers, _hand_over)
+            self._sender = Sender(ray.util.get_node_ip_address(), backend, calls_to_servers, RaySender())
         label = f"stage{parallel.pipeline_parallel_rank()}"
         return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
 
@@ -486,21 +489,25 @@ class EngineWorker:
         await self._engine.commit_update(version)
 
 
-def _hand_over(stream: Iterable[tuple[str, Tensor]], plan: SendPlan) -> SendReport:
+class RaySender(TransportSender):
     """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
-    started, num_bytes, num_buckets = time.perf_counter(), 0, 0
-    failures: dict[str, SendFailure] = {}
-    before: dict[str, Any] = {}
-    for bucket in bucketize(stream, plan.bucket_bytes, reuse=True):
+
+    def _send(
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
+    ) -> SendReport:
+        started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+        failures: dict[str, SendFailure] = {}
+        before: dict[str, Any] = {}
+        for bucket in bucketize(tensors, plan.bucket_bytes, reuse=True):
+            failures |= _taken(before, plan.timeout_s)
+            before = {}
+            if failures:
+                break
+            reference = ray.put(bucket)
+            before = {to.name: cast(ReceivingActor, to.actor).receive.remote(reference) for to in plan.targets}
+            num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
         failures |= _taken(before, plan.timeout_s)
-        before = {}
-        if failures:
-            break
-        reference = ray.put(bucket)
-        before = {target.name: cast(ReceivingActor, target.actor).receive.remote(reference) for target in plan.targets}
-        num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
-    failures |= _taken(before, plan.timeout_s)
-    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
+        return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
 
 
 def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:

@@ -7,7 +7,7 @@ What is known of each transport: config/transports.py. From shards to shards: sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,37 +21,25 @@ from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from megatron_daro.sync.sender import Stream
-
-HandOver = Callable[["Stream", SendPlan], SendReport]
-"""Gives the buckets of a stream to Ray actors."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """What a sender has of its rank. host: address as servers reach it. backend: of broadcasts, "gloo" or "nccl".
-    calls: to servers."""
+    calls: to servers. to_actors: sends to embedded engines; None in a process without Ray."""
 
     host: str
     backend: str
     calls: Calls
-    hand_over: HandOver | None = None
+    to_actors: TransportSender | None = None
 
 
-class RaySender(TransportSender):
-    """Buckets to the actors of the embedded engines."""
-
-    def __init__(self, hand_over: HandOver | None) -> None:
-        assert hand_over is not None, "this process has no actors to hand buckets to"
-        self._hand_over = hand_over
-
-    def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
-    ) -> SendReport:
-        return self._hand_over(tensors, plan)
+def _to_actors(rank: RankEnd) -> TransportSender:
+    assert rank.to_actors is not None, "this process has no actors to send buckets to"
+    return rank.to_actors
 
 
 SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
@@ -59,7 +47,7 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
     "disk": lambda rank: FileSender(),
     "tensor": lambda rank: HandleSender(rank.calls),
     "adapters": lambda rank: AdapterSender(rank.calls),
-    "ray": lambda rank: RaySender(rank.hand_over),
+    "ray": _to_actors,
 }
 """What makes a rank's sending end, by the name of the transport."""
 
@@ -67,9 +55,9 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
 class Sender:
     """One rank's end of every transport. `close` it, or its threads and sockets stay."""
 
-    def __init__(self, host: str, backend: str, calls: Calls, hand_over: HandOver | None = None) -> None:
+    def __init__(self, host: str, backend: str, calls: Calls, to_actors: TransportSender | None = None) -> None:
         """Connect to nothing. Args: see `RankEnd`."""
-        self._rank = RankEnd(host, backend, calls, hand_over)
+        self._rank = RankEnd(host, backend, calls, to_actors)
         self._senders: dict[str, TransportSender] = {}
 
     def send(self, stream: Stream, plan: SendPlan, *, label: str, group: ProcessGroup | None = None) -> SendReport:

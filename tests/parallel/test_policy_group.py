@@ -14,8 +14,8 @@ from small_models import ROLLOUTS, random_batch, save_model
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime import policy_group, shards
-from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime import parts, policy_group, shards
+from megatron_daro.runtime.cluster import cluster
 from megatron_daro.sync.plan import SendPlan, Target
 from megatron_daro.types import PreparedBatch, Rollout
 
@@ -50,15 +50,14 @@ def test_a_shard_is_put_once_a_step_and_its_columns_arrive(tmp_path, put):
     save_model("qwen2", tmp_path)
     actor = ActorSection(tensor_parallel=2, precision="fp32", micro_batch_tokens=64, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
-    placement = Placement.of_actor(actor)
+    context = run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1})
+    placement = parts.placement(context, engines=False)
     environment = dict(os.environ)
     with cluster(2):
         changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in changed, "what starts later could join no other cluster"
         asyncio.run(placement.start())
-        policy = policy_group.PolicyGroup(
-            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
-        )
+        policy = policy_group.PolicyGroup(context, settings, ALGORITHM, placement)
         found = asyncio.run(two_steps(policy, random_batch(with_old=False), put))
     assert found["puts of a step"] == 1, "log-probs of old and reference weights, and training, of one shard"
     # Before the first step the old and the reference weights are the current ones; the columns did arrive.
@@ -77,7 +76,8 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
     save_model("qwen2", tmp_path)
     actor = ActorSection(data_parallel=2, precision="fp32", micro_batch_tokens=64)
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
-    placement = Placement.of_actor(actor)
+    context = run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1})
+    placement = parts.placement(context, engines=False)
     targets = (Target("s0", "http://10.0.0.1:1"), Target("s1", "http://10.0.0.2:1"))
     plan = SendPlan(transport="tensor", targets=targets, bucket_bytes=1 << 16, timeout_s=5.0)
 
@@ -91,9 +91,7 @@ def test_servers_of_another_host_get_their_weights_from_a_rank_there(tmp_path):
         return reports
 
     with cluster(2):
-        policy = policy_group.PolicyGroup(
-            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
-        )
+        policy = policy_group.PolicyGroup(context, settings, ALGORITHM, placement)
         reports = asyncio.run(export_twice(policy))
     for report in reports:
         assert report.failures.keys() == {"s0", "s1"}
@@ -104,7 +102,8 @@ def test_fewer_samples_than_ranks_are_scored_and_trained(tmp_path):
     save_model("qwen2", tmp_path)
     actor = ActorSection(data_parallel=2, precision="fp32", micro_batch_tokens=64)
     settings = PolicySettings(tmp_path, ROLLOUTS, 32, 1.0, total_steps=10)
-    placement = Placement.of_actor(actor)
+    context = run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1})
+    placement = parts.placement(context, engines=False)
     batch = random_batch(with_old=False).select([0])
     prompt = int(batch.prompt_lengths_N[0])
     rollout = Rollout(
@@ -131,9 +130,7 @@ def test_fewer_samples_than_ranks_are_scored_and_trained(tmp_path):
         return score, prepared.batch.old_logprobs_R, result
 
     with cluster(2):
-        policy = policy_group.PolicyGroup(
-            run_context(run_dir=tmp_path / "run", actor=actor, trainer={"seed": 1}), settings, ALGORITHM, placement
-        )
+        policy = policy_group.PolicyGroup(context, settings, ALGORITHM, placement)
         score, old, result = asyncio.run(scored_and_trained(policy))
     assert score == pytest.approx(old, abs=1e-6) and len(score) == len(batch.tokens_T) - prompt
     assert result.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)

@@ -16,7 +16,8 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.lora import LoraSection
-from megatron_daro.runtime.cluster import Placement, cluster
+from megatron_daro.runtime import parts
+from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import PreparedBatch, StepBatch
@@ -39,9 +40,9 @@ async def policy_of(model, *, lora=None, **layout):
     actor = ActorSection(**layout, precision="fp32", micro_batch_tokens=256, optimizer={"learning_rate": 1e-2})
     settings = PolicySettings(model, K, 12, TEMPERATURE, total_steps=10, lora=lora or LoraSection())
     algorithm = AlgorithmSection(name="grpo")
-    placement = Placement.of_actor(actor)
-    await placement.start()
     context = run_context(run_dir=model / "run", actor=actor, trainer={"seed": 1})
+    placement = parts.placement(context, engines=False)
+    await placement.start()
     return PolicyGroup(context, settings, algorithm, placement), placement
 
 

@@ -189,7 +189,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         phases,
         rollout=rollout | ({"keep_surplus": True} if schedule.early and schedule.staleness else {}),
         updates=schedule.updates,
-        finish_early=schedule.early,
+        finish_batch="enough" if schedule.early else "all",
         deadlines=Deadlines(),
         scorer=FakeScorer(schedule.seed),
         max_empty_batches=20,

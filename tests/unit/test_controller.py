@@ -315,7 +315,7 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
     oversampling=st.sampled_from([1.0, 1.7, 3.0]),
     keep_surplus=st.booleans(),
     filter_groups=st.booleans(),
-    early=st.booleans(),
+    finish_batch=st.sampled_from(["all", "enough"]),
     lags=st.dictionaries(st.integers(0, 60), st.integers(1, 4), max_size=8),
     aborts=st.sets(st.tuples(st.integers(0, 60), st.integers(0, 2), st.integers(0, K - 1)), max_size=30),
     skips=st.sets(st.integers(2, 8), max_size=2),
@@ -333,7 +333,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     skips,
     crash_at,
     filter_groups,
-    early,
+    finish_batch,
     **rollout,
 ):
     run = tmp_path_factory.mktemp("any")
@@ -341,7 +341,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
         "rollout": {"max_staleness": staleness, **rollout},
         "trainer": {"minibatches_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip", "steps": 7},
         "filter_groups": filter_groups,
-        "finish_early": early,
+        "finish_batch": finish_batch,
         "order_seed": order_seed,
     }
     stack = make_stack(run, crash=("train", crash_at, "exit") if crash_at else None, **options)

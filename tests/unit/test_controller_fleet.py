@@ -19,7 +19,7 @@ from megatron_daro.rollout.recorder import read_waiting
 
 FLEET = {
     "engine_class": FleetEngine,
-    "finish_early": True,
+    "finish_batch": "enough",
     "rollout": {"prompts_per_batch": 3, "oversampling": 2.0, "max_staleness": 1, "keep_surplus": True},
 }
 

@@ -53,8 +53,8 @@ class ServersEnd:
     last_checksums: dict[str, LastChecksums] = field(default_factory=dict)
 
 
-class Buckets:
-    """One update with weights that servers load as they come. What the other transports have in common with it."""
+class Receiving:
+    """The servers' end of one update: here of weights that they load as they come, which other transports change."""
 
     def __init__(self, end: ServersEnd, version: int) -> None:
         """Call nobody. Args: version: what the weights are stamped with."""
@@ -172,7 +172,7 @@ class Buckets:
                 raise EngineError(problem)
 
 
-class Broadcasts(Buckets):
+class Broadcasts(Receiving):
     """Buckets through a group of which the servers' ranks are members."""
 
     async def held_up(self, server: Server) -> str:
@@ -191,14 +191,14 @@ class Broadcasts(Buckets):
         return ""
 
 
-class Shards(Buckets):
+class Shards(Receiving):
     """Parts of parameters, from rank to rank."""
 
     def planned(self, plan: SendPlan) -> SendPlan:
         return replace(plan, layout=self._end.layout, shards_over=self._end.options.shards_over)
 
 
-class Files(Buckets):
+class Files(Receiving):
     """A checkpoint, which servers read when all of it is there; that of the update before goes then."""
 
     def planned(self, plan: SendPlan) -> SendPlan:
@@ -219,7 +219,7 @@ class Files(Buckets):
         return False
 
 
-class NamedAdapters(Buckets):
+class NamedAdapters(Receiving):
     """Adapters under a name of their own, which requests give from now on: what a server does goes on."""
 
     def opening(self) -> tuple[Phase, ...]:
@@ -239,11 +239,11 @@ class NamedAdapters(Buckets):
         server.adapters[self._name] += 0  # it has it, and no request names it yet
 
 
-RECEIVING: Mapping[str, type[Buckets]] = {
+RECEIVING: Mapping[str, type[Receiving]] = {
     "distributed": Broadcasts,
     "shards": Shards,
     "disk": Files,
-    "tensor": Buckets,
+    "tensor": Receiving,
     "adapters": NamedAdapters,
 }
 """By the name of the transport."""

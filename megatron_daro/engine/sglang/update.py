@@ -28,7 +28,7 @@ from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLang
 from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.client import DisconnectedError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
-from megatron_daro.engine.sglang.receiving import Buckets, answers, facts_of
+from megatron_daro.engine.sglang.receiving import Receiving, answers, facts_of
 from megatron_daro.errors import EngineError, LostReceiversError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
@@ -53,7 +53,7 @@ class UpdateContext:
 
     fleet: Fleet
     options: SGLangSection
-    receiving: Callable[[int], Buckets]
+    receiving: Callable[[int], Receiving]
     probe: Probe
     death_of: Callable[[Server], Awaitable[str]]
     adapters: Adapters

@@ -120,14 +120,6 @@ def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | N
     )
 
 
-def predicted_step(history: History, config: Config, shape: ModelShape, gpu: Gpu, constants: Constants) -> float:
-    """Return the seconds of a step of `config` in its own layout, with answers as long as the run's."""
-    times, generation = _phases(config, history.workload(config, shape), gpu, constants)
-    both = times.total + generation if config.rollout.max_staleness == 0 else max(times.total, generation)
-    sync = sync_s(history.workload(config, shape), ModelLayout.of(config.actor), gpu, constants)
-    return both + sync + constants.fixed_s
-
-
 def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:
     """Return what the model finds for training and for generation of a configuration in its own layout."""
     actor, engine = config.actor, config.engine

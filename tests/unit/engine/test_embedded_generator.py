@@ -77,10 +77,10 @@ def test_sampling_settings_of_the_checkpoint_are_not_applied(tmp_path):
         do_sample=True, repetition_penalty=5.0, top_k=1, temperature=0.1, eos_token_id=STOPS[0], max_length=3
     )
     wanted = requests(stop_token_ids=())
-    plain = run(EmbeddedGenerator(tmp_path, seed=1), wanted)
+    plain = run(EmbeddedGenerator(tmp_path, seed=1, batch_size=64), wanted)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "generation_config.json").exists()
-    bent = run(EmbeddedGenerator(tmp_path, seed=1), wanted)
+    bent = run(EmbeddedGenerator(tmp_path, seed=1, batch_size=64), wanted)
     assert responses(bent) == responses(plain)
     assert all(np.array_equal(bent[key].logprobs, plain[key].logprobs) for key in plain)
     assert {r.response_length for r in bent.values()} == {12}
@@ -111,7 +111,7 @@ def test_seed_group_attempt_and_index_each_change_the_tokens(small_models):
     tokens = [5, 6, 7]
 
     def answer(seed=0, group=1, attempt=0):
-        generator = EmbeddedGenerator(small_models["qwen2"], seed=seed)
+        generator = EmbeddedGenerator(small_models["qwen2"], seed=seed, batch_size=64)
         asked = request(group, tokens, attempt=attempt, count=2, stop_token_ids=())
         return [r.tokens.tolist() for r in run(generator, [asked]).values()]
 
@@ -122,7 +122,7 @@ def test_seed_group_attempt_and_index_each_change_the_tokens(small_models):
 
 
 def test_asking_for_some_indices_gives_the_same_rollouts_as_asking_for_all(small_models):
-    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
     full = responses(run(generator, [request(1, [4, 5], count=6)]))
     part = GroupRequest(1, 0, request(1, [4, 5]).prompt, (5, 2), request(1, [4, 5]).sampling)
     assert responses(run(generator, [part])) == {key: full[key] for key in ((1, 0, 5), (1, 0, 2))}
@@ -225,7 +225,7 @@ def test_requests_of_different_settings_share_a_batch(small_models):
         request(1, [4, 5, 6], max_new_tokens=9, stop_token_ids=(8,), temperature=0.5),
         request(2, [4], max_new_tokens=20, stop_token_ids=(9, 10), top_p=0.7),
     ]
-    generator = EmbeddedGenerator(small_models["llama"], seed=0)
+    generator = EmbeddedGenerator(small_models["llama"], seed=0, batch_size=64)
     together = responses(run(generator, wanted))
     assert max(len(t) for key, t in together.items() if key[0] == 0) == 3
     for one in wanted:
@@ -234,7 +234,7 @@ def test_requests_of_different_settings_share_a_batch(small_models):
 
 
 def test_each_distinct_prompt_is_read_once(small_models, monkeypatch):
-    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
     rows = []
     forward = generator.model.base_model.forward
     monkeypatch.setattr(
@@ -256,7 +256,7 @@ def test_finished_rows_leave_the_batch(small_models, monkeypatch):
 
 
 def test_abort_keeps_what_was_generated_and_touches_no_other_group(small_models, monkeypatch):
-    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
     wanted = [request(g, [4 + g, 5], count=3, stop_token_ids=(), max_new_tokens=10) for g in range(3)]
     whole, signal = responses(run(generator, wanted)), AbortSignal()
     steps = []
@@ -292,13 +292,17 @@ def update(generator, buckets, version):
 def test_updated_weights_answer_as_a_model_loaded_with_them(tie, tmp_path):
     save_small_model(tmp_path / "old", tie=tie, seed=0)
     new = save_small_model(tmp_path / "new", tie=tie, seed=1)
-    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0, batch_size=64)
     before = responses(run(generator, requests()))
     names = [name for name, _ in named_weights(new)]
     assert ("lm_head.weight" in names) == (not tie)
     update(generator, bucketize(named_weights(new), 5000), version=7)
     after = run(generator, requests())
-    assert responses(after) == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0), requests())) != before
+    assert (
+        responses(after)
+        == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0, batch_size=64), requests()))
+        != before
+    )
     assert {r.weight_version for r in after.values()} == {7}
     if tie:  # a stream that brings the tied matrix under both names is accepted too
         both = [*named_weights(new), ("lm_head.weight", new.lm_head.weight.detach())]
@@ -312,7 +316,7 @@ def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp
     save_small_model(tmp_path / "old", family, seed=0)
     save_small_model(tmp_path / "new", family, seed=1)
     stored = sorted(load_file(tmp_path / "new" / "model.safetensors").items())
-    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0, batch_size=64)
     before = responses(run(generator, requests()))
     some = next(i for i, (name, _) in enumerate(stored) if "experts.2." in name)
     with pytest.raises(EngineError, match=r"experts\.2\."):
@@ -320,7 +324,7 @@ def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp
     assert responses(run(generator, requests())) == before
     update(generator, bucketize(stored, 5000), version=7)
     after = responses(run(generator, requests()))
-    assert after == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0), requests())) != before
+    assert after == responses(run(EmbeddedGenerator(tmp_path / "new", seed=0, batch_size=64), requests())) != before
 
 
 def test_the_sender_may_reuse_a_buckets_memory(tmp_path):
@@ -332,7 +336,7 @@ def test_the_sender_may_reuse_a_buckets_memory(tmp_path):
             yield bucket
             bucket.data[:] = 0
 
-    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0, batch_size=64)
     update(generator, overwritten(), version=1)
     for (name, expected), (_, got) in zip(named_weights(new), named_weights(generator.model), strict=True):
         assert torch.equal(got, expected), name
@@ -352,7 +356,7 @@ def broken(weights, how):
 def test_a_wrong_update_is_refused_and_the_old_weights_stay(how, tmp_path):
     save_small_model(tmp_path / "old", seed=0)
     new = save_small_model(tmp_path / "new", seed=1)
-    generator = EmbeddedGenerator(tmp_path / "old", seed=0)
+    generator = EmbeddedGenerator(tmp_path / "old", seed=0, batch_size=64)
     before = run(generator, requests())
     named = {"unknown": "model.extra.weight", "twice": "model.embed_tokens.weight"}.get(how, "lm_head.weight")
     with pytest.raises(EngineError, match=named):
@@ -364,7 +368,7 @@ def test_a_wrong_update_is_refused_and_the_old_weights_stay(how, tmp_path):
 
 def test_bf16_generates_and_takes_fp32_weights(tmp_path):
     model = save_small_model(tmp_path)
-    generator = EmbeddedGenerator(tmp_path, seed=0, dtype="bf16")
+    generator = EmbeddedGenerator(tmp_path, seed=0, batch_size=64, dtype="bf16")
     assert {p.dtype for p in generator.model.parameters()} == {torch.bfloat16}
     before = run(generator, requests())
     update(generator, bucketize(named_weights(model), 10**6), version=1)
@@ -374,7 +378,9 @@ def test_bf16_generates_and_takes_fp32_weights(tmp_path):
 
 
 def test_text_comes_from_the_given_decoder_and_holds_the_response_only(small_models):
-    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, decode=lambda ids: " ".join(map(str, ids)))
+    generator = EmbeddedGenerator(
+        small_models["qwen2"], seed=0, batch_size=64, decode=lambda ids: " ".join(map(str, ids))
+    )
     for rollout in run(generator, requests(2)).values():
         assert rollout.text == " ".join(map(str, rollout.tokens[rollout.prompt_length :]))
 
@@ -396,24 +402,24 @@ def test_text_comes_from_the_given_decoder_and_holds_the_response_only(small_mod
 )
 def test_requests_that_cannot_be_generated_are_refused(bad, named, small_models):
     with pytest.raises(EngineError, match=named):
-        EmbeddedGenerator(small_models["qwen2"], seed=0).plan([request(1, [1]), bad])
+        EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64).plan([request(1, [1]), bad])
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(small_models, tmp_path):
     with pytest.raises(ModelError, match="nowhere"):
-        EmbeddedGenerator(tmp_path / "nowhere", seed=0)
+        EmbeddedGenerator(tmp_path / "nowhere", seed=0, batch_size=64)
     with pytest.raises(ModelError):
-        EmbeddedGenerator(tmp_path, seed=0)
+        EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
     source = small_models["qwen2"]
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-10])
     with pytest.raises(ModelError):
-        EmbeddedGenerator(tmp_path, seed=0)
+        EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
     tensors = load_file(source / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        EmbeddedGenerator(tmp_path, seed=0)
+        EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
 
 
 def test_weights_that_are_pickles_are_not_read(small_models, tmp_path):
@@ -421,7 +427,7 @@ def test_weights_that_are_pickles_are_not_read(small_models, tmp_path):
     torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     with pytest.raises(ModelError):
-        EmbeddedGenerator(tmp_path, seed=0)
+        EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
 
 
 def test_weights_of_another_shape_are_refused(small_models, tmp_path):
@@ -430,14 +436,14 @@ def test_weights_of_another_shape_are_refused(small_models, tmp_path):
     (tmp_path / "config.json").write_text(config.replace(f'"vocab_size": {VOCAB}', f'"vocab_size": {VOCAB + 1}'))
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     with pytest.raises(ModelError):
-        EmbeddedGenerator(tmp_path, seed=0)
+        EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
 
 
 def test_a_failure_of_torch_says_what_to_lower(small_models, monkeypatch):
     def fails(**options):
         raise RuntimeError("out of memory")
 
-    generator = EmbeddedGenerator(small_models["qwen2"], seed=0)
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
     monkeypatch.setattr(generator.model, "generate", fails)
     with pytest.raises(EngineError, match=r"out of memory.*engine\.embedded"):
         run(generator, [request(0, [1, 2])])

@@ -16,7 +16,7 @@ from megatron_daro.config import resolve
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.plan.gpus import GPUS
-from megatron_daro.workshop.plan.history import fitted, predicted_step, read_history
+from megatron_daro.workshop.plan.history import fitted, read_history
 from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.scaling import Failures, doublings, simulate, stops_at, write_plot
 from megatron_daro.workshop.plan.times import Constants, generation_s, sync_s, train_times
@@ -144,17 +144,6 @@ def test_the_plot_is_one_page(tmp_path):
     write_plot(simulate(asked(), H100, [8, 16], Failures(), steps=50), tmp_path / "p.html", "a title")
     text = (tmp_path / "p.html").read_text()
     assert "a title" in text and 'src="http' not in text
-
-
-def test_a_step_of_another_configuration_is_that_of_its_own_layout(tmp_path):
-    recorded(tmp_path, TRUTH)
-    history = read_history(tmp_path)
-    known = fitted(history, SHAPE, H100)
-    again = predicted_step(history, history.config, SHAPE, H100, known)
-    assert again == pytest.approx(history.step, rel=0.02)
-    stale = config_of(tmp_path, rollout={"max_staleness": 1}, algorithm={"correction": {"kind": "tis"}})
-    shorter = predicted_step(history, stale, SHAPE, H100, known)
-    assert again - shorter == pytest.approx(min(history.rollout, history.train), rel=0.02)
 
 
 def written(directory, rows, files):

@@ -150,7 +150,7 @@ def count_ids(*many) -> Counter[int]:
 def setup(filter_groups=False, rollout=None, engine=None, **options):
     """A sampler over a fleet, in the mode that ends early; two groups are a batch."""
     engine, source, progress = engine or FleetEngine(), FakeSource(), FakeProgress()
-    options = {"finish_early": True} | options
+    options = {"finish_batch": "enough"} | options
     rollout = {"prompts_per_batch": 2, "oversampling": 2.0} | (rollout or {})
     sampler = make_sampler(
         engine, source, progress, FakePhases(), filter_groups=filter_groups, rollout=rollout, **options

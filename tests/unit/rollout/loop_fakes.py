@@ -345,7 +345,6 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     )
     bins, ledger = range(section.rollouts_per_prompt + 1), Ledger()
     kept_bins = bins[1:-1] if options.pop("filter_groups", True) else bins
-    finish_batch = "enough" if options.pop("finish_early", False) else "all"
     shared = {"deadlines": options.pop("deadlines", FAST), "notices": progress}
     scorer, size = options.pop("scorer", None) or FakeScorer(order_seed), section.rollouts_per_prompt
     rollouter = options.pop("rollouter", None) or SingleTurn(engine, scorer)
@@ -362,7 +361,7 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
     context = RolloutContext(
         section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
     )
-    options |= {"finish_batch": finish_batch, "kept_bins": kept_bins, "steps_per_batch": updates}
+    options = {"finish_batch": "all"} | options | {"kept_bins": kept_bins, "steps_per_batch": updates}
     return Sampler(context, scorer, **options)
 
 

@@ -41,7 +41,7 @@ class NeverRight(FakeScorer):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_run_whose_answers_are_all_wrong_records_them_and_says_what_they_were(tmp_path, early):
-    fleet = {"engine_class": FleetEngine, "finish_early": True} if early else {}
+    fleet = {"engine_class": FleetEngine, "finish_batch": "enough"} if early else {}
     stack = make_stack(tmp_path, scorer=NeverRight(), recorder=Recorder(tmp_path), **fleet)
     with pytest.raises(DataError, match="3 batches") as caught:
         run_stack(stack)

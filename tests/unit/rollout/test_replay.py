@@ -130,7 +130,7 @@ def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):
     from fleet_fakes import FleetEngine
 
     rollout = {"prompts_per_batch": 3, "oversampling": 3.0, "max_staleness": 2, "keep_surplus": True}
-    original = make_stack(tmp_path / "a", engine_class=FleetEngine, finish_early=True, rollout=rollout)
+    original = make_stack(tmp_path / "a", engine_class=FleetEngine, finish_batch="enough", rollout=rollout)
     original.engine.pace = lambda group_id: 6 if group_id % 5 == 0 else 1
     run_stack(original)
     ids = [[g.group_id for g, used in read_step(tmp_path / "a", step) if used == "trained"] for step in range(1, 7)]

@@ -46,10 +46,10 @@ def check_segments(groups):
             assert rollout.finish_reason == "stop" and rollout.weight_version == rollout.spans[0][0]
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(early):
-    engine = FleetEngine() if early else RoundsEngine()
-    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, engine=engine, finish_early=early)
+@pytest.mark.parametrize("finish_batch", ["enough", "all"])
+def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(finish_batch):
+    engine = FleetEngine() if finish_batch == "enough" else RoundsEngine()
+    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, engine=engine, finish_batch=finish_batch)
     groups = []
     for version in range(6):
         parts.engine.version = version
@@ -109,13 +109,13 @@ def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
             assert used != "trained" or step - 1 - group.weight_version <= ROLLOUT["max_staleness"]
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_batch_is_not_given_up_before_its_longest_groups_can_have_ended(early, monkeypatch):
+@pytest.mark.parametrize("finish_batch", ["enough", "all"])
+def test_a_batch_is_not_given_up_before_its_longest_groups_can_have_ended(finish_batch, monkeypatch):
     """Every second problem is easy and its answers short: the filter takes these out while the others go on."""
     monkeypatch.setattr(fleet_fakes, "length_of", lambda group_id, index: LONGEST if group_id % 2 else 1)
     rollout = {"prompts_per_batch": 4, "oversampling": 1.0, "segment_tokens": 1, "max_response_tokens": LONGEST}
-    engine = FleetEngine() if early else RoundsEngine()
-    parts = setup(True, rollout | {"max_staleness": LONGEST}, engine, finish_early=early)
+    engine = FleetEngine() if finish_batch == "enough" else RoundsEngine()
+    parts = setup(True, rollout | {"max_staleness": LONGEST}, engine, finish_batch=finish_batch)
     parts.source.next = lambda n, give=parts.source.next: [
         replace(p, answer="mixed" if int(p.id[1:]) % 2 else "easy") for p in give(n)
     ]

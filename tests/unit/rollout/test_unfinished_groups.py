@@ -261,7 +261,7 @@ def test_counts_since_the_beginning_go_on_after_a_resume():
 def test_rounds_that_wait_for_all_drop_unfinished_groups_of_a_checkpoint_and_say_so():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     first, group_0, _ = kept_in_part(parts)
-    resumed = setup(rollout=KEEP, finish_early=False)
+    resumed = setup(rollout=KEEP, finish_batch="all")
     resumed.sampler.load_state_dict(*saved(first))
 
     async def all_at_once(requests):

@@ -23,6 +23,7 @@ from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.sender import TransportSender
 from megatron_daro.sync.transports import SENDERS, Sender
 
 PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
@@ -41,11 +42,12 @@ def sent_to_actors(stream, **changes):
     """The report, and the tensors that were handed over."""
     got = []
 
-    def hand_over(stream, plan):
-        got.extend(stream)
-        return SendReport(num_bytes=7)
+    class ToActors(TransportSender):
+        def _send(self, tensors, plan, label, group):
+            got.extend(tensors)
+            return SendReport(num_bytes=7)
 
-    sender = Sender("127.0.0.1", "gloo", nullcontext, hand_over)
+    sender = Sender("127.0.0.1", "gloo", nullcontext, ToActors())
     report = sender.send(stream, replace(PLAN, **changes), label="rank0")
     sender.close()
     sender.close()
