@@ -149,7 +149,7 @@ def lora_problems(settings: Any, shape: ModelShape | None) -> Iterator[Problem]:
 
 def _target_problems(settings: Any, section: LoraSection, shape: ModelShape) -> Iterator[Problem]:
     sides = _sides(shape)
-    names, of_experts = ", ".join(sides), _names(shape, _EXPERTS)
+    names, of_experts = ", ".join(sides), matrix_names(shape, *_EXPERTS)
     if shape.experts is not None and ALL in section.targets:
         allowed = f"names out of {names} for a model with experts, whose own matrices get none"
         yield wrong(settings, "lora.targets", allowed, f"set lora.targets=[{names}]")
@@ -166,7 +166,8 @@ def _target_problems(settings: Any, section: LoraSection, shape: ModelShape) -> 
         yield wrong(settings, "lora.rank", allowed, "lower it")
 
 
-def _names(shape: ModelShape, roles: tuple[str, ...]) -> list[str]:
+def matrix_names(shape: ModelShape, *roles: str) -> list[str]:
+    """Return what Hugging Face calls the matrices with these roles in a family's table: q_proj."""
     tensors = families()[shape.family].tensors
     return [name.split(".")[-2] for role in roles for name in tensors.get(role, ())]
 
@@ -174,8 +175,8 @@ def _names(shape: ModelShape, roles: tuple[str, ...]) -> list[str]:
 def _sides(shape: ModelShape) -> Mapping[str, int]:
     """Return the shorter side of each matrix that can have an adapter, by its name."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    of_attention = dict(zip(_names(shape, _ATTENTION), (query, key, key, query), strict=True))
-    dense = {} if shape.experts is not None else dict.fromkeys(_names(shape, _DENSE), shape.ffn)
+    of_attention = dict(zip(matrix_names(shape, *_ATTENTION), (query, key, key, query), strict=True))
+    dense = {} if shape.experts is not None else dict.fromkeys(matrix_names(shape, *_DENSE), shape.ffn)
     return {name: min(shape.hidden, side) for name, side in (of_attention | dense).items()}
 
 

@@ -115,7 +115,7 @@ def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | N
         generation_factor=known.generation_factor * history.rollout / generation,
         sync_factor=known.sync_factor
         * history.sync
-        / sync_s(workload, ModelLayout.of(history.config.actor), gpu, known),
+        / sync_s(workload, ModelLayout.of(history.config.actor), gpu, known, server_gpus=_server_gpus(history.config)),
         fixed_s=history.unhidden,
     )
 
@@ -124,8 +124,14 @@ def predicted_step(history: History, config: Config, shape: ModelShape, gpu: Gpu
     """Return the seconds of a step of `config` in its own layout, with answers as long as the run's."""
     times, generation = _phases(config, history.workload(config, shape), gpu, constants)
     both = times.total + generation if config.rollout.max_staleness == 0 else max(times.total, generation)
-    sync = sync_s(history.workload(config, shape), ModelLayout.of(config.actor), gpu, constants)
+    layout, servers = ModelLayout.of(config.actor), _server_gpus(config)
+    sync = sync_s(history.workload(config, shape), layout, gpu, constants, server_gpus=servers)
     return both + sync + constants.fixed_s
+
+
+def _server_gpus(config: Config) -> int:
+    engine = config.engine
+    return engine.sglang.tensor_parallel * (len(engine.sglang.urls) or engine.replicas)
 
 
 def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:

@@ -98,7 +98,7 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> str:
             prose(
                 f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
                 f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, "
-                f"{gpu.name}"
+                f"{gpu.name}{_adapter_words(workload)}"
             ),
             _layouts_table(plan, workload, bill),
             "seconds of a step",
@@ -109,6 +109,13 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> str:
             *map(prose, _refusal_lines(plan.refusals.counts, plan)),
         ]
     )
+
+
+def _adapter_words(workload: Workload) -> str:
+    if workload.adapters is None:
+        return ""
+    sent = "go to servers alone" if workload.adapters.alone else "are merged into the weights that servers get"
+    return f"; adapters of rank {workload.adapters.rank}, which {sent}"
 
 
 def _layouts_table(plan: Plan, workload: Workload, bill: Bill) -> str:

@@ -76,6 +76,17 @@ def test_nothing_fits_is_a_configuration_error(tmp_path, capsys):
     assert "a100-40g" in capsys.readouterr().err
 
 
+def test_adapters_fit_where_all_weights_do_not(tmp_path, capsys):
+    _, command = written(tmp_path)
+    small = [*command[:2], "lora.rank=32", "lora.targets=[q_proj, v_proj]", *command[2:], "--gpus", "4"]
+    small += ["--gpu", "a100-40g", "--best", "1"]
+    assert main([*command[:2], *small[4:], "--json"]) == 2
+    assert main([*small, "--json"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["choices"]
+    assert choice["trainer_memory"]["gradients"] < 0.01 * choice["trainer_memory"]["weights"]
+    assert main(small) == 0 and "adapters of rank 32" in capsys.readouterr().out
+
+
 def test_an_unknown_gpu_is_a_configuration_error(tmp_path, capsys):
     _, command = written(tmp_path)
     assert main([*command, "--gpu", "h1000"]) == 2
