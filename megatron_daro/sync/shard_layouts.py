@@ -252,9 +252,10 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
             "ranks for each",
             "an ep_size that divides the experts, and whose ranks for each divide its columns",
         )
-    if shape.biases:
+    if shape.local_layers:
         raise refuse(
-            f"model type {shape.family}", "models without biases of experts, and with another engine.sglang.sync"
+            f"model type {shape.family}",
+            "models without sinks and norms behind their layers, or engine.sglang.sync distributed, disk or tensor",
         )
     if experts and (experts.dense_layers or experts.shared_ffn):
         got = "a mixture of experts with dense layers or shared experts"

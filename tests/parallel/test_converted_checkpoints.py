@@ -13,7 +13,7 @@ from test_gradients_exact import layout_for
 from megatron_daro.convert import plan
 from megatron_daro.workshop.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3", "gpt_oss"]
+MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3"]
 
 
 @pytest.fixture(scope="module", params=MODELS)

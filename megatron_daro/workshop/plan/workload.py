@@ -15,10 +15,11 @@ import numpy as np
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.lora import LoraSection, matrix_names, with_adapter_sync
+from megatron_daro.config.lora import LoraSection, matrix_names
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.rules.lora import with_adapter_sync
 from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
 from megatron_daro.errors import ConfigError
 
@@ -104,7 +105,6 @@ class Workload:
     response_Q: np.ndarray
     distributed_optimizer: bool
     chunk_tokens: int | None
-    chunk_vocab: int | None
     bucket_bytes: float
     prompts_shared: int
     servers_fp8: bool
@@ -211,7 +211,6 @@ def workload_of(
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,
         distributed_optimizer=actor.optimizer.distributed,
         chunk_tokens=actor.logprob_chunk_tokens,
-        chunk_vocab=actor.logprob_chunk_vocab,
         bucket_bytes=(sglang.bucket_mib or GPU_BUCKET_MIB) * 2**20,
         prompts_shared=rollout.rollouts_per_prompt,
         servers_fp8=sglang.fp8_blocks or arguments.get("quantization") == "fp8",
@@ -242,7 +241,7 @@ def adapted_weights(section: LoraSection, shape: ModelShape) -> tuple[AdaptedWei
     if shape.experts is None:
         weights |= {"gate_up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
     targets = section.target_names(shape)
-    chosen = {role: len(targets & {*matrix_names(shape, role)}) for role in weights}
+    chosen = {role: len(targets & {*matrix_names(shape, (role,))}) for role in weights}
     return tuple(
         AdaptedWeight(*sides, chosen[role], by_rows=role in ("qkv", "gate_up"))
         for role, sides in weights.items()
@@ -260,7 +259,7 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
 
 def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
     """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
-    on_transformer_engine = actor.precision != "fp32" and not shape.sinks
+    on_transformer_engine = actor.precision != "fp32" and not shape.local_layers
     chosen = gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_transformer_engine)
     options: Mapping[str, object] = {"overlap_grad_reduce": True, **actor.megatron, **chosen}
     return Practice(

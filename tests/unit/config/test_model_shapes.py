@@ -90,6 +90,13 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
                 experts=ExpertShape(number=128, chosen=4, ffn=48, normalize=True, dense_layers=(), limit=7.0),
             ),
         ),
+        (
+            {"model_type": "olmo3"},
+            replace(
+                LLAMA, family="olmo3", rope_theta=5e5, rms_eps=1e-5, qk_norm=True, window=4096, windowed=(0, 1, 2),
+                plain_windows=True, post_norm=True, whole_qk_norm=True,
+            ),
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -98,7 +105,7 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
-    others = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+    others = ["llama", "mistral", "mixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe"]
     assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
     for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45, GLM_45_AIR, GPT_OSS_20B, GPT_OSS_120B
+from published_configs import DEEPSEEK_V3, GLM_45, GLM_45_AIR, GPT_OSS_20B, GPT_OSS_120B, OLMO_3_7B
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -248,7 +248,7 @@ def test_a_published_yarn_scales_the_scores_of_latents_and_leaves_the_rest_as_it
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024), (DEEPSEEK_V3, 671_026_419_200)]
-    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)],
+    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672), (OLMO_3_7B, 7_298_011_136)],
 )
 def test_a_model_has_its_published_size(config, parameters):
     assert read_model_shape(config).num_parameters == parameters

@@ -10,6 +10,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -28,6 +29,7 @@ EXPERTS = {
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
 EXPERTS["gpt_oss"] = GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
+EXPERTS["olmo3"] = Olmo3Config, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 VOCAB = 31
 
 
