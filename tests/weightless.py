@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import tiny_task
+from published_configs import GLM_45_AIR
 
 from megatron_daro.config import resolve
 from megatron_daro.config.model_shape import read_model_shape
@@ -44,7 +45,10 @@ def save_recipe_model(recipe: Path, place: Path) -> Path:
     directory = place / resolve(recipe).model.path
     directory.mkdir(parents=True)
     name = directory.name.removesuffix("-Instruct")  # which has the sizes of its base model
-    shutil.copy(SHARED / "configs" / f"{name}.json", directory / "config.json")
+    if name == "GLM-4.5-Air":
+        (directory / "config.json").write_text(json.dumps(GLM_45_AIR))
+    else:
+        shutil.copy(SHARED / "configs" / f"{name}.json", directory / "config.json")
     shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     options = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}

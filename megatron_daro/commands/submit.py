@@ -105,7 +105,7 @@ def _signal_before_s(config: Config, site: ClusterFile, nodes: int) -> tuple[int
     train = train_times(workload, ModelLayout.of(actor), actor.data_parallel, gpu, constants).total
     generate = generation_s(workload, servers.sglang.tensor_parallel, servers.replicas, gpu, constants)
     step_s = max(train, generate) if config.rollout.batches_ahead else train + generate
-    gib = checkpoint_bytes(shape, 4 if actor.dtype == "fp32" else 2) / 2**30
+    gib = checkpoint_bytes(shape, 4 if actor.dtype == "fp32" else 2, workload.adapters) / 2**30
     save_s = gib / min(_NODE_GIB_S * nodes, _MOST_GIB_S)
     needed = 60 * math.ceil((2 * step_s + save_s + _END_S) / 60)
     given = site.signal_before_s

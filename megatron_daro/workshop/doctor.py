@@ -31,6 +31,7 @@ from megatron_daro.engine.sglang.interpreter import check_environments, inspect_
 from megatron_daro.errors import DaroError, SandboxError
 from megatron_daro.sandbox import Sandbox
 from megatron_daro.workshop.plan.layout import checkpoint_bytes
+from megatron_daro.workshop.plan.workload import adapters_of
 
 _IMPORT_LIMIT_S = 180
 _LEAST_OPEN_FILES = 4096
@@ -257,14 +258,14 @@ def _disk_of(config: Config) -> tuple[float, str]:
     except DaroError:
         return _LEAST_DISK_GIB, "at least; the model, which says how large checkpoints are, cannot be read"
     trainer, weight = config.trainer, 4 if config.actor.dtype == "fp32" else 2
-    policy_gib = checkpoint_bytes(shape, weight) / 2**30
+    policy_gib, whole_gib = (checkpoint_bytes(shape, weight, own) / 2**30 for own in (adapters_of(config, shape), None))
     critic_gib = checkpoint_bytes(critic, weight) / 2**30 if critic else 0.0
     one = policy_gib + critic_gib
     written = trainer.steps // trainer.save_every_steps if trainer.save_every_steps else 1
     milestones = trainer.steps // trainer.keep_every_steps if trainer.keep_every_steps else 0
     # The oldest is removed when the newest is whole.
     count = min(max(written, 1), trainer.keep_checkpoints + 1) + milestones
-    exported = policy_gib * trainer.export_hf + critic_gib * trainer.export_critic
+    exported = whole_gib * trainer.export_hf + critic_gib * trainer.export_critic
     export = exported / (weight + {2: 12, 4: 8}[weight]) * weight
     words = f"{count} checkpoints of {_size(one)}" + (f" and what is exported of {_size(export)}" if export else "")
     return max(count * one + export, _LEAST_DISK_GIB), words

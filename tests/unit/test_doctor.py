@@ -219,20 +219,25 @@ def test_a_recipe_has_what_its_checks_say(tmp_path, monkeypatch):
         ({"steps": 10, "export_hf": True}, 16),
         ({"steps": 10, "critic": "c", "export_critic": True}, 30),
         ({"steps": 10, "bytes": 1}, 10),
+        ({"steps": 100, "save_every_steps": 10, "keep_checkpoints": 5, "export_hf": True, "rank": 8}, 26),
     ],
 )
 def test_a_run_needs_room_for_what_it_keeps_and_exports(tmp_path, monkeypatch, options, gib):
-    """With 14 GiB for each checkpoint of the policy in bf16, 12 in fp32, and the same for the critic; 10 at least."""
+    """With 14 GiB for each checkpoint of the policy in bf16, 12 in fp32, 4 with adapters, and the same as the policy's
+    for the critic; 10 at least."""
     trainer = {"run_dir": tmp_path / "not" / "yet", **options}
     precision, critic = trainer.pop("precision", "bf16"), trainer.pop("critic", None)
     unit = trainer.pop("bytes", 2**30)
     monkeypatch.setattr(doctor, "read_model_shape", lambda path: path)
     monkeypatch.setattr(doctor, "critic_shape", lambda given, shape: critic)
-    monkeypatch.setattr(doctor, "checkpoint_bytes", lambda shape, weight: {2: 14, 4: 12}[weight] * unit)
+    rank = trainer.pop("rank", 0)
+    monkeypatch.setattr(doctor, "adapters_of", lambda config, shape: config.lora.rank)
+    sizes = {2: 14, 4: 12}
+    monkeypatch.setattr(doctor, "checkpoint_bytes", lambda shape, weight, own=0: (4 if own else sizes[weight]) * unit)
     for free, state in ((gib, "ok"), (gib - 0.1, "broken")):
         usage = SimpleNamespace(free=free * 2**30)
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, usage=usage: usage)
-        given = recipe(tmp_path, monkeypatch, actor={"precision": precision}, trainer=trainer)
+        given = recipe(tmp_path, monkeypatch, actor={"precision": precision}, lora={"rank": rank}, trainer=trainer)
         assert findings(given)["recipe: disk"].state == state
 
 

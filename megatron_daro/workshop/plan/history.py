@@ -115,9 +115,14 @@ def fitted(history: History, shape: ModelShape, gpu: Gpu, assumed: Constants | N
         generation_factor=known.generation_factor * history.rollout / generation,
         sync_factor=known.sync_factor
         * history.sync
-        / sync_s(workload, ModelLayout.of(history.config.actor), gpu, known),
+        / sync_s(workload, ModelLayout.of(history.config.actor), gpu, known, server_gpus=_server_gpus(history.config)),
         fixed_s=history.unhidden,
     )
+
+
+def _server_gpus(config: Config) -> int:
+    engine = config.engine
+    return engine.sglang.tensor_parallel * (len(engine.sglang.urls) or engine.replicas)
 
 
 def _phases(config: Config, workload: Workload, gpu: Gpu, constants: Constants) -> tuple[TrainTimes, float]:

@@ -20,7 +20,7 @@ from megatron_daro.config.actor import ActorSection, resolved_expert_tensor
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.workload import Workload, least_budget
+from megatron_daro.workshop.plan.workload import AdaptedWeight, Adapters, Workload, least_budget
 
 VOCABULARY_MULTIPLE = 16
 """Rows of the embedding are a multiple of this, and of TP (actor/model.py)."""
@@ -79,18 +79,44 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
     return (2 * width * shape.hidden, width * shape.hidden, *biases) * (shape.experts.number // cut.expert)
 
 
+def adapter_parameters(adapters: Adapters, cut: Cut) -> tuple[int, ...]:
+    """Return the elements of each parameter of one layer's adapters on one rank: an A for each matrix, and the B's in
+    one (actor/lora.py)."""
+    sizes: list[int] = []
+    for weight in adapters.weights:
+        inputs, outputs = own_sides(weight, cut.tensor)
+        sizes += [adapters.rank * inputs] * weight.matrices + [adapters.rank * outputs]
+    return tuple(sizes)
+
+
+def own_sides(weight: AdaptedWeight, tensor: int) -> tuple[int, int]:
+    """Return inputs and outputs of a weight on one rank."""
+    if weight.by_rows:
+        return weight.inputs, weight.outputs // tensor
+    return weight.inputs // tensor, weight.outputs
+
+
 def part_parameters(
-    shape: ModelShape, cut: Cut, stage: int, part: int = 0, *, critic: bool = False
+    shape: ModelShape,
+    cut: Cut,
+    stage: int,
+    part: int = 0,
+    *,
+    critic: bool = False,
+    adapters: Adapters | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return the elements of each parameter of a part (0 .. VPP - 1) of a stage (0 .. PP - 1) on one rank: those of
     experts in the second list.
 
     With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row there.
+    adapters: count theirs alone.
     """
     table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
     parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage
     first, last, own = place == 0, place == parts - 1, shape.layers // parts
     layers = range(place * own, (place + 1) * own)
+    if adapters is not None:
+        return [size for _ in layers for size in adapter_parameters(adapters, cut)], []
     sizes = [table] if first else []
     sizes += [size for layer in layers for size in layer_parameters(shape, cut, layer)]
     if last:
@@ -100,38 +126,51 @@ def part_parameters(
 
 
 @lru_cache(maxsize=65536)
-def counts(shape: ModelShape, cut: Cut, stage: int, critic: bool = False) -> tuple[int, int]:
-    """Return all elements on a rank of this stage: those of experts by themselves."""
-    parts = [part_parameters(shape, cut, stage, part, critic=critic) for part in range(cut.virtual)]
+def counts(
+    shape: ModelShape, cut: Cut, stage: int, critic: bool = False, adapters: Adapters | None = None
+) -> tuple[int, int]:
+    """Return all elements on a rank of this stage: those of experts by themselves. adapters: theirs alone."""
+    parts = [part_parameters(shape, cut, stage, part, critic=critic, adapters=adapters) for part in range(cut.virtual)]
     return sum(sum(rest) for rest, _ in parts), sum(sum(experts) for _, experts in parts)
 
 
 @lru_cache(maxsize=65536)
-def _aligned(shape: ModelShape, cut: Cut, stage: int, part: int, critic: bool) -> tuple[int, int]:
+def _aligned(
+    shape: ModelShape, cut: Cut, stage: int, part: int, critic: bool, adapters: Adapters | None
+) -> tuple[int, int]:
     unit = _PARAMETER_ALIGNMENT
     rest, experts = (
         sum(-(-size // unit) * unit for size in sizes)
-        for sizes in part_parameters(shape, cut, stage, part, critic=critic)
+        for sizes in part_parameters(shape, cut, stage, part, critic=critic, adapters=adapters)
     )
     return rest, experts
 
 
 def buffer_elements(
-    shape: ModelShape, cut: Cut, stage: int, *, shards: int, expert_shards: int, critic: bool = False
+    shape: ModelShape,
+    cut: Cut,
+    stage: int,
+    *,
+    shards: int,
+    expert_shards: int,
+    critic: bool = False,
+    adapters: Adapters | None = None,
 ) -> int:
     """Return the elements of the gradient buffers, with the padding that the distributed optimizer asks for: each
     virtual part has its own.
 
     Args:
-        shape, cut, stage, critic: as of `counts`.
+        shape, cut, stage, critic, adapters: as of `counts`.
         shards: ranks that share the optimizer, DP * CP; 0 without the distributed optimizer.
         expert_shards: the same of the experts, TP * CP * DP / (ETP * EP).
     """
     if not shards:
-        return sum(counts(shape, cut, stage, critic))
+        return sum(counts(shape, cut, stage, critic, adapters))
     total = 0
     for part in range(cut.virtual):
-        for elements, ranks in zip(_aligned(shape, cut, stage, part, critic), (shards, expert_shards), strict=True):
+        for elements, ranks in zip(
+            _aligned(shape, cut, stage, part, critic, adapters), (shards, expert_shards), strict=True
+        ):
             unit = math.lcm(ranks, _BUFFER_ALIGNMENT)
             total += -(-elements // unit) * unit
     return total
@@ -143,13 +182,13 @@ def active_parameters(shape: ModelShape) -> int:
     return shape.num_active_parameters - lookup
 
 
-def checkpoint_bytes(shape: ModelShape, weight_bytes: int) -> int:
+def checkpoint_bytes(shape: ModelShape, weight_bytes: int, adapters: Adapters | None = None) -> int:
     """Return the size of a checkpoint: weights, and two fp32 moments of each, with an fp32 copy of bf16 weights.
 
     Args:
-        shape: the model. weight_bytes: of a weight, 2 or 4.
+        shape: the model. weight_bytes: of a weight, 2 or 4. adapters: which it then has in place of the model's.
     """
-    return sum(counts(shape, Cut(1, 1, 1, 1, 1), 0)) * (weight_bytes + {2: 12, 4: 8}[weight_bytes])
+    return sum(counts(shape, Cut(1, 1, 1, 1, 1), 0, adapters=adapters)) * (weight_bytes + {2: 12, 4: 8}[weight_bytes])
 
 
 CONTEXT_SIZES = (1, 2, 4, 8)

@@ -14,7 +14,15 @@ from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
 from megatron_daro.config.model_shape import ExpertShape
 from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.layout import Cut, ModelLayout, buffer_elements, counts, padded_vocabulary
+from megatron_daro.workshop.plan.layout import (
+    Cut,
+    ModelLayout,
+    adapter_parameters,
+    buffer_elements,
+    counts,
+    own_sides,
+    padded_vocabulary,
+)
 from megatron_daro.workshop.plan.workload import Workload
 
 RESERVE_BYTES = 2 * 2**30
@@ -25,6 +33,8 @@ FRAGMENTS = 0.1
 """Share of activations and logits that the allocator cannot use, since lengths differ from batch to batch: assumed."""
 UNEVEN_EXPERTS = 0.5
 """How many more tokens than the mean the experts of the fullest rank are given, in the worst micro-batch: assumed."""
+SERVED_ADAPTERS = 8
+"""Versions of the adapters that a server has room for (`max_loras_per_batch` of SGLang)."""
 SERVER_RESERVE_BYTES = 4 * 2**30
 """Context, groups, CUDA graphs and a prefill's activations of a server; what it keeps in the trainer's turn."""
 HEADROOM = 0.95
@@ -106,6 +116,19 @@ def _expert_elements(experts: ExpertShape, hidden: int, kinds: LayerActivations)
     return chosen + kinds.ffn * experts.shared_ffn + 3 * experts.number
 
 
+def adapter_elements(workload: Workload, layout: ModelLayout) -> float:
+    """Return the elements that the adapters of one layer keep for each token on one rank: A x, and what does not depend
+    on tokens, the matrices as they are joined for one product (actor/lora.py)."""
+    if workload.adapters is None:
+        return 0.0
+    kept = 0.0
+    for weight in workload.adapters.weights:
+        inputs, outputs = own_sides(weight, layout.tensor)
+        each = 1.0 if weight.by_rows else 1 / layout.tensor
+        kept += workload.adapters.rank * weight.matrices * (each + (inputs + outputs) / layout.tokens_per_rank)
+    return kept
+
+
 def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return how many of `layer_elements` selective recomputation does not keep: all of a dense MLP ("mlp") or of the
     experts ("moe") but their input, or the products of the experts' activation function ("moe_act"). Fused attention
@@ -140,7 +163,7 @@ def activations(
     shape = workload.shape
     under_way = layout.under_way(stage, micro_batches)
     layers = shape.layers // (layout.pipeline * layout.virtual)
-    layer = layer_elements(workload, kinds) / layout.tensor
+    layer = layer_elements(workload, kinds) / layout.tensor + adapter_elements(workload, layout)
     hidden = shape.hidden / layout.tensor
     outside = hidden * ((stage == 0) + 2 * (stage == layout.pipeline - 1))  # embedding; final norm and its input
     if layout.recompute == "full":
@@ -168,8 +191,9 @@ def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations 
     tile_tokens = workload.chunk_tokens or tile_tokens
     tile = min(tile_tokens, tokens) * min(tile_columns, rows) * 4
     hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
-    weight = rows * shape.hidden * workload.dtype_bytes
-    accumulator = min(tile_columns, rows) * shape.hidden * 4 if workload.dtype_bytes == 2 else 0
+    trained = workload.adapters is None
+    weight = rows * shape.hidden * workload.dtype_bytes * trained
+    accumulator = min(tile_columns, rows) * shape.hidden * 4 * trained if workload.dtype_bytes == 2 else 0
     kept: float = 4 * tokens * min(rows, shape.vocab)
     if on_cpu is None or kept > KEPT_LOGITS_BYTES:
         kept = 0
@@ -181,24 +205,27 @@ def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations 
 def static_bytes(
     workload: Workload, cut: Cut, stage: int, shards: int, expert_shards: int = 1, *, critic: bool = False
 ) -> tuple[float, float, float, int]:
-    """Return weights, gradients and optimizer of a rank in bytes, and its elements.
+    """Return weights, gradients and optimizer of a rank in bytes, and its elements. Frozen weights are only weights.
 
     Args:
         shards: ranks that share the optimizer's state, DP * CP. expert_shards: that of the experts.
         critic: of the critic, not of the policy.
     """
-    shape, distributed = workload.shape, workload.distributed_optimizer
+    shape, distributed, adapters = workload.shape, workload.distributed_optimizer, workload.adapters
     if critic:
         assert workload.critic is not None
-        shape = workload.critic
+        shape, adapters = workload.critic, None
     shared = shards if distributed else 0
-    buffer = buffer_elements(shape, cut, stage, shards=shared, expert_shards=expert_shards, critic=critic)
-    rest, experts = counts(shape, cut, stage, critic)
+    buffer = buffer_elements(
+        shape, cut, stage, shards=shared, expert_shards=expert_shards, critic=critic, adapters=adapters
+    )
+    rest, experts = counts(shape, cut, stage, critic, adapters)
     elements = rest + experts
+    frozen = sum(counts(shape, cut, stage)) if adapters else 0
     # fp32 moments; with bf16 also an fp32 copy of the weights. The parameters lie in a buffer of their own.
     own = rest / shards + experts / expert_shards if distributed else elements
     state = (8 if workload.dtype_bytes == 4 else 12) * own
-    return workload.dtype_bytes * buffer, 4 * buffer, state, elements
+    return workload.dtype_bytes * (buffer + frozen), 4 * buffer, state, elements + frozen
 
 
 def expert_shards_of(layout: ModelLayout, shards: int) -> int:
@@ -238,7 +265,7 @@ def _stage_memory(
     kinds = ENGINE if on_gpu and workload.dtype_bytes == 2 else local
     kept = activations(workload, layout, kinds, stage=stage, micro_batches=micro_batches)
     if workload.critic:  # one after the other: there are those of one model at a time
-        its_own = replace(workload, shape=workload.critic)
+        its_own = replace(workload, shape=workload.critic, adapters=None)
         kept = max(kept, activations(its_own, layout, kinds, stage=stage, micro_batches=micro_batches))
         widest = max(widest, workload.critic.hidden)
     last = stage == layout.pipeline - 1
@@ -288,7 +315,10 @@ def largest_tensor_bytes(workload: Workload) -> float:
 
 def sync_bytes(workload: Workload, tensor: int) -> float:
     """Return what a sending rank holds in a weight sync: two buckets, and with tensor parallelism a tensor twice, in
-    the parts that were gathered and whole. One larger than a bucket is sent as it is (sync/buckets.py)."""
+    the parts that were gathered and whole. One larger than a bucket is sent as it is (sync/buckets.py). Adapters go by
+    the host."""
+    if workload.adapters and workload.adapters.alone:
+        return 0.0
     return 2 * workload.bucket_bytes + (2 * largest_tensor_bytes(workload) if tensor > 1 else 0.0)
 
 
@@ -312,11 +342,14 @@ def server_weight_bytes(workload: Workload) -> float:
 def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
     """Return the memory of one GPU of a server of `tensor` GPUs; what is left after weights and reserve is KV cache.
 
-    It takes in a bucket, or a tensor that is larger than one. Where it shares the GPU with a rank, weights and cache
-    have a share of the GPU, and the rank's weights lie beside them at the end of an update.
+    It takes in a bucket, or a tensor that is larger than one; or has room for adapters. Where it shares the GPU with a
+    rank, weights and cache have a share of the GPU, and the rank's weights lie beside them at the end of an update.
     """
     weights = server_weight_bytes(workload) / tensor
     bucket = max(workload.bucket_bytes, largest_tensor_bytes(workload))
+    if workload.adapters and workload.adapters.alone:
+        each = sum(adapter_parameters(workload.adapters, Cut(tensor))) * workload.shape.layers
+        bucket = SERVED_ADAPTERS * each * workload.dtype_bytes
     room = gpu.memory_bytes - SERVER_RESERVE_BYTES - bucket
     if workload.server_fraction is not None:
         room = min(room, workload.server_fraction * gpu.memory_bytes)

@@ -167,7 +167,8 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
                 continue
             looked_at += 1
             near = shared or gpus <= gpu.linked
-            seconds, data = sync_s(workload, layout, gpu, known, near=near), training // layout.ranks
+            seconds = sync_s(workload, layout, gpu, known, near=near, server_gpus=servers.gpus)
+            data = training // layout.ranks
             for trainers in _in_parts(workload, layout, data, gpu, known, refusals):
                 offload = offload_s(trainers.memory, known) if shared else 0.0
                 choice = Choice(trainers, servers, seconds, known.fixed_s, workload.staleness, offload, shared, error)
@@ -315,7 +316,8 @@ def _nothing_fits(workload: Workload, gpu: Gpu, gpus: int, refusals: Refusals) -
         f"{reason} ({count} layouts, nearest: {refusals.nearest[reason][1]})"
         for reason, count in sorted(refusals.counts.items(), key=lambda item: -item[1])[:3]
     )
-    needed = workload.shape.num_parameters * (workload.dtype_bytes + 16) / (HEADROOM * gpu.memory_bytes)
+    each = workload.dtype_bytes + (16 if workload.adapters is None else 0)
+    needed = workload.shape.num_parameters * each / (HEADROOM * gpu.memory_bytes)
     return (
         f"no layout of this model fits {gpus} GPUs of {gpu.name}: {reasons or 'one GPU cannot train and generate'}. "
         f"Training alone takes about {needed:.0f} of them for weights, gradients and optimizer; fix: more GPUs, GPUs "

@@ -54,6 +54,7 @@ def as_record(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> dict[str,
         "gpu": gpu.model_dump(),
         "tokens_per_batch": workload.tokens,
         "layouts": plan.looked_at,
+        "warnings": _warnings(workload),
         "choices": [_choice_record(choice, workload, bill) for choice in plan.choices],
         "refused": {
             reason: {"layouts": count, "nearest": plan.refusals.nearest[reason][1]}
@@ -98,17 +99,25 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> str:
             prose(
                 f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
                 f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, "
-                f"{gpu.name}"
+                f"{gpu.name}{_adapter_words(workload)}"
             ),
             _layouts_table(plan, workload, bill),
             "seconds of a step",
             _times_table(plan),
             *map(prose, _time_lines(plan)),
+            *map(prose, _warnings(workload)),
             f"GiB of a GPU's {gpu.memory_bytes / GIB:.0f}",
             *(_memory_table(place, memories) for place, memories in _memories(plan).items()),
             *map(prose, _refusal_lines(plan.refusals.counts, plan)),
         ]
     )
+
+
+def _adapter_words(workload: Workload) -> str:
+    if workload.adapters is None:
+        return ""
+    sent = "go to servers alone" if workload.adapters.alone else "are merged into the weights that servers get"
+    return f"; adapters of rank {workload.adapters.rank}, which {sent}"
 
 
 def _layouts_table(plan: Plan, workload: Workload, bill: Bill) -> str:
@@ -157,6 +166,16 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         f"step s: nine tenths of the steps that the times were learned from are within a factor of {first.error:g}; "
         f"{near} of the other {len(plan.choices) - 1} choices are within it of the first"
     )
+
+
+def _warnings(workload: Workload) -> list[str]:
+    """Say where the times are not those of the layers that run."""
+    if not workload.shape.local_layers or workload.dtype_bytes == 4:
+        return []
+    return [
+        "warning: train and log-probs are those of Transformer Engine's layers, and too short: this model runs in "
+        "Megatron's own (docs/models.md)"
+    ]
 
 
 def _memories(plan: Plan) -> dict[str, list[Memory]]:

@@ -16,7 +16,7 @@ from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.schedule import CostModel, interleaved_group, window_operations
 from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.layout import ModelLayout, active_parameters, counts
+from megatron_daro.workshop.plan.layout import Cut, ModelLayout, active_parameters, adapter_parameters, counts
 from megatron_daro.workshop.plan.memory import (
     ENGINE,
     Memory,
@@ -52,7 +52,8 @@ class Constants:
     sync_links: share of a link that a weight sync reaches. sync_start_s: pausing and continuing the servers. tensor_s:
     a whole tensor gathered and put into a bucket; walk_s: of each layer, while a server looks for the place of a tensor
     that comes by itself.
-    host_gb_s: between a GPU and its host, in 10^9 bytes a second.
+    host_gb_s: between a GPU and its host, in 10^9 bytes a second. http_gb_s: of adapters, written by one rank as JSON
+    for all ranks of all servers.
     training_factor, generation_factor, sync_factor: of all that the model finds for these phases; a recorded run sets
     them.
     step_error, expert_step_error: factors that nine tenths of the published steps of the learning half are within, of
@@ -84,6 +85,7 @@ class Constants:
     routing: float = 0.291
     max_running: int = 1024
     host_gb_s: float = 25.0
+    http_gb_s: float = 0.5
     sync_links: float = 0.678
     sync_start_s: float = 0.3
     tensor_s: float = 2.07e-05
@@ -136,23 +138,26 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     num = micro_batches_of(workload, layout, data)
     taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
     tokens = workload.tokens / workload.updates / data / num / layout.context  # of a micro-batch on one rank
-    on_gpu, on_host = _stage_s(workload, layout, tokens, gpu, constants)
-    again = 4 / 3 if layout.recompute == "full" else 1 + _recomputed_share(workload) / 3
+    whole, on_host = _stage_s(workload, layout, tokens, gpu, constants)
+    on_gpu = whole  # frozen weights have no gradients of their own
+    if workload.adapters:
+        on_gpu, _ = _stage_s(workload, layout, tokens, gpu, constants, operations=4)
+    again = (1.0 if layout.recompute == "full" else _recomputed_share(workload)) / 3
     traffic = _layer_traffic(workload, layout, tokens, gpu, constants)
     uneven = 1 + constants.imbalance * (not workload.practice.balanced)
-    one = max(on_gpu * again * uneven, on_host * again)
+    one = max((on_gpu + again * whole) * uneven, on_host * (1 + again))
     compute = workload.updates * (taken * one + _optimizer_s(workload, layout, data, gpu, constants))
     inner = workload.updates * taken * traffic
     outer = workload.updates * _data_parallel_s(workload, layout, data, num, gpu, constants)
     idle = (layout.pipeline - 1) / (taken * layout.virtual)
     bubble = workload.updates * taken * (one + traffic) * idle
-    alone = max(on_gpu * uneven, on_host / workload.practice.logprobs_at_once)  # a micro-batch without gradients
+    alone = max(whole * uneven, on_host / workload.practice.logprobs_at_once)  # a micro-batch without gradients
     forward = num * workload.updates * (alone + 0.4 * traffic) / 3
-    # The critic sees the same tokens, for its values and when it is trained.
+    # The critic sees the same tokens, for its values and when it is trained, which is whole.
     critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
     factor = constants.training_factor
-    models = factor * (1 + critic) * workload.epochs
+    models = factor * (1 + critic * whole / on_gpu) * workload.epochs
     turns = _turns_s(workload, layout, data, constants) if workload.critic_offload else 0.0
     return TrainTimes(models * compute, models * (inner + outer), models * bubble, factor * passes, turns)
 
@@ -186,17 +191,19 @@ _STARTED = {"none": 1.0, "router": 0.75, "partial": 0.5, "full": 0.0}
 
 
 def _stage_s(
-    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants
+    workload: Workload, layout: ModelLayout, tokens: float, gpu: Gpu, constants: Constants, operations: int = 6
 ) -> tuple[float, float]:
     """Seconds of the slowest stage with one micro-batch, forward and backward: of the GPU's work, and of the host that
-    starts it."""
+    starts it. operations: of a parameter and token: two each forward, for the gradient of inputs, and of weights."""
     shape = workload.shape
     share = tokens / layout.tensor
     wide = constants.routing * (not workload.practice.balanced) if shape.experts else 0.0
     bf16 = gpu.bf16_tflops * 1e12 * gpu.sustained
     rate = gpu.fp8_tflops * 1e12 * gpu.sustained * constants.matrices_fp8 if workload.fp8 else bf16 * constants.matrices
     output = shape.vocab * shape.hidden
-    products = 6 * share * (active_parameters(shape) - output) / rate
+    products = operations * share * (active_parameters(shape) - output) / rate
+    if workload.adapters:
+        products += 6 * share * sum(adapter_parameters(workload.adapters, Cut())) * shape.layers / rate
     length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
     pairs = CostModel.of_model(shape).quadratic * length + window_operations(shape)
     scores = pairs * share / (bf16 * constants.attention)
@@ -204,7 +211,7 @@ def _stage_s(
     moved = passes * layer_elements(workload, ENGINE) * workload.dtype_bytes * shape.layers
     memory = moved * share / (gpu.memory_gb_s * 1e9)
     layers = (products + memory) * (1 + wide) + scores
-    last = 6 * share * output / (bf16 * constants.matrices)
+    last = operations * share * output / (bf16 * constants.matrices)
     stages = layout.pipeline * layout.virtual
     # Where layers do not divide, the stages are cut so that the output layer counts as one.
     slowest = layers / layout.pipeline + last if shape.layers % stages == 0 else (layers + last) / layout.pipeline
@@ -225,7 +232,7 @@ def _host_s(workload: Workload, layout: ModelLayout, constants: Constants) -> fl
 
 def _optimizer_s(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, constants: Constants) -> float:
     """Seconds of the update itself: gradients, moments and weights go through the memory once each way."""
-    rest, experts = counts(workload.shape, layout.cut, 0)
+    rest, experts = counts(workload.shape, layout.cut, 0, adapters=workload.adapters)
     own = rest / (data * layout.context) + experts / expert_shards_of(layout, data * layout.context)
     return 28 * own / (gpu.memory_gb_s * 1e9 * constants.decoding)
 
@@ -274,7 +281,7 @@ def _data_parallel_s(
     workload: Workload, layout: ModelLayout, data: int, num: int, gpu: Gpu, constants: Constants
 ) -> float:
     """Seconds of an update in the reduction of gradients and the gather of the new weights."""
-    rest, experts = counts(workload.shape, layout.cut, 0)
+    rest, experts = counts(workload.shape, layout.cut, 0, adapters=workload.adapters)
     shards, expert_shards = data * layout.context, expert_shards_of(layout, data * layout.context)
     width = layout.ranks // layout.pipeline * data
     path = gpu.link_gb_s if width <= gpu.linked else gpu.network_gb_s
@@ -388,11 +395,13 @@ def sync_s(
     near: bool = False,
     buckets: bool = True,
     pauses: bool = True,
+    server_gpus: int = 1,
 ) -> float:
     """Return the seconds to bring new weights to all servers.
 
     The ranks of a stage gather its tensors whole, over TP and EP, and one of them sends. Every GPU of a server takes
-    in all tensors and keeps its own part, so that the stages together are no faster than its link.
+    in all tensors and keeps its own part, so that the stages together are no faster than its link. Adapters alone go
+    by HTTP, in base64, a copy for each GPU of a server, and nothing pauses.
 
     Args:
         workload, layout, gpu, constants: what runs.
@@ -400,7 +409,12 @@ def sync_s(
         buckets: tensors are sent in buckets, each stage for itself; else one by one, and for each a server walks
             through all of its layers (verl; load_weights of vLLM's models).
         pauses: with the time in which servers pause and continue.
+        server_gpus: of all servers.
     """
+    if workload.adapters and workload.adapters.alone:
+        elements = sum(adapter_parameters(workload.adapters, Cut())) * workload.shape.layers
+        written = elements * workload.dtype_bytes * 4 / 3 * server_gpus
+        return constants.sync_factor * written / (constants.http_gb_s * 1e9)
     shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9
     rest, experts = weight_bytes(shape, workload.dtype_bytes)
     far = layout.expert > gpu.linked

@@ -15,9 +15,11 @@ import numpy as np
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.lora import LoraSection, matrix_names
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.rules.lora import with_adapter_sync
 from megatron_daro.config.sections import GPU_BUCKET_MIB, SHARED_FRACTION
 from megatron_daro.errors import ConfigError
 
@@ -57,6 +59,26 @@ class Practice:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """A weight of each layer with adapters beside it, as Megatron holds it: inputs and outputs over all ranks, matrices
+    in it that have one. by_rows: tensor parallelism cuts its outputs, else its inputs."""
+
+    inputs: int
+    outputs: int
+    matrices: int
+    by_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters of this rank, which alone are trained. alone: servers get them, and no weights."""
+
+    rank: int
+    weights: tuple[AdaptedWeight, ...]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
@@ -66,7 +88,8 @@ class Workload:
     trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are
     computed again in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights
     and cache; None: all that is left. server_nodes: that each server is spread over; None: as few as hold it.
-    colocated: servers and ranks take turns on the GPUs. practice: of the trainer.
+    colocated: servers and ranks take turns on the GPUs. practice: of the trainer. adapters: beside the policy's frozen
+    weights.
     """
 
     shape: ModelShape
@@ -94,6 +117,7 @@ class Workload:
     recomputed: frozenset[str] = frozenset()
     epochs: int = 1
     practice: Practice = Practice()
+    adapters: Adapters | None = None
 
     @property
     def mean_response(self) -> float:
@@ -197,6 +221,31 @@ def workload_of(
         recomputed=_recomputed(actor.megatron),
         epochs=config.trainer.epochs_per_batch,
         practice=_practice(actor, shape),
+        adapters=adapters_of(config, shape),
+    )
+
+
+def adapters_of(config: Config, shape: ModelShape) -> Adapters | None:
+    """Return what is trained beside frozen weights (section lora), for SGLang servers; None: all weights are."""
+    if not config.lora.rank:
+        return None
+    served = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": "sglang"})})
+    alone = with_adapter_sync(served, shape).engine.sglang.transport.adapters
+    return Adapters(config.lora.rank, adapted_weights(config.lora, shape), alone)
+
+
+def adapted_weights(section: LoraSection, shape: ModelShape) -> tuple[AdaptedWeight, ...]:
+    """Return the weights of a layer that get adapters; experts get none."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {"qkv": (shape.hidden, query + 2 * key), "attention_output": (query, shape.hidden)}
+    if shape.experts is None:
+        weights |= {"gate_up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
+    targets = section.target_names(shape)
+    chosen = {role: len(targets & {*matrix_names(shape, (role,))}) for role in weights}
+    return tuple(
+        AdaptedWeight(*sides, chosen[role], by_rows=role in ("qkv", "gate_up"))
+        for role, sides in weights.items()
+        if chosen[role]
     )
 
 

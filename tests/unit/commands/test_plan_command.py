@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from published_configs import GPT_OSS_120B
 
 from megatron_daro.cli import main
 from megatron_daro.config import resolve
@@ -74,6 +75,29 @@ def test_nothing_fits_is_a_configuration_error(tmp_path, capsys):
     _, command = written(tmp_path)
     assert main([*command, "--gpus", "2", "--gpu", "a100-40g"]) == 2
     assert "a100-40g" in capsys.readouterr().err
+
+
+def test_adapters_fit_where_all_weights_do_not(tmp_path, capsys):
+    _, command = written(tmp_path)
+    small = [*command[:2], "lora.rank=32", "lora.targets=[q_proj, v_proj]", *command[2:], "--gpus", "4"]
+    small += ["--gpu", "a100-40g", "--best", "1"]
+    assert main([*command[:2], *small[4:], "--json"]) == 2
+    assert main([*small, "--json"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["choices"]
+    assert choice["trainer_memory"]["gradients"] < 0.01 * choice["trainer_memory"]["weights"]
+    assert main(small) == 0 and "adapters of rank 32" in capsys.readouterr().out
+
+
+def test_times_of_other_layers_than_those_that_run_are_said(tmp_path, capsys):
+    _, command = written(tmp_path)
+    assert main([*command, "--json", "--best", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
+    command = [*command, "--gpus", "64", "--best", "1"]
+    assert main([*command, "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert "Transformer Engine" in warning
+    assert main(command) == 0 and "Transformer Engine" in capsys.readouterr().out
 
 
 def test_an_unknown_gpu_is_a_configuration_error(tmp_path, capsys):

@@ -19,12 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from live_bytes import LiveBytes
 
-from megatron_daro.actor import device, model, parallel
+from megatron_daro.actor import device, lora, model, parallel
 from megatron_daro.actor.compat import HiddenStateGPTModel, ValueModel, allocate_optimizer_state
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.actor.optimizer import build_optimizer
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.actor import OptimizerSection
+from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 
 device.prepare()
@@ -77,7 +78,13 @@ def static(
 
 
 def optimizer(
-    config: dict[str, Any], tensor: int, data: int, dtype: str, distributed: bool, expert: int = 1
+    config: dict[str, Any],
+    tensor: int,
+    data: int,
+    dtype: str,
+    distributed: bool,
+    expert: int = 1,
+    adapters: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer of rank 0; shards of the parameters' last rank may be smaller."""
     cut = {"expert": expert, "expert_tensor": 1} if expert > 1 else {}
@@ -85,9 +92,10 @@ def optimizer(
 
     def count() -> dict[str, int]:
         transformer = model.transformer_config(shape, layout, dtype=dtype, sequence_parallel=tensor > 1)
-        (wrapped,) = model.wrap_data_parallel(
-            model.build_model(shape, transformer), transformer, distributed_optimizer=distributed, options={}
-        )
+        chunks = model.build_model(shape, transformer)
+        if adapters:
+            lora.attach(chunks, shape, LoraSection(**adapters), seed=0)
+        (wrapped,) = model.wrap_data_parallel(chunks, transformer, distributed_optimizer=distributed, options={})
         made = build_optimizer([wrapped], OptimizerSection(distributed=distributed), dtype=dtype, options={})
         allocate_optimizer_state(made)
         storages = {
@@ -118,6 +126,7 @@ def activations(
     tokens: int,
     chunk: int,
     modules: Sequence[str] = (),
+    adapters: dict[str, Any] | None = None,
 ) -> int:
     """Peak of live bytes beside weights and gradients, log-probs included."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -130,6 +139,8 @@ def activations(
             shape, layout, dtype=dtype, sequence_parallel=tensor > 1, recompute=recompute, options=selective
         )
         (inner,) = model.build_model(shape, transformer)
+        if adapters:
+            lora.attach([inner], shape, LoraSection(**adapters), seed=0)
         (wrapped,) = model.wrap_data_parallel([inner], transformer, distributed_optimizer=False, options={})
         for parameter in inner.parameters():
             parameter.data.normal_(std=0.02)

@@ -41,6 +41,9 @@ def small(family: str = "qwen2", **changed: object) -> dict[str, object]:
     }
 
 
+LARGE = small(hidden_size=8192, num_attention_heads=64, head_dim=128, intermediate_size=28672)
+
+
 def small_experts() -> dict[str, object]:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
     return small("qwen3_moe", **experts)
@@ -64,11 +67,19 @@ def measured(tmp_path_factory):
         yield lambda questions: [found(question) for question in questions]
 
 
-def workload(config: dict[str, object], *, dtype: str = "bf16", distributed: bool = True, chunk: int = 1024):
+def workload(
+    config: dict[str, object],
+    *,
+    dtype: str = "bf16",
+    distributed: bool = True,
+    chunk: int = 1024,
+    adapters: dict[str, object] | None = None,
+):
     made = Config.model_validate(
         {
             "model": {"path": "x"},
             "data": {"train": ("x",)},
+            "lora": adapters or {},
             "actor": {"precision": dtype, "logprob_chunk_tokens": chunk, "optimizer": {"distributed": distributed}},
         }
     )
@@ -198,19 +209,22 @@ def of(critic):
 
 def test_weights_gradients_and_optimizer_are_those_of_megatron(measured):
     cases = [
-        (small(), 1, 1, "bf16", True),
-        (small(), 2, 2, "bf16", True),
-        (small("qwen3", tie_word_embeddings=True), 2, 4, "bf16", True),
-        (small("llama", vocab_size=1999), 1, 3, "fp32", True),
-        (small(), 1, 2, "bf16", False),
-        (small(), 1, 2, "fp32", False),
-        (small_experts(), 2, 4, "bf16", True, 4),
+        (small(), 1, 1, "bf16", True, 1, None),
+        (small(), 2, 2, "bf16", True, 1, None),
+        (small("qwen3", tie_word_embeddings=True), 2, 4, "bf16", True, 1, None),
+        (small("llama", vocab_size=1999), 1, 3, "fp32", True, 1, None),
+        (small(), 1, 2, "bf16", False, 1, None),
+        (small(), 1, 2, "fp32", False, 1, None),
+        (small_experts(), 2, 4, "bf16", True, 4, None),
+        (small(), 2, 2, "bf16", True, 1, {"rank": 16}),
+        (small(tie_word_embeddings=True), 1, 2, "fp32", True, 1, {"rank": 8, "targets": ("q_proj", "down_proj")}),
+        (small_experts(), 2, 4, "bf16", True, 4, {"rank": 16, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
     ]
-    keys = ("config", "tensor", "data", "dtype", "distributed", "expert")
-    found = measured([("optimizer", dict(zip(keys, case, strict=False))) for case in cases])
-    for (config, tensor, data, dtype, distributed, *expert), real in zip(cases, found, strict=True):
-        asked = workload(config, dtype=dtype, distributed=distributed)
-        cut = Cut(tensor, 1, *expert, expert_tensor=1 if expert else tensor)
+    keys = ("config", "tensor", "data", "dtype", "distributed", "expert", "adapters")
+    found = measured([("optimizer", dict(zip(keys, case, strict=True))) for case in cases])
+    for (config, tensor, data, dtype, distributed, expert, adapters), real in zip(cases, found, strict=True):
+        asked = workload(config, dtype=dtype, distributed=distributed, adapters=adapters)
+        cut = Cut(tensor, 1, expert, expert_tensor=1 if expert > 1 else tensor)
         expert_shards = data * tensor // (cut.expert * cut.expert_tensor)
         weights, gradients, optimizer, _ = memory.static_bytes(asked, cut, 0, data, expert_shards)
         assert weights == pytest.approx(real["weights"], rel=0.02)
@@ -225,6 +239,7 @@ ACTIVATIONS = [
     (small_experts(), 1, "bf16", "none", 1024),
     (small(num_hidden_layers=8), 1, "fp32", "none", 2048, ("mlp",)),
     (small_experts(), 1, "fp32", "none", 1024, ("moe",)),
+    (small("qwen3"), 2, "bf16", "none", 1024, (), {"rank": 64}),
 ]
 MORE_ACTIVATIONS = [
     (small(), 1, "fp32", "none", 1024),
@@ -232,6 +247,7 @@ MORE_ACTIVATIONS = [
     (small(hidden_size=384, num_key_value_heads=8, num_hidden_layers=6), 1, "fp32", "none", 512),
     (small("llama", num_hidden_layers=8), 1, "bf16", "full", 2048),
     (small_experts(), 1, "fp32", "none", 1024),
+    (small(num_hidden_layers=8), 1, "fp32", "full", 2048, (), {"rank": 16}),
 ]
 
 
@@ -239,11 +255,13 @@ MORE_ACTIVATIONS = [
     "cases", [ACTIVATIONS, pytest.param(MORE_ACTIVATIONS, marks=pytest.mark.heavy)], ids=["few", "more"]
 )
 def test_activations_and_logits_are_within_15_percent_of_a_run(measured, record_property, cases):
-    keys = ("config", "tensor", "dtype", "recompute", "tokens", "modules")
+    keys = ("config", "tensor", "dtype", "recompute", "tokens", "modules", "adapters")
     found = measured([("activations", {**dict(zip(keys, c, strict=False)), "chunk": 256}) for c in cases])
     ratios = []
-    for (config, tensor, dtype, recompute, tokens, *modules), real in zip(cases, found, strict=True):
-        asked = replace(workload(config, dtype=dtype, chunk=256), recomputed=frozenset(*modules))
+    for (config, tensor, dtype, recompute, tokens, *more), real in zip(cases, found, strict=True):
+        modules, *adapters = more or ((),)
+        asked = workload(config, dtype=dtype, chunk=256, adapters=dict(*adapters))
+        asked = replace(asked, recomputed=frozenset(modules))
         layout = ModelLayout(tensor, 1, 1, recompute, tokens)
         planned = memory.trainer_memory(asked, layout, shards=1, micro_batches=1, on_gpu=False)
         ratios.append((planned.activations + planned.logits) / real)
@@ -274,6 +292,18 @@ def test_options_of_megatron_say_what_runs_beside_computation_in_fused_kernels_o
         for options in ({}, {"moe_token_dispatcher_type": "alltoall"}, {"moe_token_dispatcher_type": "flex"})
     )
     assert by_all == plain > by_flex
+
+
+def test_frozen_weights_save_their_gradients_of_weights_and_servers_get_the_adapters():
+    layout, known, gpu = ModelLayout(1, 1, 1, "none", 4096), times.Constants(), GPUS["h100-80g"]
+    plain, alone = (replace(workload(LARGE, adapters=made), extra_passes=1) for made in (None, {"rank": 16}))
+    merged = replace(alone, adapters=replace(alone.adapters, alone=False))
+    full, own = (times.train_times(asked, layout, 8, gpu, known) for asked in (plain, alone))
+    assert 2 / 3 < own.compute / full.compute < 0.75, "of 6 operations a weight 4 are left, and all of attention"
+    assert own.logprobs == pytest.approx(full.logprobs, rel=0.02)
+    one, eight = (times.sync_s(alone, layout, gpu, known, server_gpus=number) for number in (1, 8))
+    assert eight == pytest.approx(8 * one)
+    assert times.sync_s(merged, layout, gpu, known) == times.sync_s(plain, layout, gpu, known)
 
 
 def test_options_of_megatron_say_what_is_recomputed_and_a_step_gets_longer_by_it():
