@@ -252,10 +252,9 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
             "ranks for each",
             "an ep_size that divides the experts, and whose ranks for each divide its columns",
         )
-    if shape.biases:
-        raise refuse(
-            f"model type {shape.family}", "models without biases of experts, and with another engine.sglang.sync"
-        )
+    if shape.biases or shape.linear:
+        allowed = "models without biases of experts and linear attention, and with another engine.sglang.sync"
+        raise refuse(f"model type {shape.family}", allowed)
     if experts and (experts.dense_layers or experts.shared_ffn):
         got = "a mixture of experts with dense layers or shared experts"
         raise refuse(got, "experts in each layer and no others, as qwen3_moe.py makes them")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B
+from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B, QWEN3_NEXT_80B_A3B
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
@@ -115,11 +115,12 @@ def test_latents_shared_experts_and_the_first_dense_layer_are_those_of_megatron(
     assert [sum(counts(shape, cut_of(4, 2, 8), stage)) for stage in (0, 1)] == found
 
 
-def test_biases_and_sinks_are_those_of_megatron(measured, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_120B))
+@pytest.mark.parametrize("config", [GPT_OSS_120B, {**QWEN3_NEXT_80B_A3B, "num_hidden_layers": 8}])
+def test_biases_sinks_and_linear_attention_are_those_of_megatron(measured, tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = {"config": str(tmp_path / "config.json"), "tensor": 4, "pipeline": 2, "expert": 8}
     found = measured([("static", {**sizes, "stage": stage}) for stage in (0, 1)])
-    shape = read_model_shape(GPT_OSS_120B)
+    shape = read_model_shape(config)
     assert [sum(counts(shape, cut_of(4, 2, 8), stage)) for stage in (0, 1)] == found
 
 
