@@ -163,7 +163,6 @@ def workload_of(row: Row) -> Workload:
         response_Q=lengths,
         distributed_optimizer=True,
         chunk_tokens=None,
-        chunk_vocab=None,
         bucket_bytes=2**28,
         prompts_shared=32,
         servers_fp8=False,

@@ -127,7 +127,7 @@ class Trial:
         await update.install(replace(report, digests={}))
         by_checksums = ""
         try:
-            await update._compare_checksums(server, digests)
+            await update.receiving.compare_checksums(server, digests)
         except EngineError as error:
             by_checksums = str(error)
         answers = {name: replace(answer, verified=False) for name, answer in (await update.probe()).items()}

@@ -160,7 +160,7 @@ app.command()(report)
 app.command(name="eval")(evaluate)
 app.command()(plan)
 app.command()(doctor)
-app.command(epilog="--check MODEL_CONFIG --world N ... writes nothing: see check-layout.")(convert)
+app.command()(convert)
 app.command()(check_layout)
 app.command()(submit)
 app.command()(curate)
@@ -229,8 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code (see the module).
     """
     try:
-        given = _respelled(sys.argv[1:] if arguments is None else arguments)
-        app(args=given, prog_name="megatron-daro", obj=arguments is None)
+        app(args=arguments, prog_name="megatron-daro", obj=arguments is None)
     except SystemExit as exit_:  # typer ends this way: help 0, wrong usage 2, Ctrl-C 130
         code = exit_.code if isinstance(exit_.code, int) else 0
         if isinstance(exit_.__context__, BrokenPipeError):  # typer ends without a word then
@@ -265,13 +264,6 @@ def _missing(package: str) -> str:
     )
 
 
-def _respelled(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments; `convert --check MODEL_CONFIG ...` is `check-layout MODEL_CONFIG ...`."""
-    if arguments[:1] == ["convert"] and "--check" in arguments:
-        return ["check-layout", *(argument for argument in arguments[1:] if argument != "--check")]
-    return list(arguments)
-
-
 def _system_fault(error: OSError) -> str:
     """Return what the system refused, in a sentence: a full disk, a missing permission, a limit of this shell."""
     where = f" ({error.filename})" if error.filename else ""
@@ -295,7 +287,3 @@ def _fail(message: str, code: int) -> int:
         sys.stdout.flush()
     print(safe_text(message), file=sys.stderr, flush=True)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,8 +20,9 @@ evaluates them, then has three coroutines under one task group:
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
-Checkpoints follow a batch. The weight version of the policy is the number of the last step, also where a step was
-skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+A checkpoint follows a batch; with shared GPUs it comes before the next one, when the policy has them again. The weight
+version of the policy is the number of the last step, also where a step was skipped. `shutdown` closes all parts.
+Policy, engine and source of batches are Protocols.
 
 Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
 comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
@@ -34,6 +35,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,7 +131,8 @@ class Controller:
         self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
-        self._unrecorded: tuple[Group, ...] = ()
+        # Filtered and dropped groups of batches that trained nothing: the next step's record has them.
+        self._unrecorded: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()
         # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
         # books, without an outcome, when the last one was sampled.
         self._resolved: deque[dict[int, Outcome]] = deque(maxlen=batches_ahead + 1)
@@ -236,8 +239,8 @@ class Controller:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
-            metrics = await self._parts.evaluations.run(0, {})
-            self._parts.evaluations.write(lambda: self._parts.metrics.write(0, metrics))
+            await self._parts.evaluations.run(0)
+            self._parts.evaluations.write(0, partial(self._parts.metrics.write, 0))
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -297,12 +300,16 @@ class Controller:
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
             await self._give_gpus_to_policy()
+            if self._save_due:
+                await self._checkpoint()
             before = self.step
             await self._train_batch(batch)
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
             if self._save_due and not self._parts.colocation:
                 await self._checkpoint()
+        if self._parts.recorder and (lost := sum(map(len, self._unrecorded))):
+            self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
         await self._checkpoint()
         with self._parts.phases.measure("checkpoint"):
@@ -310,6 +317,8 @@ class Controller:
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
+        filtered, dropped = self._unrecorded
+        batch = replace(batch, filtered=(*filtered, *batch.filtered), dropped=(*dropped, *batch.dropped))
         self._resolved.append({})
         self._last_batch, self._batch_trained = batch, False
         stale = self._parts.source.stale(batch.groups, self.step)
@@ -317,17 +326,17 @@ class Controller:
         self._resolve(unused, "dropped")
         last = minibatches[-1].step if minibatches else self.step
         self._pace.shortened(last_step(batch, self.step, self._section) - last)
-        lost = (*self._unrecorded, *batch.dropped, *unused)
+        dropped = (*batch.dropped, *unused)
         if not minibatches:
-            self._unrecorded = (*lost, *batch.filtered)
+            self._unrecorded = batch.filtered, dropped
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
         first = next(minibatch for minibatch in minibatches if minibatch.first)
-        first.dropped = lost
-        self._unrecorded = ()
+        first.dropped = dropped
+        self._unrecorded = (), ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(batch, minibatch)
@@ -382,7 +391,7 @@ class Controller:
         self.step = minibatch.step
         minibatch.metrics |= self._book_metrics()
         if minibatch.last:
-            await self._sync_weights(minibatch)
+            minibatch.metrics |= await self._sync_weights(minibatch.version)
         with self._parts.phases.measure("write"):
             await self._write(minibatch, len(prepared.batch.tokens_T))
 
@@ -425,24 +434,25 @@ class Controller:
         return await self._within("sync", work, what=what)
 
     async def _give_gpus_to_policy(self) -> None:
-        """Bring the policy back to GPUs that it shares with the engine; save what was due while it was away."""
+        """Bring the policy back to GPUs that it shares with the engine; without it nothing is trained or saved."""
         if self._parts.colocation:
             await self._parts.evaluations.ended()
             async with self._engine_use():
                 await self._parts.colocation.to_policy()
-        if self._save_due:
-            await self._checkpoint()
 
-    async def _sync_weights(self, minibatch: MiniBatch) -> None:
-        """Sync and evaluate; then the next batch may be generated, beside the writing of this one."""
+    async def _sync_weights(self, before: int) -> Mapping[str, float]:
+        """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
+        the sync. Args: before: the weight version that the batch began with."""
+        metrics: Mapping[str, float] = {}
         await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
         async with self._engine_use():
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
-                    minibatch.metrics |= await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(minibatch.version, self.step):
-                await self._parts.evaluations.run(self.step, minibatch.metrics)
+                    metrics = await self._publish(f"step {self.step}")
+            if self._parts.evaluations.due(before, self.step):
+                await self._parts.evaluations.run(self.step)
         await self._pace.batch_done(self.step)
+        return metrics
 
     async def _write(self, minibatch: MiniBatch, num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
@@ -456,10 +466,10 @@ class Controller:
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
-        minibatch.metrics |= self._parts.phases.collect()  # the very dict that an evaluation beside adds its numbers to
+        minibatch.metrics |= self._parts.phases.collect()
         if train_s := minibatch.metrics.get("timing/train_s", 0.0):
             minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(lambda: self._write_line(minibatch))
+        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch))
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -469,10 +479,11 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(self, minibatch: MiniBatch) -> None:
-        self._parts.metrics.write(minibatch.step, minibatch.metrics)
-        self._parts.progress.step(minibatch.step, minibatch.metrics)
-        drift = self._parts.drift.observe(minibatch.step, minibatch.metrics)
+    def _write_line(self, minibatch: MiniBatch, of_evaluation: Mapping[str, float]) -> None:
+        metrics = {**minibatch.metrics, **of_evaluation}
+        self._parts.metrics.write(minibatch.step, metrics)
+        self._parts.progress.step(minibatch.step, metrics)
+        drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
             self._parts.progress.warn(warning)
 
@@ -522,9 +533,9 @@ class Controller:
         self._saved_step = step
 
     async def _save_again_if_lost(self, save: Awaitable[object]) -> None:
-        """Save, and again after the next batch where this checkpoint was lost with a rank."""
+        """Save, and again before or after the next batch where this checkpoint was lost with a rank."""
         try:
             await save
         except LostSaveError as error:
-            self._parts.progress.warn(f"{error}; it is saved again after the next batch")
+            self._parts.progress.warn(f"{error}; it is saved again before or after the next batch")
             self._saved_step, self._save_due = -1, True

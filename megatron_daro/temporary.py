@@ -56,14 +56,20 @@ def _remove(directory: Path) -> None:
         time.sleep(0.1)
 
 
+def directory_until_exit(kind: str) -> Path:
+    """Return a new directory, as `own_directory`, which goes when this process ends."""
+    until_exit = ExitStack()
+    directory = until_exit.enter_context(own_directory(kind))
+    atexit.register(until_exit.close)
+    return directory
+
+
 def use_own_sockets() -> None:
     """Let Python's multiprocessing put its sockets (pymp-*) into a directory of ours, until this process ends."""
     config = current_process()._config  # type: ignore[attr-defined]  # where multiprocessing.util.get_temp_dir looks
     if config.get("tempdir") is None:
-        until_exit = ExitStack()
         with suppress(OSError):  # multiprocessing says it itself where there is no place to write
-            config["tempdir"] = str(until_exit.enter_context(own_directory("pymp")))
-            atexit.register(until_exit.close)
+            config["tempdir"] = str(directory_until_exit("pymp"))
 
 
 def _remove_leftovers(place: Path) -> None:

@@ -263,6 +263,39 @@ GPT_OSS_20B = {
 }
 """openai/gpt-oss-20b, published as of 21B parameters."""
 
+OLMO_3_7B = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+    "vocab_size": 100278,
+}
+"""allenai/Olmo-3-7B-Think, published as of 7.3B parameters."""
+
 GLM_45 = {
     **GLM_45_AIR,
     "first_k_dense_replace": 3,

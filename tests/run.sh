@@ -2,7 +2,8 @@
 # Sets up what is missing, then runs every check: lint, format, types, tests.
 #
 #   bash tests/run.sh                          everything that a change can break
-#   bash tests/run.sh --quick                  lint, format, types, unit and golden tests: before every commit
+#   bash tests/run.sh --quick                  lint, format, types, unit and golden tests that are not slow: before
+#                                              every commit
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
 #                                              Megatron-core, tests/plugins in the environment of verl, and environments
 #                                              of the package verifiers
@@ -234,7 +235,7 @@ choose_tier() {
             tier=all pytest_arguments=("${processes[@]}" --heavy)
             pytest_arguments+=(${turn:+--heavy-turn "$turn"} ${minutes:+--heavy-minutes "$minutes"})
             ;;
-        --quick) tier=quick pytest_arguments=("${processes[@]}" tests/unit tests/golden) ;;
+        --quick) tier=quick pytest_arguments=("${processes[@]}" -m "not slow" tests/unit tests/golden) ;;
         *) tier=chosen pytest_arguments=("$@") ;;
     esac
     if [ "$tier" != chosen ] && [ $# -gt 1 ]; then
@@ -262,6 +263,7 @@ main() {
     [ "$tier" != all ] || begin_proofs
     [ "$tier" != all ] || stage slurm bash tests/slurm_install.sh --accounts
     [ "$tier" != all ] || stage mooncake bash tests/mooncake_install.sh "$python" "$MEGATRON_DARO_SGLANG/bin/python"
+    [ "$tier" != all ] || in_environment stage wheel bash tests/wheel.sh || failed=1
     [ "$tier" != all ] || in_environment stage "algo wheel" bash tests/algo_wheel.sh || failed=1
     [ "$tier" != all ] || in_environment stage "triton kernels" bash tests/triton_kernels.sh || failed=1
     results=$(mktemp)

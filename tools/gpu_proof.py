@@ -49,7 +49,8 @@ PAGE = (
     "Written by `python tools/gpu_proof.py`; [the data](gpu_proof.jsonl). A row proves what stands above it, on that",
     "machine, with small or random models: not that a model learns, nor anything about a network.\n",
 )
-NO_GPU = (
+NO_GPU = 2
+WITHOUT_GPU = (
     "gpu_proof: no GPU is visible to torch here, so nothing was run. Run it on a machine with an NVIDIA GPU and a CUDA "
     "build of torch (python -c 'import torch; print(torch.version.cuda)'), and look at CUDA_VISIBLE_DEVICES."
 )
@@ -123,24 +124,20 @@ def main() -> int:
     given = parser.parse_args()
     if given.until:
         return run_items(given)
-    failed = False if given.report else prove(given)
-    if failed is None:
-        return 2
-    if given.rehearse:
-        print("A rehearsal on the CPU: no report was written.")
-    else:
+    code = 0 if given.report else prove(given)
+    if code != NO_GPU and not given.rehearse:
         print(f"written: {', '.join(map(str, write_report(given.out or RESULTS)))}")
-    return int(failed)
+    return code
 
 
-def prove(given: argparse.Namespace) -> bool | None:
-    """Run the items; whether something failed. None: there is no GPU."""
+def prove(given: argparse.Namespace) -> int:
+    """Run the items. Returns the exit code."""
     import torch
 
     if not torch.cuda.is_available() and not given.rehearse:
-        print(NO_GPU, file=sys.stderr)
+        print(WITHOUT_GPU, file=sys.stderr)
         print("\n".join(f"not here  {name}" for items in parts().values() for name in items))
-        return None
+        return NO_GPU
     with tempfile.TemporaryDirectory() as directory:
         given.out = given.out or (Path(directory) / "rehearsed.jsonl" if given.rehearse else RESULTS)
         before = len(lines(given.out))
@@ -148,7 +145,7 @@ def prove(given: argparse.Namespace) -> bool | None:
         ended = {row["name"]: row["result"] for row in map(json.loads, lines(given.out)[before:])}
     failed = [name for name, result in ended.items() if result in BAD]
     print(f"{len(ended)} items, failed: {', '.join(failed) or 'none'}")
-    return bool(failed or code)
+    return int(bool(failed or code))
 
 
 def lines(path: Path) -> list[str]:

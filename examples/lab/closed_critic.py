@@ -52,10 +52,10 @@ class Critic:
         self._optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
 
     def values(self, answers: Answers) -> Tensor:
-        """Return [T], differentiable, in the order of `Answers.segment_T`."""
+        """Return [T], differentiable, in the order of `Answers.sample_T`."""
         left_T, right_T = _states(answers)
-        problem_T = answers.problem_N[answers.segment_T]
-        strategy_T = torch.where(left_T == _BEFORE_ALL, STRATEGIES, answers.strategy_N[answers.segment_T])
+        problem_T = answers.problem_N[answers.sample_T]
+        strategy_T = torch.where(left_T == _BEFORE_ALL, STRATEGIES, answers.strategy_N[answers.sample_T])
         of_problem_T = self.own_P[problem_T] + self.kind[self._problems.type_P[problem_T], strategy_T]
         undecided_T = right_T & (left_T > 0)
         return self.table[left_T, right_T.long()] + torch.where(undecided_T, of_problem_T, 0.0)
@@ -124,7 +124,7 @@ def _answer_by_answer(answers: Answers) -> Tensor:
             1 + choice.repeat_interleave(certain) + _counted(certain),
         ]
     )
-    return (answers.segment_T * (int(place_T.max()) + 1) + place_T).argsort()
+    return (answers.sample_T * (int(place_T.max()) + 1) + place_T).argsort()
 
 
 def _counted(counts: Tensor) -> Tensor:

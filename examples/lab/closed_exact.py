@@ -76,8 +76,8 @@ def expected_step(
         ref_logprobs_T=None,
         advantages_T=advantages_N,
         mask_T=torch.ones_like(bins_N, dtype=torch.bool),
-        segment_T=torch.arange(len(bins_N)),
-        num_segments=len(bins_N),
+        sample_T=torch.arange(len(bins_N)),
+        num_samples=len(bins_N),
         settings=settings,
         gradient_squares=algorithm.needs_gradient_squares,
     )
@@ -86,7 +86,7 @@ def expected_step(
     pull_BV = (algorithm.coefficients(samples, totals) * slopes_N).reshape(-1, 2)
     loss = ((mass_GBV * pull_BV).sum(1) * chance_GV.clamp(min=1e-300).log()).sum()
 
-    per_token = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
+    per_token = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
     sums = {n: (tokens_GBV * values_N.reshape(-1, 2)).sum((0, 2))[:, None] for n, values_N in per_token.items()}
     entropy = float((mass_GBV * entropies_GV[:, None]).sum() / tokens_B.sum().clamp(min=1e-300))
     return loss, StepStats(totals, sums, torch.zeros(0, dtype=torch.float64), entropy)

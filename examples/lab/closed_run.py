@@ -13,7 +13,7 @@ import functools
 import math
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from arms import build, section_of
@@ -64,17 +64,6 @@ class Batch:
     advantages_N: Tensor
     old_T: Tensor | None = None
     values_T: Tensor | None = None
-
-
-@runtime_checkable
-class TaughtByGradients(Protocol):
-    """An algorithm that learns from the gradients of parts of a step's loss (see `sign_weights.DaroTaught`)."""
-
-    def gradient_rows(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """float64 [R, N]: what the sums of token losses are multiplied by in each part."""
-
-    def learn_from_gradients(self, gradients_RD: Tensor) -> None:
-        """Take the gradients of the parts; before `learn`."""
 
 
 class ClosedRun:
@@ -128,11 +117,11 @@ class ClosedRun:
         if updates == 1:
             self.step(replace(batch, values_T=values_T))
             return updates
-        segment_T = batch.answers.segment_T
+        sample_T = batch.answers.sample_T
         for part in batch.groups_N.unique().tensor_split(updates):
             rows = torch.isin(batch.groups_N, part).nonzero()[:, 0]
             if len(rows):
-                mine_T = torch.isin(segment_T, rows)
+                mine_T = torch.isin(sample_T, rows)
                 chosen = (batch.groups_N[rows], batch.bins_N[rows], batch.advantages_N[rows])
                 columns = (None if column_T is None else column_T[mine_T] for column_T in (old_T, values_T))
                 self.step(Batch(batch.answers.select(rows), *chosen, *columns))
@@ -178,11 +167,11 @@ class ClosedRun:
         Raises:
             NonFiniteError: a loss or gradient is not finite.
         """
-        answers, segment_T = batch.answers, batch.answers.segment_T
+        answers, sample_T = batch.answers, batch.answers.sample_T
         of_critic = self._of_critic(batch)
         samples, totals = samples_of(self.algorithm, batch.bins_N, answers.lengths_N, batch.advantages_N)
         coefficients_N = self.algorithm.coefficients(samples, totals)
-        slopes_PN = self.algorithm.coefficient_slopes(samples, totals)
+        slopes_WN = self.algorithm.coefficient_slopes(samples, totals)
         entropy = mean_entropy(self.policy, self.problems, answers)
         objective = token_objective(
             token_logprobs(self.policy, self.problems, answers),
@@ -190,10 +179,10 @@ class ClosedRun:
             old_logprobs_T=batch.old_T,
             rollout_logprobs_T=None,
             ref_logprobs_T=None,
-            advantages_T=batch.advantages_N[segment_T] if of_critic is None else of_critic.advantages_T,
-            mask_T=torch.ones_like(segment_T, dtype=torch.bool),
-            segment_T=segment_T,
-            num_segments=len(batch.bins_N),
+            advantages_T=batch.advantages_N[sample_T] if of_critic is None else of_critic.advantages_T,
+            mask_T=torch.ones_like(sample_T, dtype=torch.bool),
+            sample_T=sample_T,
+            num_samples=len(batch.bins_N),
             settings=self.settings,
             gradient_squares=self.algorithm.needs_gradient_squares,
         )
@@ -202,21 +191,9 @@ class ClosedRun:
             self.critic.learn(answers, of_critic)
             if self.steps <= self.critic.pretrain_steps:
                 return
-        self._teach(samples, totals, objective.segment_losses_M)
-        self._descend((coefficients_N * objective.segment_losses_M).sum())
-        sums_N = {"loss_sums": objective.segment_losses_M.detach(), **objective.segment_sums_M}
-        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_PN, entropy))
-
-    def _teach(self, samples: Samples, totals: BatchTotals, losses_N: Tensor) -> None:
-        """Hand an algorithm that learns from gradients of parts of the loss those of this step."""
-        if not isinstance(self.algorithm, TaughtByGradients):
-            return
-        rows = []
-        for row_N in self.algorithm.gradient_rows(samples, totals):
-            loss, parameters = (row_N * losses_N).sum(), self.policy.parameters
-            parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-            rows.append(torch.cat([part.flatten() for part in parts]))
-        self.algorithm.learn_from_gradients(torch.stack(rows))
+        self._descend((coefficients_N * objective.sample_losses_M).sum())
+        sums_N = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
+        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_WN, entropy))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
         """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
@@ -265,8 +242,6 @@ class ClosedRun:
         weights = self.algorithm.weights
         record["weights"] = [] if weights is None else weights.tolist()
         record["clamped"] = self.algorithm.clamped
-        if (by_sign := getattr(self.algorithm, "sign_weights", None)) is not None:
-            record["sign_weights"] = by_sign.flatten().tolist()
         return record
 
     def _next_prompts(self, count: int) -> Tensor:
@@ -300,7 +275,7 @@ def evidence_of(
     samples: Samples,
     totals: BatchTotals,
     sums_N: dict[str, Tensor],
-    slopes_PN: Tensor,
+    slopes_WN: Tensor,
     entropy: float,
 ) -> StepStats:
     """What the algorithm learns from: the sums per bin and class of lengths that the actor makes over all ranks."""
@@ -310,7 +285,7 @@ def evidence_of(
         name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
         for name, values_N in sums_N.items()
     }
-    return StepStats(totals, cells, slopes_PN @ sums_N["loss_sums"], entropy)
+    return StepStats(totals, cells, slopes_WN @ sums_N["loss_sums"], entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

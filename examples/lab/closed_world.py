@@ -172,7 +172,7 @@ class Answers:
         return 1 + self.used_NJ.sum(1) * (1 + self.certain_N) + self.extra_N + self.stopped_N
 
     @property
-    def segment_T(self) -> Tensor:
+    def sample_T(self) -> Tensor:
         """The answer of every token, in the order of `token_logprobs`."""
         rows_N = torch.arange(len(self.problem_N))
         step = rows_N[:, None].expand_as(self.used_NJ)[self.used_NJ]
@@ -229,7 +229,7 @@ def sample_answers(
 
 
 def token_logprobs(policy: Policy, problems: Problems, answers: Answers) -> Tensor:
-    """Log-probs [T] of the sampled choices under the policy, with gradient, in the order of `Answers.segment_T`."""
+    """Log-probs [T] of the sampled choices under the policy, with gradient, in the order of `Answers.sample_T`."""
     rows_N, chosen_N = answers.problem_N, answers.strategy_N
     strategy_N = torch.log_softmax(policy.strategy_TM, dim=1)[problems.type_P[rows_N], chosen_N]
     logits_NJ = policy.step_logits(problems, rows_N, chosen_N, policy.own_P[rows_N])

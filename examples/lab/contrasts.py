@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import sign_findings
 import smollm2
 from findings import aligned, compared_worlds, points, show
 from results import Interval, differences
@@ -41,9 +40,9 @@ class Contrast:
 PRIMARY = (
     Contrast("smollm2", "smollm2", *smollm2.PRIMARY, "tokens", registered=True),
     *(
-        Contrast("sign", world, arm, rival, "tokens", registered=True)
+        Contrast("sign", world, arm, "dapo", "tokens", registered=True)
         for world in ("skewed", "u_shape")
-        for arm, rival in sign_findings.PRIMARY
+        for arm in ("daro_taught_sign", "daro_taught", "daro_sign")
     ),
     Contrast(".", "skewed", "daro", "grpo", "final"),
     Contrast(".", "skewed", "daro_shared", "daro", "final"),

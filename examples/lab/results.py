@@ -23,7 +23,7 @@ from megatron_daro.errors import DataError
 CURVES, DETAILS = "curves.parquet", "details.parquet"
 LEVEL = 0.05
 """Of significance, for p values."""
-_DETAILED = ("bands", "pass_at", "weights", "sign_weights", "trained_accuracy", "extra_wrong", "extra_right")
+_DETAILED = ("bands", "pass_at", "weights", "trained_accuracy", "extra_wrong", "extra_right")
 _KEYS = ("kind", "world", "arm", "purpose", "seed", "learning_rate")
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -238,15 +238,6 @@ def p_value(values: Sequence[float]) -> float:
     heights = [math.cos(end * i / parts) ** (degrees - 1) for i in range(parts + 1)]
     inner = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
     return max(0.0, 1 - 2 * scale * math.sqrt(degrees) * inner * end / parts / 3)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p values, in the order given. Source: Holm 1979."""
-    adjusted, least = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = max(least, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = least
-    return adjusted
 
 
 def benjamini_hochberg(ps: Sequence[float]) -> list[float]:

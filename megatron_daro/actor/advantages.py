@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.megatron import parallel_state
-from megatron_daro.algo.corrections import segment_sums
+from megatron_daro.algo.corrections import sample_sums
 from megatron_daro.algo.objective import ObjectiveSettings, kl_terms
 from megatron_daro.algo.weighting import Algorithm, TokenColumns
 from megatron_daro.errors import AlgorithmError, NonFiniteError
@@ -61,7 +61,7 @@ def with_kl_in_reward(algorithm: Algorithm, batch: StepBatch, settings: Objectiv
     """
     mask_R = torch.from_numpy(batch.loss_mask_R.astype(bool))
     sample_R = torch.arange(len(batch)).repeat_interleave(torch.from_numpy(batch.response_lengths_N))
-    kl_N = segment_sums(_kl_of_tokens(batch, settings), mask_R, sample_R, len(batch))
+    kl_N = sample_sums(_kl_of_tokens(batch, settings), mask_R, sample_R, len(batch))
     rewards_N = torch.from_numpy(batch.rewards_N).double() - settings.reward_kl_coefficient * kl_N
     (rewards, group_ids), own = _of_the_step(rewards_N, torch.from_numpy(batch.group_ids_N).double())
     if wrong := int((~rewards.isfinite()).sum()):

@@ -133,7 +133,8 @@ def position_values(model: ValueModel, hidden_T1D: Tensor, positions_I: Tensor) 
     """
     if model.config.sequence_parallel:
         hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
-    return torch.nn.functional.linear(hidden_T1D[positions_I, 0].float(), model.output_layer.weight.float())[:, 0]
+    hidden_ID = hidden_T1D.squeeze(1).index_select(0, positions_I)
+    return torch.nn.functional.linear(hidden_ID.float(), model.output_layer.weight.float())[:, 0]
 
 
 class _ValueLoss:

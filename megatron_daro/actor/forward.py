@@ -47,7 +47,6 @@ class OutputSettings:
     vocab_size: int
     temperature: float = 1.0
     chunk_tokens: int | None = None
-    chunk_vocab: int | None = None
     kernel: str = "auto"
 
 
@@ -148,7 +147,13 @@ def _forward_step(
 
 
 def position_logprobs(
-    model: HiddenStateGPTModel, hidden_T1D: Tensor, labels_I: Tensor, positions_I: Tensor, settings: OutputSettings
+    model: HiddenStateGPTModel,
+    hidden_T1D: Tensor,
+    labels_I: Tensor,
+    positions_I: Tensor,
+    settings: OutputSettings,
+    *,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of the labels and entropy at chosen positions, the same on every tensor-parallel rank.
 
@@ -156,7 +161,8 @@ def position_logprobs(
         model: the unwrapped last stage.
         hidden_T1D: its output; under sequence parallelism this rank's T / TP tokens.
         labels_I: global vocabulary ids, long, of a pack that `packed_micro_batches` checked.
-        positions_I: which of the T tokens, long.
+        positions_I: which of the T tokens, long, each once.
+        with_entropy: False leaves it 0.
 
     Returns:
         logprobs_I, entropy_I in nats, fp32, differentiable.
@@ -169,7 +175,7 @@ def position_logprobs(
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     return vocab_parallel_logprobs(
-        hidden[positions_I, 0],
+        hidden.squeeze(1).index_select(0, positions_I),  # its gradient needs no sort, that of hidden[positions_I] does
         weight,
         labels_I,
         group=parallel_state.get_tensor_model_parallel_group() if size > 1 else None,
@@ -177,8 +183,8 @@ def position_logprobs(
         vocab_size=settings.vocab_size,
         temperature=settings.temperature,
         chunk_tokens=settings.chunk_tokens,
-        chunk_vocab=settings.chunk_vocab,
         kernel=settings.kernel,
+        with_entropy=with_entropy,
         labels_checked=True,
     )
 
@@ -193,7 +199,8 @@ def response_logprobs(
     last: HiddenStateGPTModel = chunks[-1].module
 
     def at(packed: PackedMicroBatch, hidden_T1D: Tensor, positions_P: Tensor) -> Tensor:
-        return position_logprobs(last, hidden_T1D, packed.labels_T[positions_P], positions_P, settings)[0]
+        labels_P = packed.labels_T[positions_P]
+        return position_logprobs(last, hidden_T1D, labels_P, positions_P, settings, with_entropy=False)[0]
 
     return response_column(chunks, batch, micro_batches, at, vocab_size=settings.vocab_size)
 

@@ -23,16 +23,20 @@ from torch import Tensor
 from megatron_daro.actor.compat import GatedAttention, LatentAttention
 from megatron_daro.actor.linear_attention import GatedDeltaNet
 from megatron_daro.actor.megatron import (
+    GPTModel,
+    IdentityOp,
     MegatronModule,
     ModuleSpec,
     PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
+    copy_to_tensor_model_parallel_region,
     get_gpt_decoder_block_spec,
     get_transformer_layer_offset,
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
     parallel_state,
+    reduce_from_tensor_model_parallel_region,
 )
 
 # A padded batch may hold this many times the tokens of the sequences in it.
@@ -60,6 +64,57 @@ class RMSNorm(torch.nn.Module):
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
         return normed * self.weight
 
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[tuple[int, int, int], ...], metadata: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Upstream's state of a checkpoint, which its MLP asks each of its parts for."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+
+
+class WholeQueryNorm(RMSNorm):
+    """RMSNorm over all query heads at once, of which a tensor-parallel rank has some; the weight is whole on each.
+
+    Ranks have the same number of heads, so the mean square is the mean of theirs, also where two have the same key.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        self._heads = self._all_heads(config)
+        super().__init__(config, self._heads * hidden_size, eps)
+
+    @staticmethod
+    def _all_heads(config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+    def forward(self, x_T1HD: Tensor) -> Tensor:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        square = x_T1HD.float().pow(2).mean((-2, -1), keepdim=True)
+        # Summed over the ranks forward, and its gradient backward.
+        square = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(square)) / size
+        weight_HD = self.weight.unflatten(0, (self._heads, -1))
+        own_HD = weight_HD.narrow(0, rank * self._heads // size, x_T1HD.shape[-2])
+        return (x_T1HD.float() * torch.rsqrt(square + self.eps)).to(x_T1HD.dtype) * own_HD
+
+
+class WholeKeyNorm(WholeQueryNorm):
+    """The same over all key-value heads."""
+
+    @staticmethod
+    def _all_heads(config: TransformerConfig) -> int:
+        return config.num_query_groups
+
+
+def norm_outputs(model: GPTModel) -> None:
+    """Put a norm behind attention and MLP of each layer, before the residual is added."""
+    for layer in model.decoder.layers:
+        for part in (layer.self_attention, layer.mlp):
+            part.post_layernorm = RMSNorm(model.config, model.config.hidden_size, model.config.layernorm_epsilon)
+            part.register_forward_hook(_with_norm)
+
+
+def _with_norm(part: Any, inputs: object, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return part.post_layernorm(output[0]), output[1]
+
 
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a pack, on torch SDPA; keys and values gathered under CP.
@@ -73,7 +128,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self._scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] + 1 if windowed and config.window_size else None
         if config.softmax_type == "learnable":
@@ -99,14 +154,14 @@ class PackedAttention(MegatronModule):
         head, sinks_H = query_THD.shape[-1], getattr(self, "softmax_offset", None)
         if sinks_H is not None:
             query_THD, key_TGD, value_TGD = _with_room_for_sinks(query_THD, key_TGD, value_TGD, sinks_H)
-        sink_D = None if sinks_H is None else _sink_key(query_THD, head, self._scale)
+        sink_D = None if sinks_H is None else _sink_key(query_THD, head, self.scale)
         if parallel_state.get_context_parallel_world_size() > 1:
             out_THD = _context_parallel_attention(
-                query_THD, key_TGD, value_TGD, lengths, self._scale, window=self._window, sink_D=sink_D
+                query_THD, key_TGD, value_TGD, lengths, self.scale, window=self._window, sink_D=sink_D
             )
         else:
             out_THD = packed_causal_attention(
-                query_THD, key_TGD, value_TGD, lengths, self._scale, window=self._window, sink_D=sink_D
+                query_THD, key_TGD, value_TGD, lengths, self.scale, window=self._window, sink_D=sink_D
             )
         return out_THD[..., :head].reshape(out_THD.shape[0], -1)
 
@@ -348,10 +403,16 @@ _LATENT_KEYS = {
 
 
 def layer_spec(
-    config: TransformerConfig, *, transformer_engine: bool, virtual_stage: int | None = None
+    config: TransformerConfig,
+    *,
+    transformer_engine: bool,
+    virtual_stage: int | None = None,
+    post_norm: bool = False,
+    whole_qk_norm: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
-    PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them."""
+    PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them. post_norm:
+    there is no norm before attention and MLP. whole_qk_norm: those of queries and keys are over all heads."""
     block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     distinct = {id(spec): spec.submodules for spec in block.layer_specs}.values()
     for submodules in distinct if config.multi_latent_attention else ():
@@ -361,13 +422,13 @@ def layer_spec(
     for submodules in distinct if config.attention_output_gate else ():
         submodules.self_attention.module = GatedAttention
     for submodules in () if transformer_engine else distinct:
-        submodules.input_layernorm = RMSNorm
-        submodules.pre_mlp_layernorm = RMSNorm
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp if post_norm else RMSNorm
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
-            attention.q_layernorm = RMSNorm
-            setattr(attention, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", RMSNorm)
+            attention.q_layernorm = WholeQueryNorm if whole_qk_norm else RMSNorm
+            key_norm = WholeKeyNorm if whole_qk_norm else RMSNorm
+            setattr(attention, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", key_norm)
     if config.linear_attention_freq:
         first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
         block.layer_specs = [

@@ -23,7 +23,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from megatron_daro.actor.megatron import (
 )
 from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, mark_shard
 from megatron_daro.actor.weights import gathered, sends_for_stage, tensor_parallel_place
-from megatron_daro.config.lora import PEFT_PREFIX, WEIGHTS_FILE, LoraSection
+from megatron_daro.config.lora import PEFT_PREFIX, WEIGHTS_FILE, LoraSection, matrix_of
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, shard
 from megatron_daro.convert.parameters import Kind
@@ -94,9 +93,10 @@ class Adapter(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] of this rank."""
         low = F.linear(x, self._joined_a())
-        if self._cut_by_columns:
-            reduce = reduce_scatter_to_sequence_parallel_region if self._sequence else _reduce
-            low = reduce(low)
+        if self._cut_by_columns and self._sequence:
+            low = reduce_scatter_to_sequence_parallel_region(low)
+        elif self._cut_by_columns:
+            low = reduce_from_tensor_model_parallel_region(low)
         elif self._sequence:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         else:
@@ -123,10 +123,6 @@ class Adapter(torch.nn.Module):
         return (self.get_parameter(_B)[:, None] * self._owners[:, :, None]).flatten(1)
 
 
-def _reduce(low: Tensor) -> Tensor:
-    return reduce_from_tensor_model_parallel_region(low)
-
-
 def _owners(rule: TensorRule, chosen: list[int], weight: Tensor) -> Tensor:
     """[out, matrices]: 1 where this rank's row of the weight is of that matrix."""
     owners = weight.detach().new_zeros(weight.shape[0], len(chosen))
@@ -139,11 +135,6 @@ def _owners(rule: TensorRule, chosen: list[int], weight: Tensor) -> Tensor:
             owners[row : row + length, chosen.index(one.source)] = 1
         row += length
     return owners
-
-
-def matrix_of(hf_name: str) -> str:
-    """Return what PEFT calls a matrix: q_proj of model.layers.0.self_attn.q_proj.weight."""
-    return hf_name.split(".")[-2]
 
 
 def _factor(hf_name: str, letter: str) -> str:
@@ -165,8 +156,7 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
     for local in local_parameters(chunks, shape):
         local.parameter.requires_grad_(False)
         local.parameter.is_base = True  # type: ignore[attr-defined]
-        names = {matrix_of(name) for name in local.rule.hf_names if name.count(".") > 1}
-        if local.parameter.dim() == 2 and local.rule.expert is None and names & targets:
+        if local.parameter.dim() == 2 and targets.intersection(map(matrix_of, local.rule.hf_names)):
             layer = layers[id(local.parameter)]
             layer.adapter = Adapter(local, targets, section, sequence=chunks[0].config.sequence_parallel)
             layer.register_forward_hook(_add_adapter)
@@ -199,13 +189,13 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _fill(chunks: Chunks, shape: ModelShape, section: LoraSection, seed: int) -> None:
-    stored = None if section.path is None else _Stored(section.path)
+    stored = None if section.path is None else load_file(section.path / WEIGHTS_FILE)
     for adapter in _adapters(chunks):
         for local in adapter.locals():
             wholes = {}
             for name, dims in zip(local.rule.hf_names, local.rule.hf_shapes, strict=True):
                 if stored is not None and name in adapter.exported:
-                    wholes[name] = stored.take(name, dims)
+                    wholes[name] = _of(stored, name, dims)
                 else:
                     wholes[name] = _drawn(name, dims, seed) if ".lora_A." in name else torch.zeros(dims)
             local.parameter.copy_(shard(local.rule, wholes, *tensor_parallel_place(local.rule)))
@@ -217,33 +207,20 @@ def _drawn(name: str, dims: tuple[int, ...], seed: int) -> Tensor:
     return torch.nn.init.kaiming_uniform_(torch.empty(dims), a=math.sqrt(5), generator=generator)
 
 
-class _Stored:
-    """An adapter in PEFT's files."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path / WEIGHTS_FILE
-        self._tensors: Mapping[str, Tensor] = load_file(self._file)
-
-    def take(self, name: str, dims: tuple[int, ...]) -> Tensor:
-        """Return a tensor by its name without PEFT's prefix. Raises ModelError: it is missing, or of another shape."""
-        tensor = self._tensors.get(PEFT_PREFIX + name)
-        if tensor is None or tuple(tensor.shape) != dims:
-            got = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
-            raise ModelError(
-                f"lora.path: {PEFT_PREFIX}{name} {got} in {self._file}; the model and lora.rank ask for {dims}; name "
-                "an adapter of this model"
-            )
+def _of(stored: Mapping[str, Tensor], name: str, dims: tuple[int, ...]) -> Tensor:
+    """Return what PEFT's file has under this name. Raises ModelError: it is missing, or of another shape."""
+    tensor = stored.get(PEFT_PREFIX + name)
+    if tensor is not None and tuple(tensor.shape) == dims:
         return tensor
+    got = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+    raise ModelError(
+        f"lora.path: {PEFT_PREFIX}{name} {got}; the model and lora.rank ask for {dims}; name an adapter of this model"
+    )
 
 
 def _adapters(chunks: Any) -> Iterator[Adapter]:
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
-
-
-def local_adapters(chunks: Chunks) -> list[LocalParameter]:
-    """Return this rank's adapters with their rules, in forward order; on all ranks of a stage the same order."""
-    return [local for adapter in _adapters(chunks) for local in adapter.locals()]
 
 
 def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Tensor]]:
@@ -293,16 +270,11 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
     replica = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
     names = {parameter: name for name, parameter in chunk.named_parameters()}
     found = {}
-    for local in local_adapters([chunk]):  # type: ignore[list-item]
+    for local in (local for adapter in _adapters([chunk]) for local in adapter.locals()):
         rank, size = tensor_parallel_place(local.rule)
         cut = ((local.rule.dim, rank, size),) if local.rule.is_cut else ()
-        tensor = ShardedTensor.from_rank_offsets(
-            local.rule.megatron_name,
-            local.parameter,
-            *cut,
-            replica_id=(0, 0 if cut else rank, replica),
-        )
-        found[names[local.parameter]] = (
-            apply_swiglu_sharded_factory(tensor, ()) if local.rule.kind == "gate_up" else tensor
-        )
+        place = (0, 0 if cut else rank, replica)
+        tensor = ShardedTensor.from_rank_offsets(local.rule.megatron_name, local.parameter, *cut, replica_id=place)
+        fused = local.rule.kind == "gate_up"
+        found[names[local.parameter]] = apply_swiglu_sharded_factory(tensor, ()) if fused else tensor
     return found

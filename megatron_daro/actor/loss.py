@@ -13,8 +13,8 @@ theirs. Megatron-core rescales in three places, and each is switched off or canc
   3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
 
 Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens of
-this CP rank, J those that are trained (the T of algo/objective.py), D hidden, W numbers that the algorithm learns by
-descending the policy loss (P in algo/algorithm.py).
+this CP rank, J those of them that are trained, all that the objective is asked about; D hidden, W numbers that the
+algorithm learns by descending the policy loss.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ class StepLoss:
             ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
             advantages_T=packed.advantages_T[positions_J],
             mask_T=packed.mask_T[positions_J],
-            segment_T=packed.segment_T[positions_J],
-            num_segments=len(packed),
+            sample_T=packed.sample_T[positions_J],
+            num_samples=len(packed),
             settings=self._settings,
             kl_scales_T=self._kl_scales(packed, positions_J),
-            segment_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
+            sample_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
             gradient_squares=self._measures_gradient,
         )
-        policy = (self._coefficients_N[packed.sample_indices] * objective.segment_losses_M).sum()
+        policy = (self._coefficients_N[packed.sample_indices] * objective.sample_losses_M).sum()
         regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
         self._accumulate(packed, objective, policy.detach(), regularizer.detach())
         loss = (policy + regularizer).to(torch.float32)
@@ -175,15 +175,15 @@ class StepLoss:
         """[J], what the KL of each token is multiplied by; None where all count alike."""
         if self._kl_scales_N is None:
             return None
-        samples_J = packed.segment_T[positions_J].clamp(0, len(packed) - 1)
+        samples_J = packed.sample_T[positions_J].clamp(0, len(packed) - 1)
         return self._kl_scales_N[packed.sample_indices][samples_J]
 
     def _accumulate(
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
     ) -> None:
-        losses_M = objective.segment_losses_M.detach()
+        losses_M = objective.sample_losses_M.detach()
         cells_M = self._cells_N[packed.sample_indices]
-        by_name = {"loss_sums": losses_M, **objective.segment_sums_M}
+        by_name = {"loss_sums": losses_M, **objective.sample_sums_M}
         for name, sums_M in by_name.items():
             self._cell_sums[CELL_SUMS.index(name)].index_add_(0, cells_M, sums_M)
         self._loss_parts += torch.stack([policy, regularizer])

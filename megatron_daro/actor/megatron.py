@@ -53,6 +53,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
@@ -73,6 +74,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GPTModel",
+    "IdentityOp",
     "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",

@@ -28,7 +28,7 @@ from megatron_daro.actor.compat import (
     share_rotary_tables,
     upstream_config,
 )
-from megatron_daro.actor.layers import layer_spec
+from megatron_daro.actor.layers import layer_spec, norm_outputs
 from megatron_daro.actor.linear_attention import GatedDeltaNet
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
@@ -348,7 +348,13 @@ def _bare_chunk(
     with quiet(), gradient_fusion_of_layers(config) as fuse, frozen_expert_biases(config, wanted=biased) as freeze:
         model = kind(
             config,
-            layer_spec(config, transformer_engine=transformer_engine, virtual_stage=virtual_stage),
+            layer_spec(
+                config,
+                transformer_engine=transformer_engine,
+                virtual_stage=virtual_stage,
+                post_norm=shape.post_norm,
+                whole_qk_norm=shape.whole_qk_norm,
+            ),
             vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
@@ -363,6 +369,10 @@ def _bare_chunk(
             parallel_output=True,
         )
         fuse(model)
+    if shape.post_norm:
+        norm_outputs(model)
+    if shape.plain_windows and shape.rope_scaling:
+        _rotate_windows_plainly(model, shape)
     if shape.biases:
         add_biases_of_experts(model)
     if isinstance(shape.rope_scaling, Llama3Scaling):
@@ -471,6 +481,24 @@ def mark_shard(parameter: torch.nn.Parameter, dim: int) -> None:
     marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
     for name, value in marks.items():  # upstream's function for it refuses parameters with a stride
         setattr(parameter, name, value)
+
+
+def _rotate_windows_plainly(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+    """Take the scaling out of layers with a window: its frequencies, and YaRN's factor of the scores (`_set_yarn`)."""
+    rotary = RotaryEmbedding(
+        kv_channels=shape.head_dim,
+        rotary_percent=1.0,
+        rotary_base=shape.rope_theta,
+        use_cpu_initialization=model.config.use_cpu_initialization,
+    )
+
+    def plain(_: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, options | {"rotary_pos_emb": rotary(len(options["rotary_pos_emb"]), packed_seq=True)}
+
+    for layer in model.decoder.layers:
+        if layer.layer_number - 1 in shape.windowed:
+            layer.self_attention.register_forward_pre_hook(plain, with_kwargs=True)
+            layer.self_attention.core_attention.scale = 1 / math.sqrt(shape.head_dim)
 
 
 def _apply_llama3_scaling(rotary: RotaryEmbedding, scaling: Llama3Scaling) -> None:

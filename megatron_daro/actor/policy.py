@@ -158,7 +158,6 @@ class MegatronPolicy:
             self.shape.vocab,
             settings.temperature,
             actor.logprob_chunk_tokens,
-            actor.logprob_chunk_vocab,
             actor.logprob_kernel,
         )
         options = _megatron_options(actor, self.shape)

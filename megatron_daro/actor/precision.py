@@ -22,13 +22,13 @@ from megatron_daro.errors import ConfigError
 def uses_transformer_engine(actor: ActorSection, shape: ModelShape) -> bool:
     """Return whether the layers are Transformer Engine's.
 
-    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32. Its attention with sinks has
-    not been compared with the model's.
+    It has no attention for packed sequences in fp32, and multiplies fp32 matrices as TF32. Its layers with
+    sinks, or with norms after them, were not compared with the model's.
 
     Raises:
         ConfigError: fp8 is asked for, and the recipe cannot run on this rank; with the nearest one that can.
     """
-    available = actor.precision != "fp32" and not shape.sinks and device.has_transformer_engine()
+    available = actor.precision != "fp32" and not shape.local_layers and device.has_transformer_engine()
     if actor.precision == "fp8":
         if why := precision.problem(actor.fp8_recipe, surroundings()):
             raise ConfigError(str(why))
@@ -80,8 +80,8 @@ def remarks(actor: ActorSection, shape: ModelShape, transformer_engine: bool) ->
     if transformer_engine or not torch.cuda.is_available():
         return ()
     why = "it has no packed attention in fp32" if actor.precision == "fp32" else "it cannot be imported there"
-    if shape.sinks and actor.precision != "fp32":
-        why = "its attention with sinks is not known to be the model's"
+    if shape.local_layers and actor.precision != "fp32":
+        why = "its layers are not known to be the model's"
     return (
         f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
         "Python, many times slower; good for tests only",

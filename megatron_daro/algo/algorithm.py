@@ -5,7 +5,7 @@ The totals of the whole optimizer step (bins, trained tokens, rollouts; summed o
 what the algorithm learns, the same on every rank.
 A denominator taken from part of a step would make the loss depend on how the step was split.
 
-Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, P numbers that
+Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, W numbers that
 an algorithm learns by descending the policy loss.
 """
 
@@ -128,7 +128,7 @@ class StepStats:
 
     sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
     of the (absolute) token losses, "advantage_sums" of |A|, and "gradient_squares" of the squared derivatives of token
-    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [P], derivative of
+    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [W], derivative of
     the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean over the trained tokens, nats.
     """
 
@@ -171,9 +171,9 @@ class Algorithm(ABC):
     """Base class of all: an advantage, a filter, and a coefficient per rollout.
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `update` (or
-    `learn`) with the state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have
-    different advantages. Keyword arguments of its own constructor are its options.
+    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
+    state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have different
+    advantages. Keyword arguments of its own constructor are its options.
     """
 
     name: ClassVar[str]
@@ -308,7 +308,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """Return what the sum of a rollout's token losses is multiplied by.
+        """Return what the sum of a rollout's token losses is multiplied by, where bin and length decide it: as nearly
+        every algorithm has it, and all that most other frameworks know of a sample (plugins/ calls it).
 
         Args:
             bins_N: int64 [N], bins of some samples of the step.
@@ -320,7 +321,8 @@ class Algorithm(ABC):
         """
 
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """Return the same for samples of which more is known; this is what the loss calls.
+        """Return the same for samples of which all is known: what the trainer's loss calls. To be overridden where a
+        coefficient needs an advantage, a group's lengths or an environment (`SampleAlgorithm`: where it always does).
 
         Args:
             samples: some of the step. totals: of the whole step.
@@ -337,7 +339,7 @@ class Algorithm(ABC):
             samples, totals: as in `coefficients`.
 
         Returns:
-            float64 [P, N]; the package's algorithms learn nothing that way: P is 0. examples/lab has some that do.
+            float64 [W, N]; the package's algorithms learn nothing that way: W is 0. examples/lab has some that do.
         """
         return torch.zeros(0, len(samples.bins_N), dtype=torch.float64)
 

@@ -4,7 +4,7 @@ Rollout, old and current log-probs -> a weight per token (tis, mis), and the rat
 gspo), for the objective. Each weight comes with the indicator of what it changed.
 A dropped token keeps its place in the denominators, which are fixed before the forward pass.
 
-Shape letters: T packed tokens, M segments (samples of this micro-batch).
+Shape letters: T tokens of this micro-batch, at least those that are trained; M its samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_daro.algo.surrogate import importance_ratio
 
 Correction = Literal["none", "tis", "mis"]
 CorrectionLevel = Literal["token", "sequence"]
-SegmentReduce = Callable[[Tensor], Tensor]
+SampleReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,11 +62,11 @@ def rollout_ratio(
     old_logprobs_T: Tensor,
     rollout_logprobs_T: Tensor,
     mask_T: Tensor,
-    segment_T: Tensor,
-    num_segments: int,
+    sample_T: Tensor,
+    num_samples: int,
     *,
     level: CorrectionLevel = "token",
-    segment_reduce: SegmentReduce | None = None,
+    sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
     """pi_old / pi_rollout: per token, or per sequence as the geometric mean over its trained tokens.
 
@@ -75,17 +75,17 @@ def rollout_ratio(
     Args:
         old_logprobs_T, rollout_logprobs_T: [T], finite where the mask is set.
         mask_T: bool [T], trained tokens.
-        segment_T: int64 [T], which sample a token belongs to, 0..M-1.
-        num_segments: M.
+        sample_T: int64 [T], which sample a token belongs to, 0..M-1.
+        num_samples: M.
         level: "token" or "sequence".
-        segment_reduce: see `segment_mean`.
+        sample_reduce: see `sample_means`.
 
     Returns:
         [T], detached.
     """
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
     if level == "sequence":
-        log_ratio_T = segment_mean(log_ratio_T, mask_T, segment_T, num_segments, segment_reduce)
+        log_ratio_T = sample_means(log_ratio_T, mask_T, sample_T, num_samples, sample_reduce)
     return importance_ratio(log_ratio_T, torch.zeros_like(log_ratio_T))
 
 
@@ -93,83 +93,83 @@ def sequence_log_ratio(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     mask_T: Tensor,
-    segment_T: Tensor,
-    num_segments: int,
-    segment_reduce: SegmentReduce | None = None,
+    sample_T: Tensor,
+    num_samples: int,
+    sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
     """GSPO's log ratio, the sequence's mean of (logprobs - old), repeated on each of its tokens.
 
     Its gradient is routed through each token's own log-prob: value sg[mean] + logprob - sg[logprob]. For a token loss
     f(s_i) summed over the |o_i| tokens of sequence i, the direct form gives d/dlogprob_u = |o_i| f' s_i / |o_i| and
-    this one f' s_i: the same. So no gradient has to cross context-parallel ranks, and `segment_reduce` may be a plain,
+    this one f' s_i: the same. So no gradient has to cross context-parallel ranks, and `sample_reduce` may be a plain,
     non-differentiable all-reduce.
 
     Args:
-        logprobs_T: [T], with gradient; old_logprobs_T: [T]; mask_T: bool [T]; segment_T: int64 [T]; num_segments: M.
-        segment_reduce: see `segment_mean`.
+        logprobs_T: [T], with gradient; old_logprobs_T: [T]; mask_T: bool [T]; sample_T: int64 [T]; num_samples: M.
+        sample_reduce: see `sample_means`.
 
     Returns:
         [T], a log ratio with gradient.
 
     Source: GSPO arXiv 2507.18071, the sequence ratio in the form the paper calls GSPO-token.
     """
-    mean_T = segment_mean((logprobs_T - old_logprobs_T).detach(), mask_T, segment_T, num_segments, segment_reduce)
+    mean_T = sample_means((logprobs_T - old_logprobs_T).detach(), mask_T, sample_T, num_samples, sample_reduce)
     return mean_T + (logprobs_T - logprobs_T.detach())
 
 
-def segment_totals(
+def sample_totals(
     values_T: Tensor,
     mask_T: Tensor,
-    segment_T: Tensor,
-    num_segments: int,
-    segment_reduce: SegmentReduce | None = None,
+    sample_T: Tensor,
+    num_samples: int,
+    sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """Return the sum over each segment's masked tokens, repeated on each of its tokens; detached.
+    """Return the sum over each sample's masked tokens, repeated on each of its tokens; detached.
 
-    Args: see `segment_mean`; `segment_reduce` is called once.
+    Args: see `sample_means`; `sample_reduce` is called once.
     """
-    sums_M = segment_sums(values_T.detach(), mask_T, segment_T, num_segments)
-    sums_M = sums_M if segment_reduce is None else segment_reduce(sums_M)
-    if num_segments == 0:
+    sums_M = sample_sums(values_T.detach(), mask_T, sample_T, num_samples)
+    sums_M = sums_M if sample_reduce is None else sample_reduce(sums_M)
+    if num_samples == 0:
         return torch.zeros_like(values_T)
-    return torch.where(mask_T, sums_M[torch.where(mask_T, segment_T, 0)], 0.0).to(values_T.dtype)
+    return torch.where(mask_T, sums_M[torch.where(mask_T, sample_T, 0)], 0.0).to(values_T.dtype)
 
 
-def segment_mean(
+def sample_means(
     values_T: Tensor,
     mask_T: Tensor,
-    segment_T: Tensor,
-    num_segments: int,
-    segment_reduce: SegmentReduce | None = None,
+    sample_T: Tensor,
+    num_samples: int,
+    sample_reduce: SampleReduce | None = None,
 ) -> Tensor:
-    """Return the mean over each segment's masked tokens, repeated on each of its tokens; detached.
+    """Return the mean over each sample's masked tokens, repeated on each of its tokens; detached.
 
     Args:
-        values_T: [T]; mask_T: bool [T]; segment_T: int64 [T] in 0..M-1 where the mask is set; num_segments: M.
-        segment_reduce: sums a float64 [M] tensor over the ranks that hold parts of the same segments (context
-            parallel), called twice, in the same order on every rank. None: this process holds whole segments.
+        values_T: [T]; mask_T: bool [T]; sample_T: int64 [T] in 0..M-1 where the mask is set; num_samples: M.
+        sample_reduce: sums a float64 [M] tensor over the ranks that hold parts of the same samples (context
+            parallel), called twice, in the same order on every rank. None: this process holds whole samples.
 
     Returns:
-        [T], dtype of the values; 0 for segments without tokens.
+        [T], dtype of the values; 0 for samples without tokens.
     """
-    sums_M = segment_sums(values_T.detach(), mask_T, segment_T, num_segments)
-    counts_M = segment_sums(torch.ones_like(values_T), mask_T, segment_T, num_segments)
-    if segment_reduce is not None:
-        sums_M, counts_M = segment_reduce(sums_M), segment_reduce(counts_M)
-    if num_segments == 0:
+    sums_M = sample_sums(values_T.detach(), mask_T, sample_T, num_samples)
+    counts_M = sample_sums(torch.ones_like(values_T), mask_T, sample_T, num_samples)
+    if sample_reduce is not None:
+        sums_M, counts_M = sample_reduce(sums_M), sample_reduce(counts_M)
+    if num_samples == 0:
         return torch.zeros_like(values_T)
     means_M = (sums_M / counts_M.clamp(min=1)).to(values_T.dtype)
-    return means_M[torch.where(mask_T, segment_T, 0)]
+    return means_M[torch.where(mask_T, sample_T, 0)]
 
 
-def segment_sums(values_T: Tensor, mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
-    """Return the sum over each segment's masked tokens, float64 [M]; gradient flows to the masked tokens only.
+def sample_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    """Return the sum over each sample's masked tokens, float64 [M]; gradient flows to the masked tokens only.
 
     Args:
-        values_T: [T]; mask_T: bool [T]; segment_T: int64 [T], any value where the mask is not set; num_segments: M.
+        values_T: [T]; mask_T: bool [T]; sample_T: int64 [T], any value where the mask is not set; num_samples: M.
     """
-    if num_segments == 0:
+    if num_samples == 0:
         return values_T[:0].to(torch.float64)  # in the graph: a pipeline stage waits for every micro-batch's gradient
-    sums_M = torch.zeros(num_segments, dtype=torch.float64, device=values_T.device)
+    sums_M = torch.zeros(num_samples, dtype=torch.float64, device=values_T.device)
     kept_T = torch.where(mask_T, values_T, 0).to(torch.float64)
-    return sums_M.index_add(0, torch.where(mask_T, segment_T, 0), kept_T)
+    return sums_M.index_add(0, torch.where(mask_T, sample_T, 0), kept_T)

@@ -8,7 +8,7 @@ examples/lab/lab_algorithms.py does both.
 The weights move by an Adam in float64 on the CPU in which every entry has a step count of its own. A bin that is
 absent from a step keeps its moments and its count, so its first step after a pause is as large as it would have been.
 
-Shape letters: K rollouts per prompt, L classes of samples, C cells and P learned numbers, both (K+1) L here, bin by
+Shape letters: K rollouts per prompt, L classes of samples, C cells and W learned numbers, both (K+1) L here, bin by
 bin. Bins 0 and K carry no signal.
 """
 
@@ -316,19 +316,19 @@ class DifficultyWeights:
         self._values = torch.where(masses > 0, moved.clamp(*self._value_bounds()), self._values)
 
     def _per_number(self, values: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of a value per learnt number, [P], and how much of the present cells lies in each, [P]."""
+        """Return the sum of a value per learnt number, [W], and how much of the present cells lies in each, [W]."""
         return values, present.to(torch.float64)
 
     def _per_cell(self, numbers: Tensor) -> Tensor:
-        """Return a learnt number [P] for each cell [C], a copy."""
+        """Return a learnt number [W] for each cell [C], a copy."""
         return numbers.clone()
 
     def _inner(self, values: Tensor) -> Tensor:
-        """Return those learnt numbers, of [P], that ever move."""
+        """Return those learnt numbers, of [W], that ever move."""
         return values[self.num_classes : -self.num_classes]
 
     def _sizes(self) -> tuple[int, int]:
-        """Return C and P."""
+        """Return C and W."""
         cells = (self.rollouts_per_prompt + 1) * self.num_classes
         return cells, cells
 

@@ -9,7 +9,7 @@ weight, SAPO's soft gate, and none at all (REINFORCE); kimi's own is "mirror". C
 that at ratio 1 the loss is -A, as PPO's is, while the gradients are the papers'; so sums of token losses mean the same
 under each. The KL to a reference has three estimators and coefficient 0 by default, as in DAPO and Dr. GRPO.
 
-Shape letters: T packed tokens, M segments (samples of this micro-batch); "..." is any broadcastable shape.
+Shape letters: T tokens of this micro-batch, at least those that are trained; M its samples.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_daro.algo.corrections import (
     Correction,
     CorrectionLevel,
     CorrectionWeights,
-    SegmentReduce,
+    SampleReduce,
     masked_importance_weights,
     rollout_ratio,
-    segment_sums,
-    segment_totals,
+    sample_sums,
+    sample_totals,
     sequence_log_ratio,
     truncated_importance_weights,
 )
@@ -235,8 +235,8 @@ class TokenObjective:
 
     loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
     regularizer_T: kl_coefficient * kl_T (times its scale) - entropy_coefficient * entropy_T; sum it and multiply by
-    `Algorithm.regularizer_coefficient`. segment_losses_M: float64 [M], sum of loss_T per sample, with gradient:
-    multiply by `Algorithm.coefficients`. segment_sums_M: by the names in `algorithm.StepStats.sums`, float64 [M],
+    `Algorithm.regularizer_coefficient`. sample_losses_M: float64 [M], sum of loss_T per sample, with gradient:
+    multiply by `Algorithm.coefficients`. sample_sums_M: by the names in `algorithm.StepStats.sums`, float64 [M],
     detached: sums per sample of |loss_T|, |A| and, where measured, of the squared derivative of loss_T by its log-prob.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
@@ -247,8 +247,8 @@ class TokenObjective:
     kl_T: Tensor
     entropy_T: Tensor
     regularizer_T: Tensor
-    segment_losses_M: Tensor
-    segment_sums_M: dict[str, Tensor]
+    sample_losses_M: Tensor
+    sample_sums_M: dict[str, Tensor]
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
@@ -262,11 +262,11 @@ def token_objective(
     ref_logprobs_T: Tensor | None,
     advantages_T: Tensor,
     mask_T: Tensor,
-    segment_T: Tensor,
-    num_segments: int,
+    sample_T: Tensor,
+    num_samples: int,
     settings: ObjectiveSettings,
     kl_scales_T: Tensor | None = None,
-    segment_reduce: SegmentReduce | None = None,
+    sample_reduce: SampleReduce | None = None,
     gradient_squares: bool = False,
 ) -> TokenObjective:
     """Everything a micro-batch contributes, token by token.
@@ -279,11 +279,11 @@ def token_objective(
         ref_logprobs_T: [T]; None is allowed for kl_coefficient 0.
         advantages_T: [T], each token's own advantage, or its sample's.
         mask_T: [T], true (or 1) where the token is trained.
-        segment_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
-        num_segments: M.
+        sample_T: int64 [T], sample of the token, 0..M-1 (anything where the mask is not set).
+        num_samples: M.
         settings: what is switched on.
         kl_scales_T: [T], what each token's KL is multiplied by before it is averaged over all tokens; None: 1.
-        segment_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
+        sample_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
             passes through it (see `corrections.sequence_log_ratio`). Called by the trust regions "gspo" and
             "mirror" and by sequence-level corrections.
         gradient_squares: whether to measure them; needs log-probs with a gradient.
@@ -295,24 +295,24 @@ def token_objective(
         AlgorithmError: shapes differ, or log-probs that the settings need are missing.
     """
     optional = (entropy_T, old_logprobs_T, rollout_logprobs_T, ref_logprobs_T)
-    _check_shapes(logprobs_T, *optional, advantages_T, mask_T, segment_T, kl_scales_T)
+    _check_shapes(logprobs_T, *optional, advantages_T, mask_T, sample_T, kl_scales_T)
     _check_needed(settings, entropy_T, rollout_logprobs_T, ref_logprobs_T)
     kept_T = mask_T.bool()
-    where = (kept_T, segment_T, num_segments)
+    where = (kept_T, sample_T, num_samples)
     # Selecting inputs, not outputs: a NaN that is multiplied by 0 later is still NaN in value and in gradient.
     logprobs_T, advantages_T = _select(kept_T, logprobs_T), _select(kept_T, advantages_T.detach())
     entropies_T, old_T, rollout_T, reference_T = (None if x is None else _select(kept_T, x) for x in optional)
     old_T = logprobs_T.detach() if old_T is None else old_T.detach()
-    ratio_T = _ratio(settings, logprobs_T, old_T, where, segment_reduce)
+    ratio_T = _ratio(settings, logprobs_T, old_T, where, sample_reduce)
     signal_T = advantages_T
     if settings.trust_region == "mirror":
-        log_ratio_T = segment_totals((logprobs_T - old_T).detach(), *where, segment_reduce)
+        log_ratio_T = sample_totals((logprobs_T - old_T).detach(), *where, sample_reduce)
         signal_T = mirror_weights(advantages_T, log_ratio_T, settings.mirror_tau)
     loss_T, clipped = _surrogate(settings, ratio_T, signal_T)
     sums = {"tokens": kept_T, "ratio": ratio_T, **clipped}
     maxima: dict[str, Tensor] = {}
     if rollout_T is not None:
-        correction = _correction(settings, old_T, rollout_T, where, segment_reduce)
+        correction = _correction(settings, old_T, rollout_T, where, sample_reduce)
         loss_T = loss_T * correction.weight_T
         sums |= {"corrected": correction.changed_T, **_mismatch(old_T, rollout_T)}
         maxima["logprob_abs_diff"] = _masked_max(sums["logprob_abs_diff"], kept_T)
@@ -327,8 +327,8 @@ def token_objective(
         entropy_T=entropies_T,
         regularizer_T=_weighted(settings.kl_coefficient, scaled_kl_T)
         - _weighted(settings.entropy_coefficient, entropies_T),
-        segment_losses_M=segment_sums(loss_T, *where),
-        segment_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
+        sample_losses_M=sample_sums(loss_T, *where),
+        sample_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
         sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
         maxima=maxima,
     )
@@ -350,7 +350,7 @@ def _ratio(
     logprobs_T: Tensor,
     old_T: Tensor,
     where: tuple[Tensor, Tensor, int],
-    segment_reduce: SegmentReduce | None,
+    sample_reduce: SampleReduce | None,
 ) -> Tensor:
     """Return the importance ratio that the trust region looks at: the token's, or its sequence's (gspo)."""
     if settings.trust_region in ("cispo", "mirror", "reinforce"):
@@ -358,7 +358,7 @@ def _ratio(
         return importance_ratio(logprobs_T, old_T).detach() * (logprobs_T - logprobs_T.detach()).exp()
     if settings.trust_region != "gspo":
         return importance_ratio(logprobs_T, old_T)
-    log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, segment_reduce)
+    log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, sample_reduce)
     return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
 
 
@@ -387,7 +387,7 @@ def _measured(
         # Elementwise: a token's loss depends on its own log-prob only (a sequence's ratio is routed through it).
         (slopes_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T, retain_graph=True)
         measured["gradient_squares"] = slopes_T.square()
-    return {name: segment_sums(values_T, *where) for name, values_T in measured.items()}
+    return {name: sample_sums(values_T, *where) for name, values_T in measured.items()}
 
 
 def _correction(
@@ -395,13 +395,13 @@ def _correction(
     old_T: Tensor,
     rollout_T: Tensor,
     where: tuple[Tensor, Tensor, int],
-    segment_reduce: SegmentReduce | None,
+    sample_reduce: SampleReduce | None,
 ) -> CorrectionWeights:
     """Return the factor of each token's loss."""
     if settings.correction == "none":
         return CorrectionWeights(torch.ones_like(old_T), torch.zeros_like(old_T, dtype=torch.bool))
     level = settings.correction_level
-    ratio_T = rollout_ratio(old_T, rollout_T, *where, level=level, segment_reduce=segment_reduce)
+    ratio_T = rollout_ratio(old_T, rollout_T, *where, level=level, sample_reduce=sample_reduce)
     if settings.correction == "tis":
         return truncated_importance_weights(ratio_T, settings.correction_cap)
     return masked_importance_weights(ratio_T, settings.correction_low, settings.correction_high)
@@ -431,7 +431,7 @@ def _check_shapes(logprobs_T: Tensor, *others_T: Tensor | None) -> None:
         "ref_logprobs_T",
         "advantages_T",
         "mask_T",
-        "segment_T",
+        "sample_T",
         "kl_scales_T",
     )
     for name, other_T in zip(names, others_T, strict=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain, tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -48,7 +49,7 @@ def analyze(
     from megatron_daro.plugins.options import read_options
     from megatron_daro.workshop.analyze.columns import Wanted, named_columns
     from megatron_daro.workshop.analyze.dump import infer_rollouts_per_prompt, read_dump
-    from megatron_daro.workshop.analyze.files import files_of
+    from megatron_daro.workshop.analyze.files import files_of, most_sequences
     from megatron_daro.workshop.analyze.rows import open_dump
     from megatron_daro.workshop.analyze.tables import printed, reflection_table
     from megatron_daro.workshop.analyze.views import view_of
@@ -72,6 +73,8 @@ def analyze(
     if rollouts_per_prompt is None:
         typer.echo(f"K = {k}: what most prompts of the first file have (another: --rollouts-per-prompt)")
     _print(recorded, view, unit, tokens_per_gpu_hour)
+    if recorded.turns and (found := most_sequences(files)):
+        _print_sequences(*found)
     if reflection:
         typer.echo("\nAnswers with a word of self-reflection (recheck, reconsider, think again, ...)")
         typer.echo(printed(reflection_table(recorded, [path.name for path in files])))
@@ -81,6 +84,16 @@ def analyze(
 
         write_page(analysis_page(dump, recorded, view, unit, tokens_per_gpu_hour), html, what="page", option="--html")
         typer.echo(html)
+
+
+def _print_sequences(path: Path, rollout: Mapping[str, Any]) -> None:
+    from megatron_daro.observe.table import prose
+    from megatron_daro.workshop.report.conversations import sequences
+
+    place = f"{path.name}, group {rollout['group_id']}, rollout {rollout['index']}"
+    typer.echo(f"\nThe rollout with most sequences ({place}, {'right' if rollout['correct'] else 'wrong'})")
+    for depth, facts in sequences(rollout):
+        typer.echo(prose("  " * depth + ", ".join(facts)))
 
 
 def _print(dump: Dump, view: View, unit: str, tokens_per_gpu_hour: float | None) -> None:

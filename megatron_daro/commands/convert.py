@@ -43,7 +43,9 @@ def convert(
     ] = "",
     merge: Annotated[
         Path | None,
-        typer.Option("--merge", metavar="DIR", help="Add this adapter (PEFT's files) to --hf; writes Hugging Face."),
+        typer.Option(
+            "--merge", metavar="DIR", help="Write --hf with this adapter (PEFT's) added, rounded to its dtype."
+        ),
     ] = None,
     hf_config: Annotated[
         Path | None,
@@ -156,9 +158,7 @@ def _carry_out(plan: Plan, out: Path, *, processes: int, verify: bool) -> None:
     typer.echo(f"{card.source} -> {card.format}")
     for line in card.summary():
         typer.echo(line)
-    typer.echo(
-        f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor with its hashes: {out / 'conversion.json'}"
-    )
+    typer.echo(f"written: {out}, {card.num_bytes / 1e9:.2f} GB; every tensor: {out / 'conversion.json'}")
     for sentence in forward_checks:
         typer.echo(sentence)
 

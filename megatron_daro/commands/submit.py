@@ -48,7 +48,7 @@ def submit(
     from megatron_daro.workshop.slurm.cluster_file import read_cluster_file
     from megatron_daro.workshop.slurm.script import script_of
 
-    site = submission.with_detected_gpu_option(read_cluster_file(cluster))
+    site = read_cluster_file(cluster)
     options = overrides or []
     nodes = submission.nodes_of(resolve(recipe, options), site)
     config, checks = resolve_and_check(recipe, options, submission.hardware_of(site, nodes))

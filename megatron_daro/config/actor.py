@@ -87,9 +87,8 @@ class ActorSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens of a replica's packed micro-batch; >= the longest prompt plus response."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the one tile of logits that exists at a time. Unset: 1,024 on a CPU, 4,096 on a GPU."""
-    logprob_chunk_vocab: int | None = Field(default=None, ge=1)
-    """Columns of that tile. Unset: 2,048 on a CPU, 8,192 on a GPU."""
+    """Tokens of the one tile of logits that exists at a time (of 2,048 columns on a CPU, 8,192 on a GPU). Unset: 1,024
+    on a CPU, 4,096 on a GPU."""
     logprob_kernel: Literal["auto", "torch", "triton"] = "auto"
     """triton: logits stay in the kernel that computes them. auto: so in bf16 on a GPU; on an H200 it is the faster one
     in bf16, and the slower one in fp32."""

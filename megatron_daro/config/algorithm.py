@@ -127,15 +127,13 @@ class LengthRewardSection(Section):
     longest, never above 0 for a wrong one."""
 
     weight: float = Field(default=0.0, ge=0, le=1000)
-    """Factor once it is faded in; 0: off."""
+    """Factor; 0: off."""
     start_step: int = Field(default=0, ge=0)
-    """Optimizer step after which it is faded in."""
-    fade_steps: int = Field(default=1, ge=1)
-    """Optimizer steps over which it rises, linearly."""
+    """Optimizer steps before it begins."""
 
     def weight_at(self, step: int) -> float:
         """Return the factor at an optimizer step (1, 2, ...)."""
-        return self.weight * min(max((step - self.start_step) / self.fade_steps, 0.0), 1.0)
+        return self.weight if step > self.start_step else 0.0
 
 
 class CriticSection(Section):

@@ -12,12 +12,12 @@ from itertools import chain
 
 from megatron_daro.config import precision
 from megatron_daro.config.hardware import THIS_MACHINE, Hardware, detect, hardware_of
-from megatron_daro.config.lora import lora_problems, merging
 from megatron_daro.config.megatron_options import option_problems
 from megatron_daro.config.model_files import megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.rules import advice, algorithm, data, engine, latent, layout, linear, rollout, trainer
+from megatron_daro.config.rules.lora import lora_problems, merging
 from megatron_daro.config.sections import Config
 
 
@@ -138,6 +138,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
                 engine.servers(config),
                 engine.transport(config, hardware),
                 engine.colocate(config),
+                engine.rotary_base(config, shape),
                 engine.fp8_blocks(config, shape, hardware),
                 engine.flash_rl(config, shape, hardware),
                 engine.routing_replay(config, shape),

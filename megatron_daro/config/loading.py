@@ -26,7 +26,6 @@ from megatron_daro.config import yaml_text
 from megatron_daro.config.base import OUT_OF_RANGE, OneOf, Section
 from megatron_daro.config.checks import CheckReport, check
 from megatron_daro.config.hardware import Hardware
-from megatron_daro.config.lora import with_adapter_sync
 from megatron_daro.config.model_files import read_model
 from megatron_daro.config.problems import (
     Problem,
@@ -36,6 +35,7 @@ from megatron_daro.config.problems import (
     nearest_paths,
     show,
 )
+from megatron_daro.config.rules.lora import with_adapter_sync
 from megatron_daro.config.sections import Config
 from megatron_daro.config.yaml_text import apply_overrides
 

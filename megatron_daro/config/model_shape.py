@@ -88,6 +88,8 @@ class YarnScaling:
 
 RopeScaling = Llama3Scaling | YarnScaling
 
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+
 
 _KEYS = names(
     """
@@ -148,6 +150,24 @@ def _section(config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
             "in place of its rope_type, and remove rope_scaling."
         )
     return rope, base
+
+
+def with_rope_of_full_attention(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the configuration of a family whose windows have plain rotary embeddings, with those of the other layers
+    as `rope_parameters`, where these say it by layer type.
+
+    Raises:
+        ModelError: layers with a window are to have a scaling, or another base frequency than the others.
+    """
+    by_type = config.get("rope_parameters")
+    if not isinstance(by_type, Mapping) or not by_type.keys() & set(_LAYER_TYPES):
+        return config
+    windowed, full = (by_type.get(kind) or {} for kind in _LAYER_TYPES)
+    base, default = full.get("rope_theta"), config.get("rope_theta")
+    allowed = {"rope_type": "default", "rope_theta": default if base is None else base}
+    if {**allowed, **windowed} != allowed:
+        raise ModelError(f"{where}: rope_parameters of sliding_attention {dict(windowed)!r}; allowed: {allowed!r}.")
+    return {**config, "rope_parameters": full}
 
 
 def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any], where: str) -> int:
@@ -350,8 +370,10 @@ class ModelShape:
     tokens after the next; they are in the checkpoint after the others, and nothing here computes them. latent: of
     latent attention, where `head_dim` is that of queries and keys. sinks: heads have a logit to which no token belongs.
     biases: all linear layers have one, the router's and the experts' too. window: in `windowed` layers a token sees so
-    many, itself among them. linear: of linear attention; gated: other attention's output is multiplied by a gate.
-    centered_norms: norms multiply by 1 + weight, but that of linear attention.
+    many, itself among them; plain_windows: these do without `rope_scaling`. post_norm: norms come after attention and
+    MLP. whole_qk_norm: those of queries and keys are over all heads at once. linear: of linear attention; gated: other
+    attention's output is multiplied by a gate. centered_norms: norms multiply by 1 + weight, but that of linear
+    attention.
     """
 
     family: str
@@ -378,6 +400,9 @@ class ModelShape:
     biases: bool = False
     window: int = 0
     windowed: tuple[int, ...] = ()
+    plain_windows: bool = False
+    post_norm: bool = False
+    whole_qk_norm: bool = False
     linear: LinearShape | None = None
     gated: bool = False
     centered_norms: bool = False
@@ -391,6 +416,11 @@ class ModelShape:
     def takes_adapters(self) -> bool:
         """Whether there are places for adapters; rules/latent.py and rules/linear.py refuse them otherwise."""
         return self.latent is None and self.linear is None
+
+    @property
+    def local_layers(self) -> bool:
+        """Whether layers are Megatron's local ones on GPUs too: Transformer Engine's were not compared with such."""
+        return self.sinks or self.post_norm
 
     @property
     def value_dim(self) -> int:
@@ -426,7 +456,8 @@ class ModelShape:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * ((2 + self.gated) * query + 2 * key) + (query + 2 * key) * self.qkv_bias
         attention += self.hidden * self.biases + self.heads * self.sinks
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        normed = query + key if self.whole_qk_norm else 2 * self.head_dim
+        norms = 2 * self.hidden + normed * self.qk_norm
         if self.latent:
             queries, kv_rank, value = self.latent.query_rank or 0, self.latent.kv_rank, self.heads * self.latent.value
             attention = queries * (self.hidden + query) if queries else self.hidden * query
@@ -476,9 +507,10 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+    config = with_rope_of_full_attention(config, where) if family.plain_windows else config
     theta, rotary_share, scaling = read_rope(config, where, partial=family.partial_rotary, latent=family.latent)
     latent = _latent(config, heads, kv_heads, where) if family.latent else None
-    windowed = _windowed_layers(config, where) if family.window == "alternating" else ()
+    windowed = _windowed_layers(config, _PERIODS[family.window], where) if family.window in _PERIODS else ()
     return ModelShape(
         family=family.model_type,
         layers=integer(config, "num_hidden_layers", where),
@@ -507,6 +539,9 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         linear=_linear(config, where) if family.linear else None,
         gated="gated_qkv" in family.tensors,
         centered_norms=family.centered_norms,
+        plain_windows=family.plain_windows,
+        post_norm="attention_post_norm" in family.tensors,
+        whole_qk_norm=family.whole_qk_norm,
     )
 
 
@@ -665,7 +700,7 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
-    if family.window == "alternating":
+    if family.window in _PERIODS:
         return []
     allowed = ["full_attention", *(["linear_attention"] if family.linear else [])]
     others = sorted(set(kinds or ()) - set(allowed))
@@ -686,16 +721,20 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
     return [f"sliding-window attention in use, of {show(width)} tokens (allowed: {off})"]
 
 
-def _windowed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Return the layers with a window: those that `layer_types` names, or the first, the third and so on."""
-    names_ = ("sliding_attention", "full_attention")
+_PERIODS = {"alternating": 2, "three_of_four": 4}
+"""Of how many layers the last has no window, where `layer_types` is missing."""
+
+
+def _windowed_layers(config: Mapping[str, Any], period: int, where: str) -> tuple[int, ...]:
+    """Return the layers with a window: those that `layer_types` names, or all but the last of each `period`."""
     layers = integer(config, "num_hidden_layers", where)
-    kinds = config.get("layer_types") or [names_[layer % 2] for layer in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= set(names_):
+    kinds = config.get("layer_types") or [_LAYER_TYPES[(layer + 1) % period == 0] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(_LAYER_TYPES):
         raise ModelError(
-            f"{where}: layer_types must be {' or '.join(names_)} for each of the {layers} layers; got {show(kinds)}."
+            f"{where}: layer_types must be {' or '.join(_LAYER_TYPES)} for each of the {layers} layers; "
+            f"got {show(kinds)}."
         )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == names_[0])
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _LAYER_TYPES[0])
 
 
 def _linear(config: Mapping[str, Any], where: str) -> LinearShape:

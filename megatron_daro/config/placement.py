@@ -120,7 +120,7 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
     if demand.together:
         if total <= max(nodes, default=0):
             return ""
-        why = "all of them on one node, since engine.sglang.sync tensor hands over memory of a node's GPUs"
+        why = "all of them on one node, since this engine.sglang.sync hands over memory of a node's GPUs"
         return f"{demand.text(gpus=gpus)} need {total} {what}, {why}; there are {_listed(nodes)}"
     for size in sorted(demand.sizes(gpus=gpus), reverse=True):
         room = [index for index, free_bytes in enumerate(free) if free_bytes >= size]

@@ -98,18 +98,11 @@ class PrioritisedSection(Section):
 
     by: Literal["failure", "signal", "gaussian"] = "failure"
     """failure: by the recent failure rate f; signal: by 4 f (1 - f), so that hopeless problems come as seldom as
-    solved ones; gaussian: by exp(-((1 - f - center) / width)^2 / 2)."""
-    center: float = Field(default=0.5, ge=0, le=1)
-    """gaussian: pass rate that comes most often."""
-    width: float = Field(default=0.1, ge=1e-3, le=10)
-    """gaussian: standard deviation."""
-    exponent: float = Field(default=1.0, ge=1e-3, le=100)
-    """Power of the failure rate (or signal)."""
+    solved ones; gaussian: by exp(-((f - 0.5) / 0.1)^2 / 2). With each visit of a problem, what was known of it before
+    counts half."""
     floor: float = Field(default=0.1, ge=0, le=1)
     """Priority of a problem that is always solved, relative to 1. 0 (Kimi k1.5's): it comes when all others of a
     batch were drawn."""
-    memory: float = Field(default=1.0, ge=0, le=1e6)
-    """Visits after which an earlier failure rate counts half; 0: only the last visit counts."""
 
 
 class DataSection(Section):
@@ -147,18 +140,21 @@ class DataSection(Section):
     """Held-out sets."""
 
 
+_LONGEST_BLOCK = 64
+"""Tokens of what repeats itself in an answer."""
+
+
 class RepetitionSection(Section):
     """Answers that repeat themselves end there, with finish reason `repetition`."""
 
     tokens: int | None = Field(default=None, ge=8)
-    """An answer ends once its last so many tokens are one block over and over. Unset: off."""
-    period: int = Field(default=64, ge=1)
-    """Most tokens of the block; at most half of `tokens`."""
+    """An answer ends once its last so many tokens are one block over and over, of at most 64 tokens and at most half as
+    many. Unset: off."""
 
     @property
     def looked_for(self) -> tuple[int, int] | None:
-        """Both numbers; None where it is off."""
-        return None if self.tokens is None else (self.tokens, self.period)
+        """Tokens that repeat, and most of the block; None where it is off."""
+        return None if self.tokens is None else (self.tokens, min(_LONGEST_BLOCK, self.tokens // 2))
 
 
 FinishBatch = Literal["all", "enough"]
@@ -248,9 +244,6 @@ class EmbeddedSection(Section):
     """CPU threads per replica. Unset: torch's default."""
     max_restarts: int = Field(default=20, ge=0)
     """Restarts of each replica whose process died."""
-    hung_s: float = Field(default=120.0, ge=1, le=86_400)
-    """Seconds after which a replica whose process neither answers, not even that it lives, nor uses the CPU is killed,
-    and restarted."""
 
 
 CPU_BUCKET_MIB, GPU_BUCKET_MIB = 64, 256
@@ -382,6 +375,8 @@ class EnvironmentSection(Section):
     with several turns."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Program and arguments of kind agent, run once for each rollout."""
+    sandbox: bool = False
+    """Run it where it reaches the endpoint and nothing else, and writes to a folder of its own."""
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor or coroutine; of kind agent: a part
     of the problem that it reads; of verifiers: its configuration beside the taskset's name."""
@@ -469,8 +464,8 @@ class TrainerSection(Section):
     max_replacements: int = Field(default=8, ge=0, le=100_000)
     """Ranks that are replaced within an hour; one more ends the run."""
     hung_rank_s: float = Field(default=120.0, ge=1, le=86_400)
-    """Seconds after which a rank whose process neither answers, not even that it lives, nor uses the CPU is killed and
-    replaced."""
+    """Seconds after which a rank or embedded engine whose process neither answers, not even that it lives, nor uses the
+    CPU is killed; then the rank is replaced, the engine started again."""
 
     @property
     def steps_per_batch(self) -> int:

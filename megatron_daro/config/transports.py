@@ -1,18 +1,19 @@
 """Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
 
 Whatever depends on the transport asks its row: the rules of the configuration, the placement of processes, the start of
-a server and its vetting, the steps of an update. Another one, to which ranks give Hugging Face tensors, needs
+a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
 
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
-  both); config/rules/engine.py (`transport`): what it does not go with, where no fact of a row says it
-* sync/plan.py: what a sender must know, such as where to, as fields of `SendPlan`, since it sees no configuration;
-  engine/sglang/update.py fills them (`prepare`), has servers read what they must fetch, and removes what is left of
-  the update before (`install`)
+  both)
 * its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
-* sync/in_server/: a loader, where SGLang cannot load what arrives by itself
-* for a package that both ends need: engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py
-  refuses a run without it
+* its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
+  things than those of `Buckets`; what the sender must know, which sees no configuration, it puts into
+  `SendPlan.details`
+
+Some need more: a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a
+loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
+engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it.
 
 `shards` is another kind: from rank to rank, by a plan made of both layouts. It has no sender of that table, but what
 asks for `shard_plan`: runtime/preflight.py (is there a plan?), engine/sglang/engine.py (the servers' layout),

@@ -53,9 +53,10 @@ ATTENTION = (
     Parameter("qkv", "self_attention.linear_qkv.weight", "qkv", _QKV),
     Parameter("gated_qkv", "self_attention.linear_qkv.weight", "qkv", (("query_and_gate", "hidden"), *_QKV[1:])),
     Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
-    Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("head",),)),
-    Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("head",),)),
+    Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("normed_query",),)),
+    Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("normed_key",),)),
     ATTENTION_OUTPUT,
+    Parameter("attention_post_norm", "self_attention.post_layernorm.weight", "copy", (("hidden",),)),
     Parameter("attention_output_bias", "self_attention.linear_proj.bias", "copy", (("hidden",),)),
     Parameter("sinks", "self_attention.core_attention.softmax_offset", "rows", (("heads",),)),
 )
@@ -112,6 +113,7 @@ DENSE_MLP = (
     ),
     Parameter("gate_up", "mlp.linear_fc1.weight", "gate_up", (("ffn", "hidden"),) * 2),
     Parameter("down", "mlp.linear_fc2.weight", "columns", (("hidden", "ffn"),)),
+    Parameter("mlp_post_norm", "mlp.post_layernorm.weight", "copy", (("hidden",),)),
 )
 ROUTER = (
     Parameter("mlp_norm", "pre_mlp_layernorm.weight", "copy", (("hidden",),)),
@@ -189,7 +191,8 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         "hidden": shape.hidden,
         "query": shape.heads * shape.head_dim,
         "key": shape.kv_heads * shape.head_dim,
-        "head": shape.head_dim,
+        "normed_query": shape.head_dim * (shape.heads if shape.whole_qk_norm else 1),
+        "normed_key": shape.head_dim * (shape.kv_heads if shape.whole_qk_norm else 1),
         "heads": shape.heads,
         "attended": shape.heads * shape.value_dim,
         "ffn": shape.ffn,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_daro.config.model_shape import ModelShape, read_model_shape, read_rope
+from megatron_daro.config.model_shape import ModelShape, read_model_shape, read_rope, with_rope_of_full_attention
 from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import ExpertKeys
@@ -110,8 +110,9 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     for key, allowed in family.only.items():
         yield key, allowed[0], theirs(key, allowed[0])
     for _ in range(2):  # as AutoConfig leaves it, and as the model's class completes it when it computes frequencies
-        rope = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
-        yield "rope_theta", shape.rope_theta, resolved.rope_parameters.get("rope_theta")
+        rope: dict[str, Any] = {key: theirs(key) for key in ("rope_parameters", "max_position_embeddings")}
+        rope = with_rope_of_full_attention(rope, where) if family.plain_windows else rope
+        yield "rope_theta", shape.rope_theta, rope["rope_parameters"].get("rope_theta")
         ours = (shape.rope_theta, shape.rotary_share, shape.rope_scaling)
         yield "rotary embedding", ours, read_rope(rope, where, partial=family.partial_rotary, latent=family.latent)
         resolved.standardize_rope_params()

@@ -24,8 +24,77 @@ if TYPE_CHECKING:
     from megatron_daro.config.sections import CurriculumSection, PrioritisedSection
 
 
-class PromptSource:
-    """Each prompt once per epoch. Two calls of 3 give what one call of 6 gives."""
+_FIXES = {
+    "order": "resume with the same data.order",
+    "num_prompts": "resume with the same data files, field names and max_prompt_tokens",
+    "fingerprint": "the prompts changed (files, order, template or tokenizer); resume with the same ones",
+    "seed": "resume with the same trainer.seed",
+    "shuffle": "resume with the same data.shuffle",
+    "settings": "resume with the same data.curriculum or data.prioritised, and pass rates in the files",
+}
+"""What of a state must be as it was when it was saved, and how to get there."""
+
+
+class _Order(ABC):
+    """What all orders share: one draw after the other, and a state that goes on exactly."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        if not prompts:
+            raise DataError("data.order: got no prompts; give at least one")
+        if seed < 0:
+            raise DataError(f"data.order: seed must be 0 or more, got {seed}")
+        self._prompts, self._seed = tuple(prompts), seed
+        self._fingerprint = fingerprint(self._prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    @abstractmethod
+    def drawn(self) -> int:
+        """Prompts handed out since the beginning."""
+
+    def next(self, n: int) -> list[Prompt]:
+        """Return the next n prompts. Raises DataError: n is negative."""
+        if n < 0:
+            raise DataError(f"data.order: n must be 0 or more, got {n}")
+        return [self._prompts[self._draw()] for _ in range(n)]
+
+    def observe(self, groups: Sequence[Group]) -> None:  # noqa: B027
+        """Learn what became of groups; nothing where the order does not depend on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, fit for JSON."""
+        return {"seed": self._seed, "num_prompts": len(self), "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken.
+
+        Raises:
+            CheckpointError: prompts, seed, order or its settings differ, or the state is torn. Nothing is changed then.
+        """
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise CheckpointError(
+                f"data cursor: state has fields {sorted(state)}, {sorted(own)} are needed; it is torn, or of another "
+                "data.order"
+            )
+        for name, fix in _FIXES.items():
+            if name in own and state[name] != own[name]:
+                raise CheckpointError(f"data cursor: {name} was {state[name]} when saved and is {own[name]} now; {fix}")
+        self._go_on(state)
+
+    @abstractmethod
+    def _draw(self) -> int:
+        """Return the place of the next prompt, which is drawn now."""
+
+    @abstractmethod
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Take what is left of a state of the same prompts and settings. Raises CheckpointError: it is torn."""
+
+
+class PromptSource(_Order):
+    """Each prompt once per epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first prompt of epoch 0.
@@ -38,18 +107,10 @@ class PromptSource:
         Raises:
             DataError: no prompts, or a negative seed.
         """
-        if not prompts:
-            raise DataError("PromptSource: got no prompts; give at least one")
-        if seed < 0:
-            raise DataError(f"PromptSource: seed must be 0 or more, got {seed}")
-        self._prompts = tuple(prompts)
-        self._seed, self._shuffle = seed, shuffle
-        self._fingerprint = fingerprint(self._prompts)
+        super().__init__(prompts, seed)
+        self._shuffle = shuffle
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     @property
     def epoch(self) -> int:
@@ -58,70 +119,22 @@ class PromptSource:
 
     @property
     def drawn(self) -> int:
-        """Prompts handed out since the beginning."""
+        """See `_Order`."""
         return self._epoch * len(self) + self._position
 
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next n prompts; an epoch that ends on the way is followed by the next one.
-
-        Args:
-            n: 0 or more. Above the number of prompts, some come twice.
-
-        Returns:
-            n prompts.
-
-        Raises:
-            DataError: n is negative.
-        """
-        if n < 0:
-            raise DataError(f"PromptSource.next: n must be 0 or more, got {n}")
-        taken: list[Prompt] = []
-        while len(taken) < n:
-            part = self._order[self._position : self._position + n - len(taken)]
-            taken += [self._prompts[i] for i in part]
-            self._position += len(part)
-            if self._position == len(self):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-        return taken
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Take no notice: the order does not depend on what became of the prompts."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, fit for JSON."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "num_prompts": len(self),
-            "fingerprint": self._fingerprint,
-        }
+        """See `_Order`."""
+        return {**super().state_dict(), "epoch": self._epoch, "position": self._position, "shuffle": self._shuffle}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken.
+    def _draw(self) -> int:
+        place = self._order[self._position]
+        self._position += 1
+        if self._position == len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        return place
 
-        Args:
-            state: from `state_dict` of a source with the same prompts, seed and shuffle.
-
-        Raises:
-            CheckpointError: the prompts, the seed or the shuffle differ, or the state is torn. The source is unchanged.
-        """
-        own = self.state_dict()
-        if set(state) != set(own):
-            raise CheckpointError(
-                f"data cursor: state has fields {sorted(state)}, {sorted(own)} are needed; it is torn"
-            )
-        fixes = {
-            "num_prompts": "resume with the same data files, field names and max_prompt_tokens",
-            "fingerprint": "the prompts changed (files, order, template or tokenizer); resume with the same ones",
-            "seed": "resume with the same trainer.seed",
-            "shuffle": "resume with the same data.shuffle",
-        }
-        for name, fix in fixes.items():
-            if state[name] != own[name]:
-                raise CheckpointError(f"data cursor: {name} was {state[name]} when saved and is {own[name]} now; {fix}")
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         epoch, position = state["epoch"], state["position"]
         if not (type(epoch) is int and type(position) is int and epoch >= 0 and 0 <= position < len(self)):
             raise CheckpointError(f"data cursor: epoch {epoch!r}, position {position!r} of {len(self)} is torn")
@@ -139,7 +152,7 @@ class PromptSource:
 class Mix:
     """Several sources at once: the next prompt is of that which lags most behind its share of the draws."""
 
-    def __init__(self, sources: Mapping[str, PromptSource | _Draws], weights: Mapping[str, float]) -> None:
+    def __init__(self, sources: Mapping[str, _Order], weights: Mapping[str, float]) -> None:
         """Begin each. Args: sources: by the name of their environment. weights: likewise, above 0."""
         total = sum(weights.values())
         self._sources, self._shares = sources, {name: weights[name] / total for name in sources}
@@ -167,7 +180,7 @@ class Mix:
         for name, source in self._sources.items():
             source.load_state_dict(state[name])
 
-    def _behind(self) -> PromptSource | _Draws:
+    def _behind(self) -> _Order:
         drawn = sum(source.drawn for source in self._sources.values()) + 1
         return max(self._sources.items(), key=lambda one: self._shares[one[0]] * drawn - one[1].drawn)[1]
 
@@ -185,81 +198,38 @@ _UNIT = 1 << 20
 _ROUNDING = 1e-9
 
 
-class _Draws(ABC):
-    """What both orders share: one draw after the other, and a state that goes on exactly."""
+class _Draws(_Order):
+    """What both orders of single draws share."""
 
     kind: Literal["curriculum", "prioritised"]
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, settings: Mapping[str, float | str]) -> None:
-        if not prompts:
-            raise DataError(f"data.order={self.kind}: got no prompts; give at least one")
-        self._prompts = tuple(prompts)
-        self._seed = seed
+        super().__init__(prompts, seed)
         self._settings = dict(settings)
-        self._fingerprint = fingerprint(self._prompts)
         self._drawn = 0
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     @property
     def drawn(self) -> int:
-        """Prompts handed out since the beginning."""
+        """See `_Order`."""
         return self._drawn
 
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next n prompts.
-
-        Raises:
-            DataError: n is negative.
-        """
-        if n < 0:
-            raise DataError(f"data.order={self.kind}: n must be 0 or more, got {n}")
-        taken = []
-        for _ in range(n):
-            random = int(np.random.PCG64(np.random.SeedSequence([self._seed, 1, self._drawn])).random_raw())
-            taken.append(self._prompts[self._choose(random)])
-            self._drawn += 1
-        return taken
-
-    @abstractmethod
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Learn what became of groups."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, fit for JSON."""
+        """See `_Order`."""
         return {
+            **super().state_dict(),
             "order": self.kind,
             "drawn": self._drawn,
-            "seed": self._seed,
             "settings": dict(self._settings),
-            "num_prompts": len(self),
-            "fingerprint": self._fingerprint,
             "columns": {name: _packed(column) for name, column in self._columns().items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken.
+    def _draw(self) -> int:
+        random = int(np.random.PCG64(np.random.SeedSequence([self._seed, 1, self._drawn])).random_raw())
+        chosen = self._choose(random)
+        self._drawn += 1
+        return chosen
 
-        Raises:
-            CheckpointError: prompts, seed, order or its settings differ, or the state is torn. Nothing is changed then.
-        """
-        own = self.state_dict()
-        if set(state) != set(own):
-            raise CheckpointError(
-                f"data cursor: state has fields {sorted(state)}, {sorted(own)} are needed; it is torn, or of another "
-                f"data.order than {self.kind}"
-            )
-        fixes = {
-            "order": "resume with the same data.order",
-            "num_prompts": "resume with the same data files, field names and max_prompt_tokens",
-            "fingerprint": "the prompts changed (files, order, template or tokenizer); resume with the same ones",
-            "seed": "resume with the same trainer.seed",
-            "settings": f"resume with the same data.{self.kind}, and pass rates in the files",
-        }
-        for name, fix in fixes.items():
-            if state[name] != own[name]:
-                raise CheckpointError(f"data cursor: {name} was {state[name]} when saved and is {own[name]} now; {fix}")
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         if type(state["drawn"]) is not int or state["drawn"] < 0:
             raise CheckpointError(f"data cursor: {state['drawn']!r} prompts drawn; it is torn")
         columns = {name: _unpacked(name, state["columns"], like) for name, like in self._columns().items()}
@@ -326,9 +296,6 @@ class Curriculum(_Draws):
         """How many prompts can be drawn now: the easiest so many."""
         return min(len(self), self._first + (len(self) - self._first) * self.drawn // self._ramp)
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Take no notice: the order does not depend on what became of the prompts."""
-
     def _choose(self, random: int) -> int:
         candidates = self._by_ease_N[: self.open]
         times = self._times_N[candidates]
@@ -369,18 +336,14 @@ class Prioritised(_Draws):
         self._since_N = np.zeros(len(prompts), np.bool_)
         self._place = {prompt.id: index for index, prompt in enumerate(prompts)}
         self._weights_N = self._weights(self._failure_N)
-        settings = {"by": section.by, "exponent": section.exponent, "floor": section.floor, "memory": section.memory}
-        if section.by == "gaussian":
-            settings |= {"center": section.center, "width": section.width}
-        super().__init__(prompts, seed, settings)
+        super().__init__(prompts, seed, {"by": section.by, "floor": section.floor})
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Learn the pass rates of groups; what was drawn before can be drawn again."""
-        keep = 0.5 ** (1 / self._section.memory) if self._section.memory else 0.0
         for group in groups:
             place = self._place.get(group.prompt.id)
             if place is not None and group.verdicts:
-                self._failure_N[place] = keep * self._failure_N[place] + (1 - keep) * (1 - group.pass_rate)
+                self._failure_N[place] = (self._failure_N[place] + (1 - group.pass_rate)) / 2
         self._since_N[:] = False
         self._weights_N = self._weights(self._failure_N)
 
@@ -391,9 +354,9 @@ class Prioritised(_Draws):
         need_N = {
             "failure": lambda: failure_N,
             "signal": lambda: 4 * failure_N * (1 - failure_N),
-            "gaussian": lambda: np.exp(-(((1 - failure_N - section.center) / section.width) ** 2) / 2),
+            "gaussian": lambda: np.exp(-(((failure_N - 0.5) / 0.1) ** 2) / 2),
         }[section.by]()
-        weights_N = ((section.floor + (1 - section.floor) * need_N**section.exponent) * _UNIT).astype(np.int64)
+        weights_N = ((section.floor + (1 - section.floor) * need_N) * _UNIT).astype(np.int64)
         return np.where((section.floor == 0) & (need_N == 0), 0, np.maximum(1, weights_N))
 
     def _choose(self, random: int) -> int:

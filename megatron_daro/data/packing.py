@@ -32,7 +32,7 @@ class PackedMicroBatch:
     """One micro-batch as position-aligned columns.
 
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
-    every sequence. mask_T float32, 1 where the label is a trained response token. segment_T int64, index into
+    every sequence. mask_T float32, 1 where the label is a trained response token. sample_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
     included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32,
     bins_M int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T,
@@ -47,7 +47,7 @@ class PackedMicroBatch:
     labels_T: Tensor
     positions_T: Tensor
     mask_T: Tensor
-    segment_T: Tensor
+    sample_T: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     sample_indices: Tensor
@@ -79,7 +79,7 @@ class PackedMicroBatch:
         Returns:
             Same dtype, [T].
         """
-        return torch.cat([values_M, values_M.new_zeros(1)])[self.segment_T]  # padding is segment -1: the last
+        return torch.cat([values_M, values_M.new_zeros(1)])[self.sample_T]  # padding is sample -1: the last
 
     @property
     def advantages_T(self) -> Tensor:
@@ -107,7 +107,7 @@ _TOKEN_COLUMNS = (
     "labels_T",
     "positions_T",
     "mask_T",
-    "segment_T",
+    "sample_T",
     "rollout_logprobs_T",
     "old_logprobs_T",
     "ref_logprobs_T",
@@ -123,7 +123,7 @@ def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_paralle
 
     Args:
         tensor_parallel: ranks, at least 1.
-        context_parallel: ranks, at least 1; more than one cuts every segment into 2 * context_parallel chunks.
+        context_parallel: ranks, at least 1; more than one cuts every sequence into 2 * context_parallel chunks.
         sequence_parallel: whether activations are cut over the tensor-parallel ranks along T.
 
     Returns:
@@ -170,12 +170,12 @@ def pack(
     positions_T = _within(padded_G)
 
     token_slots = np.repeat(np.cumsum(padded_C) - padded_C, lengths_C) + _within(lengths_C)
-    segment_T = np.full(total, -1, dtype=np.int64)
-    segment_T[token_slots] = np.repeat(np.arange(len(indices_M)), lengths_M)
+    sample_T = np.full(total, -1, dtype=np.int64)
+    sample_T[token_slots] = np.repeat(np.arange(len(indices_M)), lengths_M)
     tokens_T = np.full(total, pad_token_id, dtype=np.int64)
     tokens_T[token_slots] = batch.tokens_T[_flat_slots(batch.lengths_N, indices_M)]
     labels_T = np.zeros(total, dtype=np.int64)
-    predicts = np.flatnonzero((segment_T[:-1] >= 0) & (segment_T[:-1] == segment_T[1:]) & (positions_T[1:] > 0))
+    predicts = np.flatnonzero((sample_T[:-1] >= 0) & (sample_T[:-1] == sample_T[1:]) & (positions_T[1:] > 0))
     labels_T[predicts] = tokens_T[predicts + 1]
 
     responses_M = lengths_M - prompts_M
@@ -194,7 +194,7 @@ def pack(
         labels_T=torch.from_numpy(labels_T),
         positions_T=torch.from_numpy(positions_T),
         mask_T=mask_T,
-        segment_T=torch.from_numpy(segment_T),
+        sample_T=torch.from_numpy(sample_T),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(padded_G)]).astype(np.int32)),
         max_seqlen=int(padded_G.max()),
         sample_indices=torch.from_numpy(indices_M),
@@ -267,7 +267,7 @@ def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_resp
 def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> PackedMicroBatch:
     """Return the tokens one context-parallel rank computes.
 
-    Each segment is cut into 2 * cp_size equal chunks and rank r holds chunks r and 2 * cp_size - 1 - r, so that causal
+    Each sequence is cut into 2 * cp_size equal chunks and rank r holds chunks r and 2 * cp_size - 1 - r, so that causal
     attention costs every rank the same. cu_seqlens and max_seqlen stay those of the whole pack, as Megatron's thd rope
     and Transformer Engine expect.
 
@@ -280,7 +280,7 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
         A micro-batch with T / cp_size tokens.
 
     Raises:
-        DataError: rank out of range, already sliced, or a segment that cannot be cut.
+        DataError: rank out of range, already sliced, or a sequence that cannot be cut.
 
     Source: chunk order of megatron.core get_batch_on_this_cp_rank and rope_utils._get_thd_freqs_on_this_cp_rank.
     """
@@ -289,7 +289,7 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
     keep = _slice_slots(packed, cp_rank, cp_size)
     columns: dict[str, Any] = {name: getattr(packed, name) for name in _TOKEN_COLUMNS}
     columns = {name: None if column is None else column[keep] for name, column in columns.items()}
-    new_slot_T = torch.full_like(packed.segment_T, -1)
+    new_slot_T = torch.full_like(packed.sample_T, -1)
     new_slot_T[keep] = torch.arange(len(keep), device=keep.device)
     response_slots = new_slot_T[packed.response_slots_P]
     here = response_slots >= 0
@@ -316,7 +316,7 @@ def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor
     lengths_G = packed.cu_seqlens.diff().long()
     if bool((lengths_G % (2 * cp_size)).any()):
         raise DataError(
-            f"context_parallel_slice: segment lengths must be multiples of 2 * cp_size = {2 * cp_size}, got "
+            f"context_parallel_slice: sequence lengths must be multiples of 2 * cp_size = {2 * cp_size}, got "
             f"{lengths_G.tolist()[:8]}; pack with sequence_multiple={2 * cp_size}"
         )
     chunk_T = packed.positions_T // (lengths_G // (2 * cp_size)).repeat_interleave(lengths_G)

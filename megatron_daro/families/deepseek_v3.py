@@ -7,12 +7,12 @@ Source: transformers 5.24, models/deepseek_v3; config.json of deepseek-ai/DeepSe
 from __future__ import annotations
 
 from megatron_daro.families.table import (
+    DEEPSEEK_EXPERTS,
     DENSE_MLP,
     EXPERTS,
     LATENT_ATTENTION,
     OUTSIDE,
     SHARED_EXPERTS,
-    ExpertKeys,
     Family,
 )
 
@@ -38,14 +38,7 @@ FAMILY = Family(
         "topk_group": 4,
         "v_head_dim": 128,
     },
-    experts=ExpertKeys(
-        number=("n_routed_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        normalize="norm_topk_prob",
-        scores="sigmoid",
-        dense="first_k_dense_replace",
-        shared="n_shared_experts",
-    ),
+    experts=DEEPSEEK_EXPERTS,
     loaded_together=("q_down", "kv_down"),
     further_tokens="num_nextn_predict_layers",
     only={

@@ -5,7 +5,7 @@ Source: transformers 5.24, models/glm4_moe.
 
 from __future__ import annotations
 
-from megatron_daro.families.table import DECODER, EXPERTS, QK_NORM, QKV_BIAS, SHARED_EXPERTS, ExpertKeys, Family
+from megatron_daro.families.table import DECODER, DEEPSEEK_EXPERTS, EXPERTS, QK_NORM, QKV_BIAS, SHARED_EXPERTS, Family
 
 FAMILY = Family(
     model_type="glm4_moe",
@@ -28,14 +28,7 @@ FAMILY = Family(
         "topk_group": 1,
         "use_qk_norm": False,
     },
-    experts=ExpertKeys(
-        number=("n_routed_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        normalize="norm_topk_prob",
-        scores="sigmoid",
-        dense="first_k_dense_replace",
-        shared="n_shared_experts",
-    ),
+    experts=DEEPSEEK_EXPERTS,
     switches={"qkv_bias": "attention_bias", "query_norm": "use_qk_norm", "key_norm": "use_qk_norm"},
     partial_rotary=True,
     further_tokens="num_nextn_predict_layers",

@@ -22,6 +22,8 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     attention_output_bias, router_logit_bias,           of families whose linear layers all have biases: all of these
     expert_gate_up_bias (gate, up), expert_down_bias    and qkv_bias
     sinks                                               of each layer: a logit for each head, to which no token belongs
+    attention_post_norm, mlp_post_norm                  in place of attention_norm and mlp_norm, where norms come after
+                                                        attention and MLP, before the residual is added
 
 `Family.switches` is for roles that only some models of a family have.
 """
@@ -55,7 +57,9 @@ class Family:
     transformers assumes for keys that config.json may leave out. window: when the family's layers use sliding-window
     attention, which is refused: where `sliding_window` is given (by_width); with `use_sliding_window` too, in all
     layers (switched) or in those from `max_window_layers` on (switched_from_layer). It is trained of families whose
-    `layer_types` say it layer by layer, where it is missing of every other one from the first on (alternating).
+    `layer_types` say it layer by layer; where that is missing, of every other one from the first on (alternating), or
+    of all but each fourth (three_of_four). plain_windows: layers with a window have plain rotary embeddings whatever
+    scaling the others have. whole_qk_norm: norms of queries and keys are over all heads at once.
     experts: keys of a mixture of experts; None for a dense family. stacked: role -> the tensor that holds those of all
     experts of a layer, [experts, columns, rows], or [experts, rows] of biases, with the rows of gate and up in turns;
     the names of the role itself are then those that its parts have here (convert/stacked.py). switches: role -> the key
@@ -77,7 +81,9 @@ class Family:
     architecture: str
     tensors: Names
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    window: Literal["by_width", "switched", "switched_from_layer", "alternating"] = "by_width"
+    window: Literal["by_width", "switched", "switched_from_layer", "alternating", "three_of_four"] = "by_width"
+    plain_windows: bool = False
+    whole_qk_norm: bool = False
     experts: ExpertKeys | None = None
     stacked: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +144,16 @@ class ExpertKeys:
     shared_width: str = ""
     limit: str = ""
 
+
+DEEPSEEK_EXPERTS = ExpertKeys(
+    number=("n_routed_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    normalize="norm_topk_prob",
+    scores="sigmoid",
+    dense="first_k_dense_replace",
+    shared="n_shared_experts",
+)
+"""DeepSeek-V3's, which GLM-4.5 has too."""
 
 OUTSIDE: Names = {
     "embedding": ("model.embed_tokens.weight",),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal
 
@@ -22,7 +21,7 @@ from rich.text import Text
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.observe.panel import ProgressState, draw_panel, plain_line
 from megatron_daro.observe.phases import Phases
-from megatron_daro.observe.terminal import RunConsole, without_echo_of_ctrl_c
+from megatron_daro.observe.terminal import RunConsole
 
 Mode = Literal["auto", "live", "plain", "off"]
 _logger = logging.getLogger("megatron_daro")
@@ -68,12 +67,10 @@ class Progress:
             active=phases.active if phases else tuple,
         )
         self._live: Live | None = None
-        self._terminal = ExitStack()
 
     def start(self) -> Progress:
         """Start drawing; a second call does nothing."""
         if self.mode == "live" and self._live is None:
-            self._terminal.enter_context(without_echo_of_ctrl_c())
             self._live = Live(
                 get_renderable=lambda: draw_panel(self._state, self._console.width),
                 console=self._console,
@@ -87,7 +84,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-            self._terminal.close()
 
     def resume(self, step: int) -> None:
         """Count from a step that an earlier process of the run has done."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import termios
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -49,23 +47,3 @@ class RunConsole(Console):
                 file=sys.stderr,
                 flush=True,
             )
-
-
-@contextmanager
-def without_echo_of_ctrl_c() -> Iterator[None]:
-    """Keep a terminal from writing `^C` into a live panel, which rich would then redraw a line too low."""
-    try:
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (AttributeError, OSError, ValueError, termios.error):  # closed, or no terminal
-        yield
-        return
-    flags = 3
-    changed = [*before[:flags], before[flags] & ~termios.ECHOCTL, *before[flags + 1 :]]
-    with suppress(termios.error):
-        termios.tcsetattr(terminal, termios.TCSANOW, changed)
-    try:
-        yield
-    finally:
-        with suppress(termios.error):
-            termios.tcsetattr(terminal, termios.TCSANOW, before)

@@ -32,9 +32,8 @@ _COMMON = {
         "thinking did not end; off: the whole response is read.",
     ),
 }
-_RESTATED = Option(bool, False, "reject expressions from the problem's statement.")
 OPTIONS: Mapping[str, Mapping[str, Option]] = {
-    "math": _COMMON | {"refuse_restated": _RESTATED},
+    "math": _COMMON,
     "integer": _COMMON,
     "exact": _COMMON | {"marker": Option(str, "####", "the text before the answer, not empty.")},
 }
@@ -94,7 +93,6 @@ class VerifierSpec:
 
     name: one of VERIFIERS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
     `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
-    refuse_restated: an expression that stands in the statement is no answer (`math` only, needs the statement).
     after_thinking: only what stands behind the thinking is an answer.
     options: keyword arguments of the constructor, module:Class only (`reward.options` of the others are fields here).
     """
@@ -105,7 +103,6 @@ class VerifierSpec:
     incorrect_reward: float = 0.0
     marker: str = "####"
     limits: ScreenLimits = field(default_factory=ScreenLimits)
-    refuse_restated: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     after_thinking: bool = True
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache
 
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
 from megatron_daro.reward.extraction import last_box, trailing_number
@@ -103,10 +102,7 @@ _OPERATORS_OF_VALUES = (
 )
 _NAME_WRAPPER = re.compile(r"\\(?:operatorname|mathop)\*?\s*\{\s*([a-zA-Z]+)\s*\}")
 _COMMAND = re.compile(r"\\(?!pi(?![a-zA-Z]))[a-zA-Z]+")
-_SPAN = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
-_SIDES = re.compile(r"=|<|>|,|;|\\(?:leq?|geq?|lt|gt|neq?|approx|equiv)(?![a-zA-Z])")
 _ORDER = re.compile(r"<|>|\\(?:leq?|geq?|lt|gt)(?![a-zA-Z])")
-_MAX_STATEMENT = 20_000
 
 
 def unevaluated(answer: str, gold: str) -> bool:
@@ -138,30 +134,6 @@ def _unsolved(answer: str, gold: str) -> bool:
 
 def _solved(relation: re.Pattern[str], text: str) -> bool:
     return relation.search(text) is not None and any(map(is_name, relation.split(text)))
-
-
-def restates(answer: str, statement: str) -> bool:
-    """Whether a canonical answer is an expression of the statement: a whole formula, or a side of one.
-
-    Never for a plain number, a word, a choice letter or a lone symbol: those stand in statements by right.
-    """
-    if number(answer) is not None or words(answer) is not None or len(_flat(answer)) < 3:
-        return False
-    return _flat(answer) in _expressions(statement[:_MAX_STATEMENT])
-
-
-@lru_cache(maxsize=256)
-def _expressions(statement: str) -> frozenset[str]:
-    expressions: set[str] = set()
-    for match in _SPAN.finditer(statement):
-        formula = canonical(next(group for group in match.groups() if group is not None))
-        sides = _SIDES.split(formula)
-        expressions |= {_flat(part) for part in (formula, *sides)}
-    return frozenset(expressions)
-
-
-def _flat(text: str) -> str:
-    return re.sub(r"[\s{}]", "", text).rstrip(".,;")
 
 
 def _plain_names(text: str) -> str:
@@ -198,7 +170,7 @@ class MathVerifier:
         Args:
             answer_text: what the model wrote, whole.
             gold: the gold answer, not wrapped.
-            statement: the problem's own text, for `refuse_restated`.
+            statement: not read; verifiers of a user's own have it.
 
         Returns: a verdict, or the pair for `judge`.
         """
@@ -213,12 +185,12 @@ class MathVerifier:
             return self._spec.verdict(same, "match" if same else "too_long")
         if max(len(answer), len(gold)) > QUICK_CHARS:
             return Job(answer, gold)
-        outcome = self._quick(answer, gold, statement)
+        outcome = self._quick(answer, gold)
         return Job(answer, gold) if outcome is None else self._spec.verdict(outcome == "match", outcome)
 
     def judge(self, job: Job) -> Verdict:
         """Decide the rest with math-verify. Raises MemoryError when the process runs out of it."""
-        outcome = self._quick(job.answer, job.gold, "")
+        outcome = self._quick(job.answer, job.gold)
         if outcome is None:
             outcome = compare(*_canonical_pair(job.gold, job.answer), 0)
         return self._spec.verdict(outcome == "match", outcome)
@@ -253,17 +225,14 @@ class MathVerifier:
         boxed = last_box(text)
         return boxed if boxed or self._spec.strict else trailing_number(text)
 
-    def _quick(self, found: str, gold: str, statement: str) -> str | None:
+    def _quick(self, found: str, gold: str) -> str | None:
         """Outcome of an extracted answer where no algebra is needed to know it, else None."""
         too_much = refusal(found, self._spec.limits)
         if too_much is not None:
             return "match" if found.strip() == gold.strip() else too_much
         canonical_gold, answer = _canonical_pair(gold, found)
-        if key(canonical_gold) != key(answer):
-            if self._spec.strict and unevaluated(answer, canonical_gold):
-                return "unevaluated"
-            if self._spec.refuse_restated and restates(answer, statement):
-                return "restated"
+        if self._spec.strict and key(canonical_gold) != key(answer) and unevaluated(answer, canonical_gold):
+            return "unevaluated"
         return quick_equal(canonical_gold, answer)
 
 

@@ -35,6 +35,7 @@ Files, in the order to read them:
     rollouter.py            single answers, and how verdicts are asked for
     environment.py          one conversation of several turns, and what an environment of your own offers
     conversations.py        many of them
+    merged.py               what several engines or environments give, as one stream
     several_environments.py each group to the environment of its problem
     environment_thread.py   the thread of the user's coroutines
     context.py              one sequence of tokens of a conversation, as aligned columns

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -64,16 +65,22 @@ class AgentEndpoint:
     """The server. Its sessions are named by their keys."""
 
     def __init__(
-        self, turns: Turns, warn: Callable[[str], None], max_turn_tokens: int | None, host: str = LOOPBACK
+        self,
+        turns: Turns,
+        warn: Callable[[str], None],
+        max_turn_tokens: int | None,
+        host: str = LOOPBACK,
+        socket: str = "",
     ) -> None:
         """Listen to nothing yet.
 
         Args:
             turns: writes chats as tokens. warn: told of what is sampled otherwise than the run samples.
             max_turn_tokens: of an answer; None: what there is room for. host: where it listens and is reached; on
-                another than loopback every request needs a key.
+                another than loopback every request needs a key. socket: path of one of Unix, where it listens as well.
         """
         self._turns, self._warn, self._most, self._host = turns, warn, max_turn_tokens, host
+        self._socket = socket
         self._sessions: dict[str, AgentSession] = {}
         self._started: asyncio.Future[str] | None = None
         self._runner: web.AppRunner | None = None
@@ -111,6 +118,9 @@ class AgentEndpoint:
                 f"environment.host: got {self._host}, where this machine cannot listen ({error.strerror}); fix: set it "
                 "to an address of the driver's machine"
             ) from error
+        if self._socket:
+            await web.UnixSite(self._runner, self._socket, backlog=1024).start()
+            Path(self._socket).chmod(0o666)  # a sandbox's user is nobody; its folder keeps others out
         named = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{named}:{self._runner.addresses[0][1]}/v1"
 

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_daro.sandbox import descendants, kill_all
+from megatron_daro.errors import SandboxError
+from megatron_daro.sandbox import confined, descendants, exit_status, kill_all
 from megatron_daro.worker_pool.child import Answer, main
 
 _LAST_BYTES = 65536
@@ -27,13 +28,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with (
         tempfile.TemporaryFile() as said,
         tempfile.TemporaryFile() as complained,
+        tempfile.TemporaryFile() as status,
         tempfile.TemporaryDirectory() as folder,
     ):
-        file = Path(folder) / "reward.json"
+        file, command, endpoint = Path(folder) / "reward.json", request["command"], request["endpoint"]
         environment = {**request["environment"], "REWARD_JSON": str(file)}
+        if endpoint:
+            command = confined(command, folder=folder, endpoint=endpoint, status=status.fileno())
+            environment |= {"HOME": folder, "TMPDIR": folder}
         try:
             process = subprocess.Popen(
-                request["command"], stdin=subprocess.PIPE, stdout=said, stderr=complained, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=complained,
+                env=environment,
+                pass_fds=[status.fileno()] if endpoint else (),
             )
         except OSError as error:
             return {"reason": "failed", "error": f"{request['command'][0]}: {error.strerror}"}
@@ -45,10 +55,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 os.waitpid(-1, 0)
         lines, words = _last(said).strip().splitlines(), " ".join(_last(complained).split())
         line, written = lines[-1] if lines else "", None
-        if file.is_file():
+        if file.is_file() and not file.is_symlink():
             with file.open("rb") as stream:
                 written = stream.read(_LAST_BYTES).decode(errors="replace")
-    return {"reason": "ok", "status": process.returncode, "line": line, "file": written, "said": words[-_SHOWN:]}
+        try:
+            ended = exit_status(_last(status)) if endpoint else process.returncode
+        except SandboxError as error:
+            return {"reason": "failed", "error": str(error)}
+    return {"reason": "ok", "status": ended, "line": line, "file": written, "said": words[-_SHOWN:]}
 
 
 def _last(file: IO[bytes]) -> str:

@@ -20,6 +20,7 @@ from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout.agent_endpoint import AgentEndpoint
 from megatron_daro.rollout.environment import Conversation
 from megatron_daro.rollout.stepping import StepFailedError
+from megatron_daro.sandbox import AGENT_PORT
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
@@ -124,9 +125,9 @@ def agent_pool(section: EnvironmentSection, workers: int, correct_reward: float 
 class CommandAgents:
     """Agents that are commands, or tasks of the package verifiers, `environment.workers` at once."""
 
-    def __init__(self, section: EnvironmentSection, correct_reward: float = 1.0) -> None:
-        """Start nothing."""
-        self._section = section
+    def __init__(self, section: EnvironmentSection, correct_reward: float = 1.0, socket: str = "") -> None:
+        """Start nothing. socket: of the endpoint, for agents in a sandbox."""
+        self._section, self._socket = section, socket
         self._pool = agent_pool(section, section.workers, correct_reward)
         self._places = asyncio.Semaphore(section.workers)
         self._started: asyncio.Future[None] | None = None
@@ -140,9 +141,10 @@ class CommandAgents:
             reply = await self._pool.ask(
                 {
                     "command": list(self._section.command),
+                    "endpoint": self._socket,
                     "environment": {
                         **os.environ,
-                        "OPENAI_BASE_URL": base_url,
+                        "OPENAI_BASE_URL": f"http://127.0.0.1:{AGENT_PORT}/v1" if self._socket else base_url,
                         "OPENAI_API_KEY": key,
                         **_direct(self._section.host),
                     },

@@ -25,7 +25,7 @@ from megatron_daro.errors import DaroError
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, mark_as_seen
-from megatron_daro.rollout.groups_under_way import Pending, UnfinishedGroup, admit
+from megatron_daro.rollout.groups_under_way import GroupInFlight, UnfinishedGroup, admit
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
@@ -63,18 +63,18 @@ class _Flight:
     """What is in flight of one batch.
 
     to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
-    that each generates. arrivals: a call that has ended, or None: an answer came in. unfinished: groups that were set
-    aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the last attempt. rounds: times that
-    groups were begun; with finish_batch "all" each is a round. admitted: prompts so far. stopping: nothing more is
-    asked of the engine.
+    that each generates. arrivals: a call that has ended, or None: the rollouts of one group of a call of several came
+    in. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the
+    last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is asked
+    of the engine.
     """
 
     to_resume: deque[UnfinishedGroup]
-    calls: dict[asyncio.Task[None], dict[int, Pending]] = field(default_factory=dict)
+    calls: dict[asyncio.Task[None], dict[int, GroupInFlight]] = field(default_factory=dict)
     arrivals: asyncio.Queue[asyncio.Task[None] | None] = field(default_factory=asyncio.Queue)
-    unfinished: dict[int, Pending] = field(default_factory=dict)
+    unfinished: list[UnfinishedGroup] = field(default_factory=list)
     incomplete: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    rounds: int = 0
+    times_begun: int = 0
     admitted: int = 0
     stopping: bool = False
 
@@ -121,14 +121,13 @@ class BatchFiller:
                     self._take_groups(batch, flight, call)
                     await self._begin_groups(batch, flight)
             if flight.calls:
-                await self._abort_unfinished(batch, flight)
+                await self._abort_in_flight(batch, flight)
         finally:
             await self._end(flight)
         batch.rounds += self._rounds_of(flight)
         self._keep_rate = self._rate_of(batch)
         self._warn_incomplete(flight)
-        kept = [*flight.to_resume, *(entry.kept(i) for i, entry in flight.unfinished.items())]
-        return tuple(sorted(kept, key=lambda group: group.group_id))
+        return tuple(sorted((*flight.to_resume, *flight.unfinished), key=lambda group: group.group_id))
 
     # Decisions: these, `may_leave_unfinished` and nothing else depend on how the batch is filled.
 
@@ -145,11 +144,11 @@ class BatchFiller:
     def _groups_wanted(self, batch: BatchSoFar, flight: _Flight) -> int:
         """Groups to begin now, beside those in flight: as many as the missing ones are likely to need, given how many
         the filter keeps."""
-        # What is set aside will be in a later batch: more prompts in its place would only wait as well.
+        # An unfinished group will be in a later batch: a prompt in its place would only wait as well.
         missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
         if missing <= 0:
             return 0
-        if self._in_rounds and (flight.calls or flight.rounds > self._section.max_refill_rounds):
+        if self._in_rounds and (flight.calls or flight.times_begun > self._section.max_refill_rounds):
             return 0
         return math.ceil(missing * self._section.oversampling / self._rate_of(batch)) - len(flight.calls)
 
@@ -164,13 +163,13 @@ class BatchFiller:
         """Share of groups that the filter keeps; in rounds a function of this batch alone."""
         return batch.keep_rate() if self._in_rounds else batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
 
-    def _in_calls(self, groups: dict[int, Pending]) -> list[dict[int, Pending]]:
+    def _in_calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
         """Which groups are asked of the engine together."""
         return [groups] if self._in_rounds else [{i: entry} for i, entry in groups.items()]
 
     def _rounds_of(self, flight: _Flight) -> int:
         """How many rounds of prompts it took so far, as metrics and messages tell."""
-        return flight.rounds if self._in_rounds else math.ceil(flight.admitted / self._section.prompts_requested)
+        return flight.times_begun if self._in_rounds else math.ceil(flight.admitted / self._section.prompts_requested)
 
     # Acting on them.
 
@@ -179,14 +178,14 @@ class BatchFiller:
         wanted = self._groups_wanted(batch, flight)
         if wanted <= 0:
             return
-        flight.rounds += 1
-        groups: dict[int, Pending] = {}
+        flight.times_begun += 1
+        groups: dict[int, GroupInFlight] = {}
         segments = self._section.segment_tokens is not None  # then all go on, beside new ones
         while flight.to_resume and (segments or wanted > 0):
             group = flight.to_resume.popleft()
             self._context.ledger.resume(group.group_id)
             self._context.collector.counters.groups_resumed += 1
-            groups[group.group_id] = group.pending()
+            groups[group.group_id] = group.in_flight()
             wanted -= not segments
         count = int(min(wanted, self._prompts_allowed(flight)))
         if count > 0:
@@ -199,7 +198,7 @@ class BatchFiller:
             if len(flight.calls) % _BURST == 0:
                 await asyncio.sleep(0)
 
-    async def _generate(self, flight: _Flight, groups: dict[int, Pending]) -> None:
+    async def _generate(self, flight: _Flight, groups: dict[int, GroupInFlight]) -> None:
         """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
         for attempt in range(_MAX_ATTEMPTS):
             wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
@@ -211,7 +210,9 @@ class BatchFiller:
             requests = [self._context.collector.request(i, entry) for i, entry in wanted.items()]
             await self._attempt(flight, requests, groups)
 
-    async def _attempt(self, flight: _Flight, requests: Sequence[GroupRequest], groups: dict[int, Pending]) -> None:
+    async def _attempt(
+        self, flight: _Flight, requests: Sequence[GroupRequest], groups: dict[int, GroupInFlight]
+    ) -> None:
         """One call of the engine; answers are verified while others are still generated."""
         collector = self._context.collector
         iterator = self._context.rollouter.generate(requests)
@@ -231,7 +232,7 @@ class BatchFiller:
             await collector.close(iterator)
 
     async def _next_arrival(self, flight: _Flight) -> asyncio.Task[None] | None:
-        """Wait for an answer (None) or the end of a call."""
+        """Wait for the end of a call, or for all rollouts of one of its groups (None)."""
         what = f"the engine, with {len(flight.calls)} calls in flight"
         return await self._context.deadlines.within("generate", flight.arrivals.get(), what=what)
 
@@ -243,20 +244,20 @@ class BatchFiller:
         for group_id, entry in sorted(groups.items()):
             missing = entry.missing(self._size)
             aborted = flight.stopping and (missing or entry.unscored)
-            if aborted or entry.waits(self._size):
+            if aborted or entry.is_set_aside(self._size):
                 self._context.collector.counters.groups_aborted += bool(aborted)
-                flight.unfinished[group_id] = entry
+                flight.unfinished.append(entry.unfinished(group_id))
                 continue
             if missing:
                 flight.incomplete.append((group_id, missing))
-                self._context.collector.discard(entry.kept(group_id))
+                self._context.collector.discard(entry.unfinished(group_id))
             batch.classify(entry.group(group_id), not missing)
 
-    async def _abort_unfinished(self, batch: BatchSoFar, flight: _Flight) -> None:
+    async def _abort_in_flight(self, batch: BatchSoFar, flight: _Flight) -> None:
         """Abort what is in flight, since the batch is complete. Groups that were about to end are surplus."""
         flight.stopping = True
         ids, deadlines = flight.group_ids(), self._context.deadlines
-        await deadlines.within("abort", self._context.rollouter.abort(ids), what=f"{len(ids)} unfinished groups")
+        await deadlines.within("abort", self._context.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
         if scoring:  # All that is left of it is verification, which has its own deadline.

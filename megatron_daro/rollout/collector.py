@@ -1,6 +1,6 @@
 """Where answers of an engine come in: which of them count, what they are worth, what was generated for nothing.
 
-GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in the Pending groups. It refuses answers that were
+GroupRequest -> engine -> RolloutCollector -> rollouts and verdicts in groups in flight. It refuses answers that were
 not asked for, that come late or twice, and those whose columns do not fit; it decides nothing about groups.
 """
 
@@ -15,7 +15,7 @@ from megatron_daro.data.batch import ALIGNED, misaligned_columns
 from megatron_daro.data.templates import Template, verified_text
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.deadlines import Deadlines
-from megatron_daro.rollout.groups_under_way import Pending, UnfinishedGroup
+from megatron_daro.rollout.groups_under_way import GroupInFlight, UnfinishedGroup
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
@@ -84,7 +84,7 @@ class RolloutCollector:
         self._segment = segment_tokens
         self._template, self._opens_thinking = template, opens_thinking
 
-    def request(self, group_id: int, entry: Pending) -> GroupRequest:
+    def request(self, group_id: int, entry: GroupInFlight) -> GroupRequest:
         """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
         wanted = entry.wanted(self.rollouts_per_prompt)
         return GroupRequest(
@@ -97,14 +97,14 @@ class RolloutCollector:
             limits=self._limits(entry, wanted),
         )
 
-    def _limits(self, entry: Pending, indices: Sequence[int]) -> dict[int, int]:
+    def _limits(self, entry: GroupInFlight, indices: Sequence[int]) -> dict[int, int]:
         """Return how long each rollout may be when this batch ends, where that is shorter than any may be."""
         if self._segment is None:
             return {}
-        ends = {i: entry.begun.get(i, 0) + self._segment for i in indices}
+        ends = {i: entry.tokens_before.get(i, 0) + self._segment for i in indices}
         return {i: end for i, end in ends.items() if end < self._sampling.max_new_tokens}
 
-    def accept(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> list[Rollout]:
+    def accept(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> list[Rollout]:
         """Put into the groups what counts: of the current attempt and asked for, each index once.
 
         Returns:
@@ -118,7 +118,7 @@ class RolloutCollector:
         for rollout in rollouts:
             if not self._ledger.accepts(rollout.group_id, rollout.attempt):
                 continue
-            entry, aborted = pending.get(rollout.group_id), rollout.finish_reason == "abort"
+            entry, aborted = groups.get(rollout.group_id), rollout.finish_reason == "abort"
             if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
                 if not aborted:
                     self._ledger.refuse()
@@ -142,17 +142,17 @@ class RolloutCollector:
         short = rollout.response_length < self._sampling.max_new_tokens
         return self._segment is not None and rollout.finish_reason == "length" and short
 
-    async def score(self, rollouts: Sequence[Rollout], pending: Mapping[int, Pending]) -> None:
+    async def score(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
         if not rollouts:
             return
-        answers = [(self._verified(rollout), pending[rollout.group_id].prompt) for rollout in rollouts]
+        answers = [(self._verified(rollout), groups[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
                 "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
             )
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            pending[rollout.group_id].verdicts[rollout.index] = verdict
+            groups[rollout.group_id].verdicts[rollout.index] = verdict
 
     def _verified(self, rollout: Rollout) -> Rollout:
         """Return a rollout with the text that the verifier reads."""
@@ -173,12 +173,12 @@ class RolloutCollector:
         """Count the tokens of a group that will not be finished."""
         self.counters.aborted_tokens += group.response_tokens
 
-    def _hold(self, rollout: Rollout, entry: Pending) -> None:
-        """Keep what an abort left, if one can go on from there."""
+    def _hold(self, rollout: Rollout, entry: GroupInFlight) -> None:
+        """Keep what an abort left, if one can go on from there: of a conversation the environment's part is lost."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
         room = self._sampling.max_new_tokens - rollout.response_length
-        if self._rollouter.continues_partial and rollout.response_length and room > 0:
+        if not rollout.turns and rollout.response_length and room > 0:
             entry.partial[rollout.index] = rollout
         else:
             self.counters.aborted_tokens += rollout.generated_length

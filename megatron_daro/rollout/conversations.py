@@ -133,8 +133,6 @@ async def _guarded(work: Coroutine[Any, Any, Rollout]) -> Rollout:
 class Conversations:
     """The Rollouter of an environment of the user's own."""
 
-    continues_partial = False
-
     def __init__(
         self,
         section: EnvironmentSection,

@@ -166,6 +166,8 @@ def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, fl
 
 
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+Line = Callable[[Mapping[str, float]], None]
+"""Writes one line of metrics, given those of an evaluation."""
 
 
 class Evaluations:
@@ -190,9 +192,9 @@ class Evaluations:
         self._every, self._steps = (section.eval_every_steps, section.steps) if section else (0, 0)
         self._evaluate = evaluate if self._every else None
         self._beside, self._phases, self._deadlines = beside, phases or Phases(), deadlines or Deadlines()
-        self._task: asyncio.Task[Mapping[str, float]] | None = None
-        self._metrics: dict[str, float] = {}
-        self._held: list[Callable[[], None]] = []
+        self._task: asyncio.Task[dict[int, Mapping[str, float]]] | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._held: list[tuple[int, Line]] = []
 
     def due(self, before: int, step: int) -> bool:
         """Whether one belongs between these steps: every `every` steps, before the first and after the last."""
@@ -200,22 +202,21 @@ class Evaluations:
             return False
         return step == 0 or step // self._every > before // self._every or step >= self._steps
 
-    async def run(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Evaluate into `metrics`, for a line that `write` writes, and return them. Beside generation it only begins
-        here, and puts its numbers into that very dict when it has ended."""
+    async def run(self, step: int) -> None:
+        """Evaluate the weights of this step, whose line gets the numbers. Beside generation it only begins here."""
         if not self._beside:
-            metrics |= await self._measured(step)
-            return metrics
+            self._metrics = await self._measured(step)
+            return
         assert self._task is None, "the one before was waited for"
-        self._task, self._metrics = asyncio.ensure_future(self._measured(step)), metrics
-        return metrics
+        self._task = asyncio.ensure_future(self._measured(step))
 
-    def write(self, line: Callable[[], None]) -> None:
-        """Write a line of metrics now, or after the evaluation that is under way."""
+    def write(self, step: int, line: Line) -> None:
+        """Write the line of a step, with the numbers of its evaluation if it has one: now, or after the evaluation
+        that is under way."""
         if self._task is None:
-            line()
+            line(self._metrics.pop(step, {}))
         else:
-            self._held.append(line)
+            self._held.append((step, line))
 
     def cancel(self) -> None:
         """End the one under way without a result; `ended` still writes the lines."""
@@ -230,13 +231,12 @@ class Evaluations:
         await asyncio.wait({task})
         self._task = None
         held, self._held = self._held, []
-        if not task.cancelled():
-            self._metrics.update(task.result())
-        for line in held:
-            line()
+        self._metrics = {} if task.cancelled() else task.result()
+        for step, line in held:
+            self.write(step, line)
 
-    async def _measured(self, step: int) -> Mapping[str, float]:
+    async def _measured(self, step: int) -> dict[int, Mapping[str, float]]:
         assert self._evaluate is not None, "it is due"
         what = f"step {step}" if step else "before training"
         with self._phases.measure("evaluate"):
-            return await self._deadlines.within("evaluate", self._evaluate(step), what=what)
+            return {step: await self._deadlines.within("evaluate", self._evaluate(step), what=what)}

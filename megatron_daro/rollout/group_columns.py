@@ -106,11 +106,11 @@ WRITER_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedGroup:
-    """A group with what became of it; None while it still waits. unfinished: rollouts without a verdict."""
+    """A group with what became of it; None while it still waits. partial: rollouts without a verdict."""
 
     group: Group
     used: Outcome | None = None
-    unfinished: tuple[Rollout, ...] = ()
+    partial: tuple[Rollout, ...] = ()
 
 
 def blocks(
@@ -121,7 +121,7 @@ def blocks(
     tokens = 0
     for entry in groups:
         waiting.append(entry)
-        tokens += sum(r.response_length for r in (*entry.group.rollouts, *entry.unfinished))
+        tokens += sum(r.response_length for r in (*entry.group.rollouts, *entry.partial))
         if tokens >= block_tokens:
             yield encode(waiting, run_dir)
             waiting, tokens = [], 0
@@ -138,7 +138,7 @@ def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.R
     rows: list[tuple[RecordedGroup, Rollout | None, Verdict | None]] = []
     for entry in groups:
         finished = zip(entry.group.rollouts, entry.group.verdicts, strict=True)
-        own = [(entry, r, v) for r, v in finished] + [(entry, r, None) for r in entry.unfinished]
+        own = [(entry, r, v) for r, v in finished] + [(entry, r, None) for r in entry.partial]
         rows += own or [(entry, None, None)]
     prompts = [entry.group.prompt for entry, _, _ in rows]
     rollouts = [rollout for _, rollout, _ in rows]

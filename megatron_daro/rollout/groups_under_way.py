@@ -1,8 +1,19 @@
-"""Groups that are not complete: while they are generated (Pending), and between two batches (UnfinishedGroup).
+"""Groups that are not complete: in flight, or unfinished between two batches. The states of a group:
 
-`BatchFiller` admits prompts as Pending; answers and verdicts are put into them; a group that is still unfinished when
-its batch is complete is kept as an UnfinishedGroup, in checkpoints too, and goes on in the next batch. Recorded groups
-that contradict themselves are refused.
+    state        held by                                          ends as
+    in flight    GroupInFlight in the filler's `calls`            kept, filtered, dropped, or unfinished
+    unfinished   UnfinishedGroup in the filler, then the          in flight again in the next batch; dropped where it
+                 sampler and its Snapshot                         is too old by then
+    kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
+    surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped where it is too old by
+                 the target of its batch                          then, or always without rollout.keep_surplus
+    trained, filtered, dropped: the ledger's outcomes, for ever. Until then a group is outstanding.
+
+Unfinished and surplus groups together are those that wait for the next batch: checkpoints hold them (RecordedGroup).
+A rollout of a group is finished, or partial: with the tokens that it had when it was aborted, or when it was set aside
+because it got all that one batch gives it (rollout.segment_tokens).
+
+Recorded groups that contradict themselves are refused.
 """
 
 from __future__ import annotations
@@ -17,11 +28,11 @@ from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 
 @dataclass(slots=True)
-class Pending:
+class GroupInFlight:
     """A group that is being completed.
 
-    rollouts: finished ones by index. verdicts: of those that were verified. partial: by index, what an abort left of an
-    unfinished one. begun: by index, tokens that were there when the batch began. set_aside: those that have got all
+    rollouts: finished ones by index. verdicts: of those that were verified. partial: the partial ones by index.
+    tokens_before: by index, response tokens that were there when the batch began. set_aside: indices that have got all
     that this batch gives them.
     """
 
@@ -29,7 +40,7 @@ class Pending:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     partial: dict[int, Rollout] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
+    tokens_before: dict[int, int] = field(default_factory=dict)
     set_aside: set[int] = field(default_factory=set)
 
     def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
@@ -40,7 +51,7 @@ class Pending:
         """Return those of them that this batch goes on with."""
         return tuple(i for i in self.missing(rollouts_per_prompt) if i not in self.set_aside)
 
-    def waits(self, rollouts_per_prompt: int) -> bool:
+    def is_set_aside(self, rollouts_per_prompt: int) -> bool:
         """Whether all that is missing is set aside."""
         return bool(self.set_aside) and not self.wanted(rollouts_per_prompt)
 
@@ -59,8 +70,8 @@ class Pending:
             tuple(self.verdicts[i] for i in order),
         )
 
-    def kept(self, group_id: int) -> UnfinishedGroup:
-        """Return what to keep of it while nobody works on it."""
+    def unfinished(self, group_id: int) -> UnfinishedGroup:
+        """Return what is left of it when its batch ends."""
         return UnfinishedGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
 
 
@@ -68,11 +79,11 @@ class Pending:
 class UnfinishedGroup:
     """A group between two batches: the one before left it unfinished, the next goes on with it.
 
-    finished: the finished rollouts with their verdicts, maybe none. unfinished: the others that have tokens, by index.
+    finished: the finished rollouts with their verdicts, maybe none. partial: the others that have tokens, by index.
     """
 
     finished: Group
-    unfinished: tuple[Rollout, ...] = ()
+    partial: tuple[Rollout, ...] = ()
 
     @property
     def group_id(self) -> int:
@@ -82,32 +93,32 @@ class UnfinishedGroup:
     @property
     def weight_version(self) -> int | None:
         """The oldest policy version that produced a token of it; None: it has no token."""
-        return min((r.weight_version for r in (*self.finished.rollouts, *self.unfinished)), default=None)
+        return min((r.weight_version for r in (*self.finished.rollouts, *self.partial)), default=None)
 
     @property
     def response_tokens(self) -> int:
         """Generated tokens so far."""
-        return sum(r.generated_length for r in (*self.finished.rollouts, *self.unfinished))
+        return sum(r.generated_length for r in (*self.finished.rollouts, *self.partial))
 
-    def pending(self) -> Pending:
+    def in_flight(self) -> GroupInFlight:
         """Return the same, to be completed."""
         group = self.finished
-        return Pending(
+        return GroupInFlight(
             group.prompt,
             rollouts={r.index: r for r in group.rollouts},
             verdicts={r.index: v for r, v in zip(group.rollouts, group.verdicts, strict=True)},
-            partial={r.index: r for r in self.unfinished},
-            begun={r.index: r.response_length for r in self.unfinished},
+            partial={r.index: r for r in self.partial},
+            tokens_before={r.index: r.response_length for r in self.partial},
         )
 
     def to_record(self) -> RecordedGroup:
         """As a checkpoint holds it; `from_record` gives exactly the same group back."""
-        return RecordedGroup(self.finished, None, self.unfinished)
+        return RecordedGroup(self.finished, None, self.partial)
 
     @classmethod
     def from_record(cls, record: RecordedGroup, rollouts_per_prompt: int) -> UnfinishedGroup:
         """Return the inverse of `to_record`. Raises ValueError where the rollouts contradict each other."""
-        finished, rollouts = record.group, record.unfinished
+        finished, rollouts = record.group, record.partial
         indices = [r.index for r in (*finished.rollouts, *rollouts)]
         allowed = range(rollouts_per_prompt)
         if len(finished.rollouts) == len(allowed) or len({*indices}) < len(indices) or not {*indices} <= {*allowed}:
@@ -122,10 +133,10 @@ class UnfinishedGroup:
         return cls(finished, rollouts)
 
 
-def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, Pending]:
+def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, GroupInFlight]:
     """Return new groups of the next `count` prompts, by id; they are in the books. Raises DataError if prompts run
     out."""
     prompts = source.next(count)
     if len(prompts) != count:
         raise DataError(f"the prompt source gave {len(prompts)} prompts instead of {count}; it must not end")
-    return {i: Pending(prompt) for i, prompt in zip(ledger.admit(count), prompts, strict=True)}
+    return {i: GroupInFlight(prompt) for i, prompt in zip(ledger.admit(count), prompts, strict=True)}

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_daro.config.sections import EnvironmentSection
-from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.errors import ConfigError, RolloutError, SandboxError
 from megatron_daro.rollout.agent_endpoint import AgentEndpoint
 from megatron_daro.rollout.agents import AgentConversations, CommandAgents, FunctionAgents, agent_pool, check_function
 from megatron_daro.rollout.rendering import Turns
 from megatron_daro.rollout.step_worker import step_environment_class
 from megatron_daro.rollout.stepping import SteppedConversations, StepPool, pool_of
+from megatron_daro.sandbox import Sandbox
+from megatron_daro.temporary import directory_until_exit
 from megatron_daro.worker_pool.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ def try_environment(section: EnvironmentSection) -> None:
                 f"environment.command: got {section.command[0]!r}, which is no program in PATH; fix: install it, or "
                 "give its path"
             )
+        if section.sandbox:
+            try:
+                Sandbox().check()
+            except SandboxError as error:
+                raise ConfigError(f"environment.sandbox: got true; {error}") from None
     else:
         step_environment_class(section.kind, section.options)
         _start_one(pool_of(section, workers=1))
@@ -91,7 +98,8 @@ def make_environment(
     """
     if is_agent(section):
         own = None if section.of_verifiers else _imported(section.kind)
-        running = FunctionAgents(section, own) if callable(own) else CommandAgents(section, correct_reward)
-        endpoint = AgentEndpoint(Turns(tokenizer, chat=True), warn, section.max_turn_tokens, section.host)
+        socket = f"{directory_until_exit('agents')}/endpoint" if section.sandbox else ""
+        running = FunctionAgents(section, own) if callable(own) else CommandAgents(section, correct_reward, socket)
+        endpoint = AgentEndpoint(Turns(tokenizer, chat=True), warn, section.max_turn_tokens, section.host, socket)
         return AgentConversations(endpoint, running, correct_reward)
     return SteppedConversations(section, Turns(tokenizer, chat=chat), warn, pools() if pools else None)

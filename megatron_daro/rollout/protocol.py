@@ -47,12 +47,7 @@ class Engine(Protocol):
 
 
 class Rollouter(Protocol):
-    """Takes groups from their prompts to scored rollouts; `SingleTurn` and `Conversations` do.
-
-    continues_partial: whether rollouts go on from `partial` of a request; else what an abort left is thrown away.
-    """
-
-    continues_partial: bool
+    """Takes groups from their prompts to scored rollouts; `SingleTurn`, `Conversations` and `Mixed` do."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """As `Engine.generate`, where a rollout may be a whole conversation. Raises EngineError, RolloutError."""

@@ -158,7 +158,7 @@ def _minibatch(values: Mapping[str, Any], step: int) -> RecordedMiniBatch:
 def read_groups(path: Path) -> list[tuple[Group, Outcome]]:
     """Return the groups of one recorded file. Raises DataError as `read_step` does."""
     entries = read_recorded(path)
-    if any(entry.used is None or entry.unfinished for entry in entries):
+    if any(entry.used is None or entry.partial for entry in entries):
         raise DataError(f"{path}: holds groups that still wait, as a checkpoint does; give a file of RUN/rollouts")
     return [(entry.group, entry.used) for entry in entries if entry.used is not None]
 

@@ -33,8 +33,6 @@ async def judge(scorer: Scorer, answers: Sequence[tuple[str, Prompt]]) -> list[V
 class SingleTurn:
     """The Rollouter of one answer a rollout, which the verifiers judge."""
 
-    continues_partial = True
-
     def __init__(self, engine: Engine, scorer: Scorer) -> None:
         """Start nothing."""
         self._engine, self._scorer = engine, scorer

@@ -27,12 +27,12 @@ REPLAYED_STEP = "last_step"
 class Snapshot:
     """Where sampling stood: the prompt cursor, the books, and the groups that wait for the next batch.
 
-    carry: complete groups. unfinished: the others, by group id. counters: metric key -> count since the run began.
+    surplus: complete groups. unfinished: the others, by group id. counters: metric key -> count since the run began.
     """
 
     source: Mapping[str, Any]
     ledger: Mapping[str, Any]
-    carry: tuple[Group, ...] = ()
+    surplus: tuple[Group, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     unfinished: tuple[UnfinishedGroup, ...] = ()
 
@@ -43,20 +43,20 @@ class Snapshot:
             resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
 
         Returns:
-            `source`, `ledger` and `counters`; only the groups of `carry` and `unfinished` are outstanding.
+            `source`, `ledger` and `counters`; only the groups of `surplus` and `unfinished` are outstanding.
         """
         ledger = Ledger()
         ledger.load_state_dict(self.ledger)
         for group_id in ledger.outstanding:
             if group_id in resolved:
                 ledger.finish([group_id], resolved[group_id])
-        waiting = tuple(sorted([g.group_id for g in self.carry] + [g.group_id for g in self.unfinished]))
-        assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} are carried"
+        waiting = tuple(sorted([g.group_id for g in self.surplus] + [g.group_id for g in self.unfinished]))
+        assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} wait"
         return {"source": dict(self.source), "ledger": ledger.state_dict(), "counters": dict(self.counters)}
 
     def waiting(self) -> tuple[RecordedGroup, ...]:
-        """Return the groups of `carry`, then those of `unfinished`, as they are written beside the state."""
-        return (*(RecordedGroup(group) for group in self.carry), *(group.to_record() for group in self.unfinished))
+        """Return the groups of `surplus`, then those of `unfinished`, as they are written beside the state."""
+        return (*(RecordedGroup(group) for group in self.surplus), *(group.to_record() for group in self.unfinished))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

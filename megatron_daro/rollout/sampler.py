@@ -64,7 +64,7 @@ class Sampler:
         # A group that begins in the first of them can end as late as in the last of its segments.
         self._max_empty = max_empty_batches + context.section.segments - 1
         self.ledger = context.ledger
-        self._carry: tuple[Group, ...] = ()
+        self._surplus: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()
         self._short_batches = 0
         self._recorder = recorder
@@ -88,8 +88,8 @@ class Sampler:
         self._source.load_state_dict(state["source"])
         self.ledger.load_state_dict(state["ledger"])
         size = self._section.rollouts_per_prompt
-        complete = [record for record in waiting if len(record.group.rollouts) == size and not record.unfinished]
-        self._carry = tuple(record.group for record in complete)
+        complete = [record for record in waiting if len(record.group.rollouts) == size and not record.partial]
+        self._surplus = tuple(record.group for record in complete)
         self._unfinished = tuple(UnfinishedGroup.from_record(r, size) for r in waiting if r not in complete)
         there = sorted(record.group.group_id for record in waiting)
         if list(self.ledger.outstanding) != there:
@@ -116,8 +116,8 @@ class Sampler:
         batch = BatchSoFar(
             self.ledger, rollouts_per_prompt=self._section.rollouts_per_prompt, kept_bins=self._kept_bins
         )
-        carried_ids = {group.group_id for group in self._carry}
-        self._take_carry(batch, use_version)
+        surplus_ids = {group.group_id for group in self._surplus}
+        self._take_surplus(batch, use_version)
         self._take_unfinished(batch, use_version)
         where, empty = "", 0
         while empty < self._max_empty:
@@ -125,7 +125,7 @@ class Sampler:
             await self._fill(batch)
             if batch.kept:
                 tokens = self._collector.fresh_tokens - tokens_before
-                ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in carried_ids]
+                ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in surplus_ids]
                 self._source.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
             if self._unfinished and len(batch.filtered) + len(batch.dropped) == ended_before:
@@ -149,12 +149,12 @@ class Sampler:
         path = await self._deadlines.within("write", writing, what=f"the skipped batch of step {step}")
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
-    def _take_carry(self, batch: BatchSoFar, use_version: int) -> None:
-        """Use the groups kept from the batch before, but for those that will be too old."""
-        old = self.stale(self._carry, use_version)
+    def _take_surplus(self, batch: BatchSoFar, use_version: int) -> None:
+        """Begin with the surplus of the batch before, but for groups that will be too old."""
+        old = self.stale(self._surplus, use_version)
         batch.drop(old)
-        batch.kept.extend(group for group in self._carry if group not in old)
-        self._carry = ()
+        batch.kept.extend(group for group in self._surplus if group not in old)
+        self._surplus = ()
 
     def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old, and all where batches leave none any more."""
@@ -194,7 +194,7 @@ class Sampler:
         target = self._section.prompts_per_batch
         chosen, surplus = kept[:target], kept[target:]
         if self._section.keeps_unfinished:
-            self._carry = tuple(surplus)
+            self._surplus = tuple(surplus)
         else:
             batch.drop(surplus)
             self._discard(batch, self._unfinished)
@@ -205,7 +205,7 @@ class Sampler:
             filtered=tuple(batch.filtered),
             dropped=tuple(batch.dropped),
             snapshot=Snapshot(
-                dict(self._source.state_dict()), self.ledger.state_dict(), self._carry, counters, self._unfinished
+                dict(self._source.state_dict()), self.ledger.state_dict(), self._surplus, counters, self._unfinished
             ),
             rounds=batch.rounds,
             rollout_s=seconds,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
+from megatron_daro.rollout.merged import merged
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
@@ -13,42 +13,16 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 class Mixed:
     """The Rollouter of several environments: each group is asked of that which its prompt's data source belongs to."""
 
-    continues_partial = False
-
     def __init__(self, by_name: Mapping[str, Rollouter], environment_of_source: Mapping[str, str]) -> None:
         """Start nothing."""
         self._by_name, self._names = by_name, environment_of_source
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yield the rollouts of all of them as they come."""
-        queue: asyncio.Queue[tuple[Rollout, ...] | Exception | None] = asyncio.Queue()
-
-        async def pump(own: Rollouter, share: Sequence[GroupRequest]) -> None:
-            try:
-                async for rollouts in own.generate(share):
-                    queue.put_nowait(rollouts)
-                queue.put_nowait(None)
-            except Exception as error:  # raised below
-                queue.put_nowait(error)
-
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Return the rollouts of all of them as they come."""
         shares: dict[str, list[GroupRequest]] = {}
         for request in requests:
             shares.setdefault(self._names[request.prompt.source], []).append(request)
-        pumps = [asyncio.create_task(pump(self._by_name[name], share)) for name, share in shares.items()]
-        try:
-            running = len(pumps)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        return merged(self._by_name[name].generate(share) for name, share in shares.items())
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
         """Stop these groups (None: all)."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import ray
 from ray.actor import ActorHandle
@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from megatron_daro.config.base import filled
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
+from megatron_daro.rollout.merged import merged
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, death_of, end_frozen, gather, translated
@@ -56,7 +57,7 @@ class EngineGroup:
         section, model = run.config.engine, run.config.model
         self._run, self._placement, self._warn = run, placement, run.progress.warn
         self._path, self._trust = model.path.absolute(), model.trust_remote_code
-        self._max_restarts, self._hung_s = section.embedded.max_restarts, section.embedded.hung_s
+        self._max_restarts, self._hung_s = section.embedded.max_restarts, run.config.trainer.hung_rank_s
         self._options = {
             "seed": filled(section.seed),
             "batch_size": section.embedded.batch_size,
@@ -99,49 +100,32 @@ class EngineGroup:
             raise EngineError(
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
             )
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        pumps = [
-            asyncio.create_task(self._pump(replica, share, queue))
-            for replica in self._replicas
-            if (share := requests[replica.number :: len(self._replicas)])
-        ]
+        shares = [(replica, requests[replica.number :: len(self._replicas)]) for replica in self._replicas]
         finished = False
         try:
-            running = len(pumps)
-            while running:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+            async with contextlib.aclosing(merged(self._ask(*pair) for pair in shares if pair[1])) as answers:
+                async for rollouts in answers:
+                    yield rollouts
             finished = True
         finally:
-            for task in pumps:
-                task.cancel()
             if not finished:
                 await self.abort([request.group_id for request in requests])
 
-    async def _pump(self, replica: _Replica, requests: Sequence[GroupRequest], queue: asyncio.Queue[Any]) -> None:
-        """One replica's rollouts into the queue, then None, or the error."""
+    async def _ask(self, replica: _Replica, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Yield one replica's rollouts, each once, however often it is started again meanwhile."""
         given: set[tuple[int, int, int]] = set()
-        try:
-            while True:
-                worker = await self._serving(replica)
-                try:
-                    async for reference in worker.generate.remote(requests):
-                        rollouts = await reference
-                        first = rollouts[0].group_id, rollouts[0].attempt, rollouts[0].index
-                        if first not in given:
-                            queue.put_nowait(rollouts)
+        while True:
+            worker = await self._serving(replica)
+            try:
+                async for reference in worker.generate.remote(requests):
+                    rollouts = await reference
+                    first = rollouts[0].group_id, rollouts[0].attempt, rollouts[0].index
+                    if first not in given:
                         given.add(first)
-                    queue.put_nowait(None)
-                    return
-                except RayError as error:
-                    self.lose(replica, worker, translated(replica.name, error))
-        except DaroError as error:
-            queue.put_nowait(error)
+                        yield rollouts
+                return
+            except RayError as error:
+                self.lose(replica, worker, translated(replica.name, error))
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
         """Stop these groups (None: all) on every replica."""

@@ -22,9 +22,9 @@ from megatron_daro import recovery
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
-from megatron_daro.config.lora import served_config
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.rules.lora import served_config
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.engine.own import own_engine_class
@@ -165,7 +165,7 @@ def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
     """Say which of Megatron's options ranks on GPUs add."""
     actor = config.actor
     shape = read_model_shape(config.model.path)
-    on_engine = actor.precision != "fp32" and not shape.sinks
+    on_engine = actor.precision != "fp32" and not shape.local_layers
     if chosen := gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_engine):
         named = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.items())
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_daro.config.base import filled
-from megatron_daro.config.lora import served_config
 from megatron_daro.config.model_shape import read_json, read_model_shape
+from megatron_daro.config.rules.lora import served_config
 from megatron_daro.config.sections import Config
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.adapters import lora_arguments

@@ -1,4 +1,4 @@
-"""A rank's part in a sync from shards to shards: its layout and parameters -> the plan's writes -> sync/shard_tcp.py.
+"""A rank's part in a sync from shards to shards: layout and parameters -> the plan's writes -> sync/shard_sender.py.
 
 The plan is made on each rank by itself, from layouts alone, and kept for as long as as many servers take part.
 """
@@ -20,7 +20,7 @@ from megatron_daro.sync.digests import noted
 from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan, Write
-from megatron_daro.sync.shard_tcp import Offer, ShardSender
+from megatron_daro.sync.shard_sender import Offer, ShardSender
 
 if TYPE_CHECKING:
     from megatron_daro.actor.policy import MegatronPolicy

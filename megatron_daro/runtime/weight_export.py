@@ -18,7 +18,7 @@ from megatron_daro.runtime.supervisor import gather, yielding_to_event_loop
 from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.sync.routes import RankRole, joined_report, routes
-from megatron_daro.sync.shard_tcp import check_offers
+from megatron_daro.sync.shard_sender import check_offers
 
 
 async def send(ranks: Ranks, plan: SendPlan) -> SendReport:

@@ -42,7 +42,7 @@ from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
-from megatron_daro.sync.shard_tcp import Offer
+from megatron_daro.sync.shard_sender import Offer
 from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepBatch, StepResult
 
 if TYPE_CHECKING:

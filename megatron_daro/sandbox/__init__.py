@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_daro.errors import SandboxError
+from megatron_daro.sandbox.child import NOBODY
 
 Isolation = Literal["namespaces", "limits"]
 Reason = Literal["ok", "error", "time", "cpu", "memory", "output", "killed"]
@@ -49,6 +50,9 @@ _OWN_MEMORY = re.compile(r"^(?:RssAnon|VmSwap|VmPTE|HugetlbPages):\s+(\d+) kB$",
 _CHILD = Path(__file__).with_name("child.py")
 _DEVICES = ("/dev/null", "/dev/urandom")
 """Not /dev/zero: mapped, it is memory that nobody counts."""
+_SYSTEM = ("/bin", "/sbin", "/usr", "/etc", "/opt")
+AGENT_PORT = 8000
+"""Of an agent's own loopback."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
@@ -238,16 +242,7 @@ class _Watch:
     def _judged(self, ended_by: Reason | None) -> Outcome:
         limits = self._sandbox.limits
         output = bytes(self._output[: limits.output_bytes]).decode(errors="replace")
-        reports: dict[str, Any] = {}
-        for line in bytes(self._said).splitlines():
-            reports |= json.loads(line)
-        if "refused" in reports:
-            raise SandboxError(
-                f"sandbox: isolation {self._sandbox.isolation} is not to be had here ({reports['refused']}); allowed: "
-                "Linux on x86-64 or aarch64 that lets users make namespaces (sysctl user.max_user_namespaces above 0, "
-                "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that allows "
-                "unshare and mount); or, for code that you trust, isolation='limits'"
-            )
+        reports = _reports(bytes(self._said), self._sandbox.isolation)
         if ended_by is not None:
             return Outcome(output, ended_by)
         if "exit" not in reports:
@@ -257,6 +252,55 @@ class _Watch:
         if status == -signal.SIGXCPU or (status == -signal.SIGKILL and cpu_s >= limits.cpu_s):
             reason = "cpu"
         return Outcome(output, reason, status, cpu_s)
+
+
+def confined(command: Sequence[str], *, folder: str, endpoint: str, status: int) -> list[str]:
+    """Return the command line that runs an agent's program in namespaces: it writes to one folder, reaches one endpoint
+    on port `AGENT_PORT` of its loopback and nothing else, and reads the system's programs, Python's, the directory that
+    it is started in, PYTHONPATH, and what the command names by absolute paths. It has no limits.
+
+    Args:
+        folder: to write in. endpoint: a socket of Unix, which any user may write to. status: a descriptor, for
+            `exit_status`.
+    """
+    here = str(Path.cwd())
+    prefixes = (sys.prefix, sys.base_prefix, here, *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    named = [one for one in (*prefixes, *command) if one.startswith("/") and one != "/"]
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+    settings = {
+        "parent": os.getpid(),
+        "isolation": "namespaces",
+        "paths": [*_outermost([*_python_paths(sys.executable), *_SYSTEM, *_DEVICES, *named]), folder, endpoint],
+        "writable": folder,
+        "endpoint": endpoint,
+        "port": AGENT_PORT,
+        "command": list(command),
+        "directory": here,
+        "files": {},
+        "limits": {"file_mib": 1},
+    }
+    return [sys.executable, "-I", "-S", str(_CHILD), str(status), json.dumps(settings)]
+
+
+def exit_status(said: str) -> int:
+    """Return how a confined program ended, of what was written to its descriptor. Raises SandboxError."""
+    return int(_reports(said).get("exit", -signal.SIGKILL))
+
+
+def _reports(said: str | bytes, isolation: Isolation = "namespaces") -> dict[str, Any]:
+    """Return what the sandbox's program says, one line of JSON after the other. Raises SandboxError: it refused."""
+    reports: dict[str, Any] = {}
+    for line in said.splitlines():
+        reports |= json.loads(line)
+    if "refused" in reports:
+        raise SandboxError(
+            f"sandbox: isolation {isolation} is not to be had here ({reports['refused']}); allowed: "
+            "Linux on x86-64 or aarch64 that lets users make namespaces (sysctl user.max_user_namespaces above 0, "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that allows "
+            "unshare and mount); or, for code that you trust, isolation='limits'"
+        )
+    return reports
 
 
 def _python_paths(python: str) -> Iterator[str]:

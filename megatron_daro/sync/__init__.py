@@ -4,5 +4,5 @@ The driver: publish.py runs an update, step by step (colocation.py: whose turn i
     goes between the two ends; check.py compares their log-probs.
 A rank: transports.py -> digests.py, fp8_cast.py -> sender.py, buckets.py -> broadcast.py, files.py, handles.py or
     adapters.py (routes.py: which rank hands out what on which host).
-From shards to shards: shard_layouts.py -> shard_plan.py -> shard_tcp.py -> in_server/, which runs inside SGLang.
+From shards to shards: shard_layouts.py -> shard_plan.py -> shard_sender.py -> in_server/, which runs inside SGLang.
 """

@@ -65,8 +65,7 @@ class SendPlan:
     message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). what: all
     weights of the policy or of the critic, or the adapters alone. fp8_blocks: names of the matrices that go as fp8
     blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards; shards_over: what carries
-    them, as engine.sglang.shards_over has it. adapter: `lora_name` and `config_dict`, as servers take them (transport
-    adapters).
+    them, as engine.sglang.shards_over has it. details: what else the sender of this transport alone reads.
     """
 
     transport: str
@@ -81,7 +80,7 @@ class SendPlan:
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
     shards_over: str = "tcp"
-    adapter: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,7 @@
 
     exported stream -> digests taken -> fp8 blocks, where the plan asks for them -> the sender of plan.transport
 
-What is known of each transport: config/transports.py. From shards to shards each rank sends by itself (shard_tcp.py).
+What is known of each transport: config/transports.py. From shards to shards: shard_sender.py.
 """
 
 from __future__ import annotations

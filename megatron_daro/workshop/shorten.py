@@ -33,8 +33,6 @@ SUFFIXES = (".parquet", ".jsonl")
 _LIGHT = ("group_id", "index", "used", "length", "finish_reason", "correct", "turns")
 _TEXTS = ("group_id", "index", "prompt_id", "prompt", "messages", "prompt_tokens", "text")
 _ROWS_AT_ONCE = 512
-_Place = tuple[int, int]
-"""(group id, index): one answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,13 @@ GPT_OSS = {
 }
 
 
+OLMO3 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 3,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_path, family):
@@ -101,10 +108,21 @@ def test_it_trains_alike_in_two_layouts_and_parts_of_its_own_with_it(tiny, tmp_p
         assert {name for name in first if name.endswith(own)} <= moved
 
 
-def trains_alike(tiny, model, tmp_path):
+@pytest.mark.heavy
+def test_olmo3_trains_alike_in_two_layouts_and_all_its_norms_with_it(tiny, tmp_path):
+    model = tmp_path / "model"
+    tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
+    tiny_task.pretrain(model, family="Olmo3Config", **OLMO3)
+    first = load_file(model / "model.safetensors")
+    for exported in trains_alike(tiny, model, tmp_path, cut=("actor.tensor_parallel=2",)):
+        moved = {name for name in first if not torch.equal(exported[name], first[name])}
+        assert {name for name in first if "norm" in name} <= moved
+
+
+def trains_alike(tiny, model, tmp_path, cut=LAYOUTS["cut"]):
     """The weights that two runs of ten steps exported, after their metrics were found equal."""
     runs, weights, first = [], [], load_file(model / "model.safetensors")
-    for name, layout in LAYOUTS.items():
+    for name, layout in {**LAYOUTS, "cut": cut}.items():
         options = [f"model.path={model}", f"trainer.run_dir={tmp_path / name}", "trainer.steps=10"]
         options += ["trainer.eval_every_steps=5", "trainer.export_hf=true", *layout]
         trained(["train", tiny.config, *options], tmp_path / f"{name}.log")

@@ -40,7 +40,7 @@ def test_a_killed_engine_is_started_again_and_nothing_else_shows(tiny, reference
 @pytest.mark.heavy
 def test_a_frozen_engine_is_killed_and_started_again(tiny, reference, tmp_path):
     run_dir = tmp_path / "run"
-    options = [f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "engine.embedded.hung_s=20"]
+    options = [f"trainer.run_dir={run_dir}", "trainer.eval_every_steps=4", "trainer.hung_rank_s=20"]
     with started(["train", tiny.config, *options], tmp_path / "log") as run:
         run.wait_until(lambda: last_step(run_dir) >= 3, "step 3")
         kill(run, signal.SIGSTOP)

@@ -114,7 +114,7 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
     """(loss, gradient [T], sums per bin, |sums| per bin, totals, objective) of the fixed step."""
     bins_N = pass_rate_bins(CORRECT_N, IDS_N, K)
     totals = BatchTotals.of(bins_N, LENGTHS_N, K)
-    segment_T = torch.repeat_interleave(torch.arange(16), LENGTHS_N)
+    sample_T = torch.repeat_interleave(torch.arange(16), LENGTHS_N)
     logprobs_T = LOGPROBS_T.clone().requires_grad_()
     advantages_N = algorithm.advantages(CORRECT_N.double(), IDS_N)
     groups_NK = LENGTHS_N.reshape(-1, K).repeat_interleave(K, dim=0)
@@ -124,21 +124,21 @@ def run_step(algorithm, settings: ObjectiveSettings | None = None):
         old_logprobs_T=OLD_T,
         rollout_logprobs_T=ROLLOUT_T,
         ref_logprobs_T=LOGPROBS_T + 0.25,
-        advantages_T=advantages_N[segment_T],
+        advantages_T=advantages_N[sample_T],
         mask_T=torch.ones(T_, dtype=torch.bool),
-        segment_T=segment_T,
-        num_segments=16,
+        sample_T=sample_T,
+        num_samples=16,
         settings=settings or ObjectiveSettings(),
     )
     samples = Samples(bins_N, LENGTHS_N, advantages_N, groups_NK)
-    loss = (algorithm.coefficients(samples, totals) * objective.segment_losses_M).sum()
+    loss = (algorithm.coefficients(samples, totals) * objective.sample_losses_M).sum()
     loss.backward()
-    sums = bin_sums(objective.segment_losses_M.detach(), bins_N, K)
+    sums = bin_sums(objective.sample_losses_M.detach(), bins_N, K)
     return (
         loss.item(),
         logprobs_T.grad,
         sums,
-        bin_sums(objective.segment_sums_M["abs_loss_sums"], bins_N, K),
+        bin_sums(objective.sample_sums_M["abs_loss_sums"], bins_N, K),
         totals,
         objective,
     )

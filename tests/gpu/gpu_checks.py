@@ -19,13 +19,11 @@ import gpu_processes
 import gpu_runs
 import numpy as np
 import torch
-from gpu_outcomes import NotHereError, Outcome, angle
+from gpu_outcomes import NO_TRANSFORMER_ENGINE, NotHereError, Outcome, angle, need_gpu, need_transformer_engine
 from torch import Tensor
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += map(str, (TESTS, TESTS / "parallel", TESTS / "unit" / "sync", TESTS.parent / "benchmarks"))
-
-NO_TRANSFORMER_ENGINE = "Transformer Engine is not installed, or there is no GPU"
 
 Check = Callable[[torch.device, Path], Outcome]
 
@@ -100,7 +98,7 @@ def shards_over_tcp(device: torch.device, _: Path, case: str = "wider_server") -
     from shard_cases import checkpoint
     from shard_fleets import Fleet, case_of, failures, has_everything, synced
 
-    from megatron_daro.sync.shard_tcp import ShardSender
+    from megatron_daro.sync.shard_sender import ShardSender
 
     given, wrong = case_of(case), 0
     fleet = Fleet(given, dtype=torch.bfloat16, device=device)
@@ -238,7 +236,7 @@ def policy_gradients_fp32(device: torch.device, directory: Path) -> Outcome:
 def gradients_fused(device: torch.device, directory: Path) -> Outcome:
     """Weight gradients that the layers add to the fp32 ones themselves, against those that autograd hands over in bf16:
     three micro-batches, each layer's own, and the output layer's, which is never fused."""
-    _need_transformer_engine()
+    need_transformer_engine()
     ways = ({"megatron": {"gradient_accumulation_fusion": fused}, "distributed": True} for fused in (False, True))
     # A micro-batch's gradient is rounded to bf16 (2**-9) on one side only; twice would be a difference of 1.
     return Outcome(_worst(_relative, _gradients(directory, "qwen2", *ways)), 0.02, "relative, worst parameter")
@@ -247,7 +245,7 @@ def gradients_fused(device: torch.device, directory: Path) -> Outcome:
 def experts_fused(device: torch.device, directory: Path) -> Outcome:
     """Gradients of a mixture of experts with Transformer Engine's fused routing and permutation against those without:
     the options change the kernels, and neither the experts nor their weights."""
-    _need_transformer_engine()
+    need_transformer_engine()
     kernels = ("moe_permute_fusion", "moe_router_fusion")
     ways = ({"megatron": dict.fromkeys(kernels, fused)} for fused in (False, True))
     # A token whose two best experts are alike may go to another one: the direction of a matrix, not its largest number.
@@ -270,13 +268,6 @@ def _worst(difference: Callable[..., float], ways: list[dict[str, np.ndarray]], 
     """The largest difference to the first way, of parameters with so many axes or more."""
     first, *others = ways
     return max(difference(way[name], first[name]) for way in others for name in first if first[name].ndim >= axes)
-
-
-def _need_transformer_engine() -> None:
-    from megatron_daro.actor.device import has_transformer_engine
-
-    if not has_transformer_engine():
-        raise NotHereError(NO_TRANSFORMER_ENGINE)
 
 
 def policy_steps(device: torch.device, directory: Path, **options: str) -> Outcome:
@@ -326,8 +317,7 @@ def policy_checkpoint(
 
 def memory_released(device: torch.device, directory: Path) -> Outcome:
     """What a policy leaves behind on the GPU after a step, once nobody holds it."""
-    if device.type != "cuda":
-        raise NotHereError("it counts the memory of a GPU, and there is none")
+    need_gpu(device)
 
     def left() -> int:
         gc.collect()
@@ -394,11 +384,35 @@ def check_fp8(device: torch.device, recipe: Any = "tensorwise") -> None:
     from megatron_daro.actor import precision
     from megatron_daro.config.precision import why_not
 
-    _need_transformer_engine()
+    need_transformer_engine()
     if why := why_not(recipe, precision.surroundings()):
         raise NotHereError(f"fp8 ({recipe}): {why}")
 
 
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "TP 2 with sequence parallel": {"tensor": 2},
+    "CP 2": {"context": 2},
+    "PP 2": {"pipeline": 2},
+    "EP 2 of experts": {"family": "qwen3_moe", "data": 2, "expert": 2},
+}
+FURTHER_RANKS: dict[str, dict[str, Any]] = {
+    "DP 2, gradients overlapped": {"data": 2, "options": {"megatron": {"overlap_grad_reduce": True}}},
+    "PP 2 with 2 virtual stages": {"pipeline": 2, "virtual_pipeline": 2},
+    "TP 2 PP 2 DP 2": {"tensor": 2, "pipeline": 2, "data": 2},
+}
+FOUR_SERVERS: dict[str, Any] = {"servers": 4, "tensor": 2, "pipeline": 2}
+WITH_SERVERS: dict[str, dict[str, Any]] = {
+    "GPUs shared with a server": {"servers": 1, "colocate": True},
+    "a server beside": {"servers": 1},
+    "a server beside, weights from shards to shards": {"servers": 1, "shards_over": "tcp"},
+    "a server beside, weights from shards to shards by RDMA": {"servers": 1, "shards_over": "rdma"},
+    "TP 2 PP 2 with four servers beside, weights from shards to shards": FOUR_SERVERS | {"shards_over": "tcp"},
+    "a server with fp8 blocks beside": {"servers": 1, "fp8_blocks": True},
+    "one of two servers killed": {"servers": 2, "harm": "SIGKILL"},
+    "one of two servers killed while it takes weights": {"servers": 2, "harm": "SIGKILL", "in_broadcast": True},
+    "one of two servers frozen while it takes weights": {"servers": 2, "harm": "SIGSTOP", "in_broadcast": True},
+    "TP 2 PP 2 with four servers beside": FOUR_SERVERS,
+}
 CHECKS: dict[str, Check] = {
     "fp8 blocks": fp8_blocks,
     "weights from shards to shards over TCP, memory of a GPU": shards_over_tcp,
@@ -442,49 +456,21 @@ CHECKS: dict[str, Check] = {
     "weights by handles to a second process": gpu_processes.handles_to_a_second_process,
     "memory paused under handles": gpu_processes.memory_paused,
     "ten steps, the embedded engine, resumed": gpu_runs.resumed,
-    "training, TP 2 with sequence parallel": partial(gpu_processes.training, tensor=2),
-    "training, CP 2": partial(gpu_processes.training, context=2),
-    "training, DP 2, gradients overlapped": partial(
-        gpu_processes.training, data=2, options={"megatron": {"overlap_grad_reduce": True}}
-    ),
-    "training, PP 2": partial(gpu_processes.training, pipeline=2),
-    "training, PP 2 with 2 virtual stages": partial(gpu_processes.training, pipeline=2, virtual_pipeline=2),
-    "training, EP 2 of experts": partial(gpu_processes.training, family="qwen3_moe", data=2, expert=2),
-    "training, TP 2 PP 2 DP 2": partial(gpu_processes.training, tensor=2, pipeline=2, data=2),
-    "training, bf16, TP 2 with sequence parallel": partial(gpu_processes.training_bf16, tensor=2),
-    "training, bf16, CP 2": partial(gpu_processes.training_bf16, context=2),
-    "training, bf16, PP 2": partial(gpu_processes.training_bf16, pipeline=2),
-    "training, bf16, EP 2 of experts": partial(gpu_processes.training_bf16, family="qwen3_moe", data=2, expert=2),
-    "training, bf16, TP 2 CP 2 PP 2": partial(gpu_processes.training_bf16, tensor=2, context=2, pipeline=2),
-    "ranks on one GPU, TP 2 with sequence parallel": partial(gpu_processes.training_bf16, one_gpu=True, tensor=2),
-    "ranks on one GPU, PP 2": partial(gpu_processes.training_bf16, one_gpu=True, pipeline=2),
-    "ranks on one GPU, CP 2": partial(gpu_processes.training_bf16, one_gpu=True, context=2),
-    "ranks on one GPU, EP 2 of experts": partial(
-        gpu_processes.training_bf16, one_gpu=True, family="qwen3_moe", data=2, expert=2
-    ),
-    "ranks on one GPU, TP 2 PP 2": partial(gpu_processes.training_bf16, one_gpu=True, tensor=2, pipeline=2),
+    **{
+        f"training, {name}": partial(gpu_processes.training, **sizes)
+        for name, sizes in (TWO_RANKS | FURTHER_RANKS).items()
+    },
+    **{
+        f"training, bf16, {name}": partial(gpu_processes.training_bf16, **sizes)
+        for name, sizes in (TWO_RANKS | {"TP 2 CP 2 PP 2": {"tensor": 2, "context": 2, "pipeline": 2}}).items()
+    },
+    **{
+        f"ranks on one GPU, {name}": partial(gpu_processes.training_bf16, one_gpu=True, **sizes)
+        for name, sizes in (TWO_RANKS | {"TP 2 PP 2": {"tensor": 2, "pipeline": 2}}).items()
+    },
     "ranks on one GPU, DP 2, fp32 steps": partial(gpu_processes.training, one_gpu=True, data=2),
     "a rank killed in a step is replaced, DP 2": partial(gpu_runs.lost_rank, data=2),
-    "ten steps, GPUs shared with a server": partial(gpu_runs.ten_steps, servers=1, colocate=True),
-    "ten steps, a server beside": partial(gpu_runs.ten_steps, servers=1),
-    "ten steps, a server beside, weights from shards to shards": partial(
-        gpu_runs.ten_steps, servers=1, shards_over="tcp"
-    ),
-    "ten steps, a server beside, weights from shards to shards by RDMA": partial(
-        gpu_runs.ten_steps, servers=1, shards_over="rdma"
-    ),
-    "ten steps, TP 2 PP 2 with four servers beside, weights from shards to shards": partial(
-        gpu_runs.ten_steps, servers=4, tensor=2, pipeline=2, shards_over="tcp"
-    ),
-    "ten steps, a server with fp8 blocks beside": partial(gpu_runs.ten_steps, servers=1, fp8_blocks=True),
-    "ten steps, one of two servers killed": partial(gpu_runs.ten_steps, servers=2, harm="SIGKILL"),
-    "ten steps, one of two servers killed while it takes weights": partial(
-        gpu_runs.ten_steps, servers=2, harm="SIGKILL", in_broadcast=True
-    ),
-    "ten steps, one of two servers frozen while it takes weights": partial(
-        gpu_runs.ten_steps, servers=2, harm="SIGSTOP", in_broadcast=True
-    ),
-    "ten steps, TP 2 PP 2 with four servers beside": partial(gpu_runs.ten_steps, servers=4, tensor=2, pipeline=2),
+    **{f"ten steps, {name}": partial(gpu_runs.ten_steps, **given) for name, given in WITH_SERVERS.items()},
 }
 
 

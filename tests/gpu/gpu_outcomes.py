@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+NO_TRANSFORMER_ENGINE = "Transformer Engine is not installed, or there is no GPU"
+
 
 class NotHereError(Exception):
     """The check needs something that this machine or environment lacks; the message names it."""
@@ -42,7 +44,21 @@ def angle(got: np.ndarray, want: np.ndarray) -> float:
     return 1.0 - float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
+def need_gpu(device: torch.device) -> None:
+    """Raise NotHereError on a CPU."""
+    if device.type != "cuda":
+        raise NotHereError("it is about the memory of a GPU, and there is none")
+
+
 def need_gpus(device: torch.device, number: int, what: str) -> None:
     """Raise NotHereError where there are GPUs, and fewer than so many processes need."""
     if device.type == "cuda" and torch.cuda.device_count() < number:
         raise NotHereError(f"{number} {what} need as many GPUs, and there are {torch.cuda.device_count()}")
+
+
+def need_transformer_engine() -> None:
+    """Raise NotHereError where Transformer Engine cannot be used."""
+    from megatron_daro.actor.device import has_transformer_engine
+
+    if not has_transformer_engine():
+        raise NotHereError(NO_TRANSFORMER_ENGINE)

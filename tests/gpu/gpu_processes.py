@@ -21,7 +21,7 @@ from typing import Any
 import host_group
 import numpy as np
 import torch
-from gpu_outcomes import NotHereError, Outcome, angle, need_gpus
+from gpu_outcomes import NotHereError, Outcome, angle, need_gpu, need_gpus, need_transformer_engine
 
 LIMIT_S = 300
 HERE = Path(__file__).resolve().parent
@@ -55,30 +55,27 @@ print(json.dumps({name: value.double().sum().item() for name, value in own.items
 
 def handles_to_a_second_process(device: torch.device, _: Path) -> Outcome:
     """Sums of bf16 and fp32 tensors as another process reads them in this one's memory."""
-    if device.type != "cuda":
-        raise NotHereError("handles are of a GPU's memory, and there is none")
-    sums, tensors = _received(RECEIVER + SUMS)
-    return Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
+    need_gpu(device)
+    return _received(RECEIVER + SUMS)[1]
 
 
 def memory_paused(device: torch.device, _: Path) -> Outcome:
     """The same, copied into memory of torch_memory_saver that was given back and taken again meanwhile. It fails where
     less than all came free."""
-    if device.type != "cuda":
-        raise NotHereError("it counts the memory of a GPU, and there is none")
+    need_gpu(device)
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise NotHereError("torch_memory_saver is not installed")
     from torch_memory_saver import configure_subprocess
 
     with configure_subprocess():
-        sums, tensors = _received(RECEIVER + INTO_PAUSED)
+        sums, outcome = _received(RECEIVER + INTO_PAUSED)
     if sums["freed"] < 2**29:
         raise RuntimeError(f"{sums['freed']} of {2**29} bytes came free")
-    return Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
+    return outcome
 
 
-def _received(script: str) -> tuple[dict[str, float], list[tuple[str, torch.Tensor]]]:
-    """What a process says of two tensors whose handles it gets, and the tensors."""
+def _received(script: str) -> tuple[dict[str, float], Outcome]:
+    """What a process says of two tensors whose handles it gets, and how far it is from their sums."""
     from megatron_daro.sync.handles import handles_of
 
     tensors = [(str(dtype), torch.randn(300, 70, device="cuda").to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
@@ -93,7 +90,8 @@ def _received(script: str) -> tuple[dict[str, float], list[tuple[str, torch.Tens
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-300:])
-    return json.loads(done.stdout), tensors
+    sums = json.loads(done.stdout)
+    return sums, Outcome(max(abs(sums[n] - t.double().sum().item()) for n, t in tensors), 1e-9, "sum of a tensor")
 
 
 def training(
@@ -113,10 +111,7 @@ def training(
 
     save_model(family, directory)
     (directory / "checkpoint").mkdir()
-    parts = _ranks(device, directory, layout, "training", options or {}, one_gpu=one_gpu)
-    got: dict[str, np.ndarray] = {}
-    for part in parts:
-        got |= part
+    got = _ranks(device, directory, layout, "training", options or {}, one_gpu=one_gpu)
     alone, batch = _training(directory, {}, save_to=directory / "alone"), random_batch()
     resumed = _policy(directory, {}, {"name": "daro"}, **_STEPS)
     resumed.load(directory / "checkpoint")
@@ -136,15 +131,10 @@ def training_bf16(
     them: a router that rounds otherwise sends a token elsewhere)."""
     from small_models import save_model
 
-    from megatron_daro.actor.device import has_transformer_engine
-
-    if device.type == "cuda" and not has_transformer_engine():
-        raise NotHereError("Transformer Engine is not installed")
+    if device.type == "cuda":
+        need_transformer_engine()
     save_model(family, directory)
-    got: dict[str, np.ndarray] = {}
-    for part in _ranks(device, directory, layout, "gradients", one_gpu=one_gpu):
-        got |= part
-    alone = _gradients(directory, {})
+    got, alone = _ranks(device, directory, layout, "gradients", one_gpu=one_gpu), _gradients(directory, {})
     _same_parameters(got, alone)
     apart = np.abs(got.pop("logprobs") - alone.pop("logprobs"))
     if not (worst := float(np.max(apart) if family == "qwen2" else np.median(apart))) <= 0.1:
@@ -171,8 +161,8 @@ def _ranks(
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     one_gpu: bool = False,
-) -> list[dict[str, np.ndarray]]:
-    """Run this file once for each rank, on a GPU each where there are any; return what each rank found.
+) -> dict[str, np.ndarray]:
+    """Run this file once for each rank, on a GPU each where there are any; return what they found.
 
     Args:
         one_gpu: all ranks on the first GPU; what they exchange goes through the host.
@@ -199,7 +189,7 @@ def _ranks(
             process.wait()
     if any(process.returncode for process in processes):
         raise RuntimeError(" | ".join(text[-300:] for text in said))
-    return [dict(np.load(directory / f"rank{rank}.npz")) for rank in range(world)]
+    return {name: value for rank in range(world) for name, value in np.load(directory / f"rank{rank}.npz").items()}
 
 
 _STEPS: Mapping[str, Any] = {"optimizer": {"distributed": True, "learning_rate": 1e-3}}

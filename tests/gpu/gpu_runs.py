@@ -60,8 +60,6 @@ def ten_steps(
     import cli_runs
     import tiny_task
 
-    from megatron_daro.observe.metrics import read_metrics
-
     on_gpu, run_dir = device.type == "cuda", directory / "run"
     ranks = servers if colocate else tensor * pipeline
     need_gpus(device, ranks if colocate else ranks + servers, "ranks and servers")
@@ -93,15 +91,14 @@ def ten_steps(
         finished = run.finish(START_LIMIT_S)
     if finished.code:
         raise RuntimeError(finished.last_line)
-    lines = [line for line in read_metrics(run_dir) if line["step"]]
-    if len(lines) < STEPS or not all(line["sync/bytes"] for line in lines):
-        raise RuntimeError(f"{len(lines)} of {STEPS} steps, bytes sent {[line.get('sync/bytes') for line in lines]}")
+    lines = list(_steps_of(run_dir).values())
+    if not all(line["sync/bytes"] for line in lines):
+        raise RuntimeError(f"bytes sent: {[line['sync/bytes'] for line in lines]}")
     if not any(line["sync/verified"] for line in lines):
         raise RuntimeError("no step showed that the servers had its weights")
     if harm and not lines[-1]["engine/fenced"]:
         raise RuntimeError(f"nobody noticed that a server got {harm}")
-    worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines)
-    return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+    return _mismatch(run_dir, on_gpu)
 
 
 def resumed(device: torch.device, directory: Path) -> Outcome:
@@ -110,8 +107,6 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
     where a step is missing, or the loss of a step differs from that of an unbroken run by more than bf16's rounding."""
     import cli_runs
 
-    from megatron_daro.observe.metrics import read_metrics
-
     on_gpu = device.type == "cuda"
     command = [*_without_servers(device, directory), "trainer.save_every_steps=6", "trainer.eval_every_steps=0"]
     whole, parts = directory / "whole", directory / "parts"
@@ -119,22 +114,16 @@ def resumed(device: torch.device, directory: Path) -> Outcome:
         resume = ["--resume"] if name == "rest" else []
         options = [f"trainer.run_dir={run_dir}", f"trainer.steps={steps}", *resume]
         cli_runs.trained([*command, *options], directory / f"{name}.log")
-    lines, unbroken = ({row["step"]: row for row in read_metrics(path) if row["step"]} for path in (parts, whole))
-    if not sorted(lines) == sorted(unbroken) == list(range(1, STEPS + 1)):
-        raise RuntimeError(f"steps {sorted(lines)} and {sorted(unbroken)}, both should be 1 to {STEPS}")
-    apart = max(abs(lines[step]["loss/policy"] - unbroken[step]["loss/policy"]) for step in lines)
+    apart = _apart(parts, whole)
     if apart > (0.02 if on_gpu else 0.0):
         raise RuntimeError(f"the losses of the resumed run and of an unbroken one differ by {apart}")
-    worst = max(float(line["mismatch/logprob_abs_mean"]) for line in lines.values())
-    return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+    return _mismatch(parts, on_gpu)
 
 
 def lost_rank(device: torch.device, directory: Path, *, data: int) -> Outcome:
     """Steps in one of which a rank of two kills itself before it reduces gradients, while the other waits for it in a
     collective call: the largest difference of a loss to a run in which nobody dies."""
     import cli_runs
-
-    from megatron_daro.observe.metrics import read_metrics
 
     need_gpus(device, data, "ranks")
     command = [*_without_servers(device, directory), f"actor.data_parallel={data}", f"trainer.steps={STEPS}"]
@@ -146,11 +135,28 @@ def lost_rank(device: torch.device, directory: Path, *, data: int) -> Outcome:
     if finished.code != 0:
         raise RuntimeError(finished.last_line)
     cli_runs.trained([*command, f"trainer.run_dir={alone}"], directory / "alone.log")
-    healed, unbroken = ({row["step"]: row["loss/policy"] for row in read_metrics(path)} for path in (run_dir, alone))
-    if sorted(healed) != sorted(unbroken):
-        raise RuntimeError(f"steps {sorted(healed)}, those of an unbroken run are {sorted(unbroken)}")
-    worst = max(abs(healed[step] - unbroken[step]) for step in unbroken)
-    return Outcome(worst, 0.02 if device.type == "cuda" else 1e-6, "loss of a step")
+    return Outcome(_apart(run_dir, alone), 0.02 if device.type == "cuda" else 1e-6, "loss of a step")
+
+
+def _steps_of(run_dir: Path) -> dict[int, Any]:
+    """The metrics of each step. Raises RuntimeError: one is missing."""
+    from megatron_daro.observe.metrics import read_metrics
+
+    lines = {row["step"]: row for row in read_metrics(run_dir) if row["step"]}
+    if sorted(lines) != list(range(1, STEPS + 1)):
+        raise RuntimeError(f"steps {sorted(lines)} of 1 to {STEPS} in {run_dir.name}")
+    return lines
+
+
+def _mismatch(run_dir: Path, on_gpu: bool) -> Outcome:
+    worst = max(float(line["mismatch/logprob_abs_mean"]) for line in _steps_of(run_dir).values())
+    return Outcome(worst, 0.05 if on_gpu else 1e-4, "nats, mean of a step")
+
+
+def _apart(run_dir: Path, unbroken: Path) -> float:
+    """The largest difference of a loss."""
+    pairs = zip(_steps_of(run_dir).values(), _steps_of(unbroken).values(), strict=True)
+    return max(abs(a["loss/policy"] - b["loss/policy"]) for a, b in pairs)
 
 
 def _without_servers(device: torch.device, directory: Path) -> list[str]:

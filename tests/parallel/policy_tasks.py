@@ -86,8 +86,7 @@ def loss_settings(policy: Any, algorithm: dict[str, Any], *, temperature: float 
     from megatron_daro.config.algorithm import AlgorithmSection
 
     actor = ActorSection(**{"precision": "fp32", **options})
-    chunks = actor.logprob_chunk_tokens, actor.logprob_chunk_vocab
-    output = OutputSettings(policy.shape.vocab, temperature, *chunks, actor.logprob_kernel)
+    output = OutputSettings(policy.shape.vocab, temperature, actor.logprob_chunk_tokens, actor.logprob_kernel)
     section = AlgorithmSection(**algorithm)
     own = make_algorithm(**section.arguments(rollouts_per_prompt=4, max_response_tokens=32))
     return objective_settings(section, own), output

@@ -84,6 +84,15 @@ QWEN_NEXT = {
 }
 SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED_EXPERT |= {"shared_expert_intermediate_size": 48}
+# Windows that are shorter than most samples, in three of four layers; the fourth has YaRN.
+OLMO3 = {
+    "pad_token_id": None,  # with one, the reference gives a row of the embedding no gradient
+    "sliding_window": 6,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 MODELS = {
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -119,6 +128,8 @@ MODELS = {
     "qwen3_next": ("Qwen3NextConfig", {**QWEN_NEXT, **SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5TextConfig", QWEN_NEXT),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_NEXT, **SHARED_EXPERT}),
+    "olmo3": ("Olmo3Config", OLMO3),
+    "olmo3_one_group": ("Olmo3Config", {**OLMO3, "num_key_value_heads": 1}),
 }
 
 

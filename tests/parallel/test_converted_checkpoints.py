@@ -23,6 +23,7 @@ MODELS = [
     "gpt_oss",
     "qwen3_next",
     "qwen3_5",
+    "olmo3",
 ]
 
 

@@ -170,10 +170,25 @@ def merged(results):
     return found
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_cp2"])
-def test_gradients_with_fewer_key_value_heads_than_tensor_ranks(rank_pool, tmp_path, layout):
-    """Each rank computes a part of the one key and value head, and all of them use it."""
-    hf, batch = save_model("llama_one_group", tmp_path), random_batch()
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mostly_heavy(
+        [
+            # Each rank computes a part of the one key and value head, and all of them use it.
+            ("llama_one_group", "tp2"),
+            ("llama_one_group", "tp2_cp2"),
+            ("olmo3_one_group", "tp2"),
+            *(("olmo3", layout) for layout in LAYOUTS),
+        ],
+        ("llama_one_group", "tp2"),
+        ("llama_one_group", "tp2_cp2"),
+        ("olmo3_one_group", "tp2"),
+        ("olmo3", "tp2_cp2"),
+        ("olmo3", "pp2"),
+    ),
+)
+def test_gradients_of_other_families(rank_pool, tmp_path, family, layout):
+    hf, batch = save_model(family, tmp_path), random_batch()
     _, _, want = reference_gradients(hf, batch, "daro")
     results = rank_pool.run(
         megatron_tasks.gradients,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from small_models import random_batch, save_model
 from test_gradients_exact import layout_for, layouts
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "llama"]
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "llama", "olmo3"]
 LAYOUTS = ["single", "tp2", "pp2", "cp2", "tp2_pp2"]
 CASES = [(layout, family) for family in FAMILIES for layout in LAYOUTS] + [
     ("single", "qwen3_yarn"),

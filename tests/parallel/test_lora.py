@@ -124,6 +124,7 @@ CASES = [
     ("llama_one_group", "tp2_cp2"),
     ("qwen2", "pp2_vpp2"),
     ("qwen2", "recomputed"),
+    ("olmo3", "tp2"),
 ]
 
 

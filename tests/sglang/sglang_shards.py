@@ -12,7 +12,7 @@ from megatron_daro.convert.mapping import hf_to_megatron, shard
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan
-from megatron_daro.sync.shard_tcp import ShardSender
+from megatron_daro.sync.shard_sender import ShardSender
 
 
 class ShardedWeights(ModelWeights):

@@ -28,7 +28,7 @@ from sglang_proxy import Proxy
 from test_sglang_sync import batch_of, policy_of, ray_cluster, sampled, worst_difference  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_daro.config.lora import served_config
+from megatron_daro.config.rules.lora import served_config
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import PreparedBatch
@@ -38,27 +38,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TOLERANCE, LIMIT_S = 1e-5, 500
 RANK, SCALE = 4, 6.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-OWN = {
-    "mistral": {"sliding_window": None},
-    "qwen3_moe": {"moe_intermediate_size": 16, "norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2},
+DENSE = {"qwen3": {}, "llama": {}, "mistral": {"sliding_window": None}}
+_CHOICE = {"moe_intermediate_size": 16, "norm_topk_prob": True, "num_experts_per_tok": 2}
+# Experts are 16 wide: transformers' own fp32 is 2.3e-5 from fp64 for a Mixtral with 64, 1.1e-5 with 16, 0.9e-5 to
+# 1.4e-5 for the others.
+WITH_EXPERTS = {
+    "qwen3_moe": {**_CHOICE, "num_experts": 4},
+    "glm4_moe": {**_CHOICE, "n_routed_experts": 4, "num_nextn_predict_layers": 0, "attention_bias": True},
+    "mixtral": {"intermediate_size": 16, "num_local_experts": 4, "sliding_window": None},
 }
-OTHERS = ("qwen3", "llama", *OWN)
 
 
 def save_family(directory, family):
-    """A small random model; of a family with experts, four of them in each layer."""
+    """A small random model; of a family with experts, four of them in each layer but the first of GLM's."""
+    own = {"intermediate_size": 64, **(DENSE | WITH_EXPERTS).get(family, {})}
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
-        **OWN.get(family, {}),
+        **own,
     )
     model, generator = AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -71,34 +75,40 @@ def save_family(directory, family):
 class Serving:
     """A server that takes adapters, and what a run that uses it says of them."""
 
-    def __init__(self, directory, family):
+    def __init__(self, directory, family, ranks):
         save_family(directory / "model", family)
-        targets = list(ATTENTION) if "moe" in family else ["all"]
+        targets = list(ATTENTION) if family in WITH_EXPERTS else ["all"]
         lora = {"rank": RANK, "alpha": SCALE * RANK**0.5, "rslora": True, "targets": targets}
         sglang = {"kind": "sglang", "sglang": {"sync": "adapters"}}
         config = configured(model={"path": directory / "model"}, lora=lora, engine=sglang)
         self.lora, adapter = config.lora, served_config(config)
         arguments = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": adapter["target_modules"]}
-        arguments |= {"lora_backend": "torch_native", "max_loras_per_batch": 4}
+        arguments |= {"lora_backend": "torch_native", "max_loras_per_batch": 4, "tensor_parallel": ranks}
         self.server = PooledServer(directory / "model", directory / "server.log", seed=0, **arguments)
-        self.expect = expected(directory / "model", model_type=family, adapter=adapter)
+        self.ranks, self.expect = ranks, expected(directory / "model", model_type=family, adapter=adapter)
 
     def engine(self, run_dir, handle=None):
-        options = section(sync="adapters", arguments={"device": "cpu"})
+        options = section(sync="adapters", arguments={"device": "cpu"}, tensor_parallel=self.ranks)
         handle = handle or self.server.url
         return engine_of([handle], run_dir, options=options, temperature=0.7, expect=self.expect)
 
 
-@pytest.fixture(scope="module")
-def serving(request, tmp_path_factory):
-    family = getattr(request, "param", "qwen2")
-    one = Serving(tmp_path_factory.mktemp(family), family)
+@contextlib.contextmanager
+def served(directory, family, ranks=1):
+    one = Serving(directory, family, ranks)
     try:
         one.server.start()
         one.server.wait()
         yield one
     finally:
         one.server.close()
+
+
+@pytest.fixture(scope="module")
+def serving(request, tmp_path_factory):
+    family = getattr(request, "param", "qwen2")
+    with served(tmp_path_factory.mktemp(family), family) as one:
+        yield one
 
 
 @contextlib.asynccontextmanager
@@ -137,11 +147,21 @@ async def until_only_newest(server):
     [
         pytest.param("qwen2", {}),
         pytest.param("qwen2", {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.heavy),
-        *(pytest.param(family, {}, marks=pytest.mark.heavy) for family in OTHERS),
+        *(pytest.param(family, {}, marks=pytest.mark.heavy) for family in (*DENSE, *WITH_EXPERTS)),
     ],
     indirect=["serving"],
 )
 def test_the_server_has_the_ranks_adapters_after_every_sync(serving, tmp_path, layout):
+    check_every_sync(serving, tmp_path, layout)
+
+
+@pytest.mark.heavy
+def test_both_ranks_of_a_server_have_them(tmp_path):
+    with served(tmp_path, "qwen2", 2) as serving:
+        check_every_sync(serving, tmp_path, {"tensor_parallel": 2})
+
+
+def check_every_sync(serving, tmp_path, layout):
     async def scenario():
         async with ranks(serving, **layout) as policy, started(serving.engine(tmp_path)) as engine:
             sync, earlier = WeightSync(policy, engine), None

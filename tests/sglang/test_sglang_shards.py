@@ -27,7 +27,7 @@ from sglang_proxy import ProxiedServer, Proxy
 from sglang_shards import ShardedWeights
 from transformers import AutoModelForCausalLM
 
-from megatron_daro.sync import shard_tcp
+from megatron_daro.sync import shard_sender
 from megatron_daro.sync.publish import WeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1200)]
@@ -54,7 +54,7 @@ def woken(process):
 def in_the_middle(monkeypatch, harm):
     """Have `harm` called before the fourth piece for the first server, once."""
     of_thread, pieces = threading.local(), itertools.count(1)
-    stream, speaks = shard_tcp._Serving._stream, shard_tcp._speaks
+    stream, speaks = shard_sender._Serving._stream, shard_sender._speaks
 
     def streaming(self, connection, writes):
         of_thread.server = writes[0].server
@@ -65,14 +65,14 @@ def in_the_middle(monkeypatch, harm):
             harm()
         return speaks(connection)
 
-    monkeypatch.setattr(shard_tcp._Serving, "_stream", streaming)
-    monkeypatch.setattr(shard_tcp, "_speaks", speaking)
+    monkeypatch.setattr(shard_sender._Serving, "_stream", streaming)
+    monkeypatch.setattr(shard_sender, "_speaks", speaking)
     return pieces
 
 
 def one_wrong_checksum(monkeypatch):
-    right, calls = shard_tcp.checksum_of, itertools.count(1)
-    monkeypatch.setattr(shard_tcp, "checksum_of", lambda *a: right(*a) ^ (next(calls) == 3))
+    right, calls = shard_sender.checksum_of, itertools.count(1)
+    monkeypatch.setattr(shard_sender, "checksum_of", lambda *a: right(*a) ^ (next(calls) == 3))
 
 
 KINDS = {

@@ -61,11 +61,17 @@ def test_a_run_writes_every_step_and_its_books_add_up(tmp_path):
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
 
 
+def check_accuracy(run_dir):
+    """It is that of all recorded answers of a step."""
+    for line in read_metrics(run_dir):
+        verdicts = [v for group, _ in read_step(run_dir, line["step"]) for v in group.verdicts]
+        assert line["accuracy/mean"] == pytest.approx(sum(v.correct for v in verdicts) / len(verdicts), abs=1e-12)
+
+
 def test_accuracy_counts_filtered_groups_too(tmp_path):
     run_stack(make_stack(tmp_path))
+    check_accuracy(tmp_path)
     for line in read_metrics(tmp_path):
-        verdicts = [v for group, _ in read_step(tmp_path, line["step"]) for v in group.verdicts]
-        assert line["accuracy/mean"] == pytest.approx(sum(v.correct for v in verdicts) / len(verdicts), abs=1e-12)
         bins = [g.bin for g, used in read_step(tmp_path, line["step"]) if used != "dropped"]
         assert [line[f"difficulty/groups/{k}"] for k in range(K + 1)] == [bins.count(k) for k in range(K + 1)]
 
@@ -139,16 +145,20 @@ def test_weights_are_never_replaced_during_generation_or_evaluation(tmp_path):
 def test_groups_that_are_too_old_at_the_moment_of_use_are_dropped_and_counted(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 4})
     answer = stack.engine.answer
-    # A replica that lags one version behind for the groups 12..17.
+    # A replica that lags one version behind for the groups 12..23, two whole batches or more.
     stack.engine.answer = lambda request: tuple(
-        replace(r, weight_version=r.weight_version - 1) if 12 <= r.group_id <= 17 else r for r in answer(request)
+        replace(r, weight_version=r.weight_version - 1) if 12 <= r.group_id <= 23 else r for r in answer(request)
     )
     run_stack(stack)
     check_books(tmp_path)
     used = {g.group_id: (u, g.weight_version) for step in range(1, 5) for g, u in read_step(tmp_path, step)}
-    stale = [i for i, (u, _) in used.items() if 12 <= i <= 17 and u != "filtered"]
+    stale = [i for i, (u, _) in used.items() if 12 <= i <= 23 and u != "filtered"]
     assert stale and all(used[i][0] == "dropped" for i in stale)
-    assert len(used) == read_metrics(tmp_path)[-1]["rollout/groups_admitted"]
+    lines, outcomes = read_metrics(tmp_path), [outcome for outcome, _ in used.values()]
+    assert len(used) == lines[-1]["rollout/groups_admitted"]
+    for state in ("trained", "filtered", "dropped"):
+        assert outcomes.count(state) == lines[-1][f"rollout/groups_{state}"]
+    check_accuracy(tmp_path)  # of the step after a batch that trained nothing, its groups too
 
 
 def test_batches_that_are_always_too_old_end_the_run(tmp_path):

@@ -38,7 +38,7 @@ def test_unfinished_groups_go_through_training_and_checkpoints(tmp_path, crash_a
         with pytest.raises(Crash):
             run_stack(stack)
         checkpoint, _ = find_latest_valid(tmp_path, stack.progress)
-        unfinished = [record for record in read_waiting(checkpoint) if record.unfinished]
+        unfinished = [record for record in read_waiting(checkpoint) if record.partial]
         assert unfinished, "the checkpoint has no unfinished group, so this test shows nothing"
         stack = _fleet(tmp_path)
         resume_stack(stack)

@@ -30,6 +30,14 @@ def test_both_environments_have_one_nccl():
     assert pins("trainer-no-deps.txt")["nvidia-nccl-cu13"] == pins("servers.txt")["nvidia-nccl-cu13"]
 
 
+def test_both_images_are_of_the_servers_sglang_and_install_alike():
+    docker, apptainer = ((ROOT / "containers" / name).read_text() for name in ("Dockerfile", "megatron_daro.def"))
+    tag = f"lmsysorg/sglang:v{pins('servers.txt')['sglang']}-runtime"
+    assert f"FROM {tag}\n" in docker and f"From: {tag}\n" in apptainer
+    installs = [re.findall(r"\S+(?: -m pip| -m venv|/pip) .*?(?= \\\n|\n)", text) for text in (docker, apptainer)]
+    assert installs[0] == installs[1] and len(installs[0]) == 5
+
+
 def test_the_parts_of_transformer_engine_are_of_one_version():
     parts = pins("trainer.txt") | pins("trainer-no-deps.txt")
     assert len({version for name, version in parts.items() if name.startswith("transformer-engine")}) == 1

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from megatron_daro.config.base import changed, filled
 from megatron_daro.config.hardware import Hardware
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, read_json
 from megatron_daro.config.nccl_environment import nccl_of_both_ends
 from megatron_daro.config.precision import FP8_BLOCK
 from megatron_daro.config.problems import Problem, show, wrong
@@ -186,6 +186,17 @@ def _same_gpus(config: Config) -> Iterator[Problem]:
         allowed = f"{ranks // size}: one server's rank for each of the actor's {ranks} ranks"
         fix = f"set engine.replicas={ranks // size}"
         yield wrong(config, "engine.replicas", allowed, fix, beside=f"engine.colocate {field}")
+
+
+def rotary_base(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Yield a config.json in which SGLang would not find what transformers finds: it reads `rope_theta`, else takes
+    10000, and `rope_scaling`, but not `rope_parameters` by layer type (0.5.23, srt/configs/olmo3.py)."""
+    if config.engine.kind != "sglang" or shape is None or not shape.plain_windows:
+        return
+    if "rope_theta" not in read_json(config.model.path / "config.json"):
+        got = f"{str(config.model.path)!r}, whose config.json has no rope_theta"
+        fix = "write rope_theta and rope_scaling in place of rope_parameters, as they are published"
+        yield wrong(config, "model.path", "the keys that SGLang reads", fix, beside="engine.kind", got=got)
 
 
 def fp8_blocks(config: Config, shape: ModelShape | None, hardware: Hardware) -> Iterator[Problem]:

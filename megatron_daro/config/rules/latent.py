@@ -8,6 +8,7 @@ from megatron_daro.config.hardware import Hardware, Version
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
+from megatron_daro.config.transports import sglang_transports
 
 _CUTS_CONTEXT: Version = (0, 17)
 """Megatron-core whose latent attention takes packed sequences that ranks share."""
@@ -32,8 +33,9 @@ def latent(config: Config, shape: ModelShape | None, hardware: Hardware, core: V
         allowed = f"false {model}: SGLang may add shared experts to those that it reports"
         yield wrong(config, "actor.routing_replay", allowed, "remove it", beside="model.path")
     if sglang.transport.shard_plan:
+        ways = sglang_transports(lambda way: not way.shard_plan and not way.adapters)
         fix = "set engine.sglang.sync=distributed"
-        yield wrong(config, "engine.sglang.sync", f"distributed, disk or tensor {model}", fix, beside="model.path")
+        yield wrong(config, "engine.sglang.sync", f"{ways} {model}", fix, beside="model.path")
     if sglang.fp8_blocks:
         allowed = f"false {model}: SGLang makes other matrices of the blocks of its keys and values"
         yield wrong(config, "engine.sglang.fp8_blocks", allowed, "set engine.sglang.fp8_blocks=false")

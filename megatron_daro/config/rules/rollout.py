@@ -86,11 +86,7 @@ def segments(config: Config) -> Iterator[Problem]:
             allowed = f"at least {needed}, the batches that the longest answer takes: else it is dropped"
             beside = "rollout.segment_tokens rollout.max_response_tokens"
             yield wrong(config, "rollout.max_staleness", allowed, f"set rollout.max_staleness={needed}", beside=beside)
-    span = rollout.repetition.tokens
-    if span is not None and 2 * rollout.repetition.period > span:
-        allowed, fix = "at most half of rollout.repetition.tokens", f"set rollout.repetition.period={span // 2}"
-        yield wrong(config, "rollout.repetition.period", allowed, fix, beside="rollout.repetition.tokens")
-    if config.algorithm.repetition_penalty and span is None:
+    if config.algorithm.repetition_penalty and rollout.repetition.tokens is None:
         allowed = "0, or a stop for repetition: without one no answer would have the penalty"
         fix = "set rollout.repetition.tokens=256, or algorithm.repetition_penalty=0"
         yield wrong(config, "algorithm.repetition_penalty", allowed, fix, beside="rollout.repetition.tokens")

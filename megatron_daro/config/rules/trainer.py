@@ -58,6 +58,8 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
     if (section.kind == "agent") != bool(section.command):
         allowed = "a program and its arguments, with kind agent, and only with it"
         yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
+    if section.sandbox and section.kind != "agent":
+        yield wrong(config, f"{path}.sandbox", "false but for programs of kind agent", "remove it", beside=kind)
     if (section.kind == "agent" or section.of_verifiers) and config.data.prompt_template != "chat":
         allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
         yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)

@@ -4,6 +4,6 @@ A request: engine.py -> generation.py (fleet.py picks a server) -> request.py ->
     which makes rollouts.
 A server: interpreter.py (upstream_names.py) -> command.py -> servers.py -> process.py (watchdog.py) -> starting.py ->
     vetting.py; again when it fails: supervision.py.
-New weights: update.py, with memory.py, fp8_blocks.py, adapters.py and probe.py.
+New weights: update.py -> receiving.py, with memory.py, fp8_blocks.py, adapters.py and probe.py.
 Distillation asks servers of its own: teacher.py.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_daro.config.model_shape import read_model_shape
@@ -19,11 +20,12 @@ from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import ServerGeneration
 from megatron_daro.engine.sglang.memory import SharedMemory
 from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
+from megatron_daro.engine.sglang.receiving import RECEIVING, ServersEnd
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.engine.sglang.vetting import Expected
-from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.errors import EngineError
 from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
@@ -77,19 +79,23 @@ class SGLangEngine:
         self._generation = ServerGeneration(
             self.fleet, self._supervision, asker, options, self._adapters, vocabulary=expected.vocabulary, warn=warn
         )
-        self._updates = UpdateContext(
-            fleet=self.fleet,
+        end = ServersEnd(
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
             layout=layout_of_servers(options, expected.model_path) if options.transport.shard_plan else None,
             sync_dir=options.sync_dir or run_dir / "sync",
+            adapter=expected.adapter,
+            new_name=self._generation.new_name,
+        )
+        self._updates = UpdateContext(
+            fleet=self.fleet,
+            options=options,
+            receiving=partial(RECEIVING[options.sync], end),
             probe=self._probe,
             death_of=self._supervision.death_of,
+            adapters=self._adapters,
             metrics=self.metrics,
             warn=warn,
-            adapter=expected.adapter,
-            adapters=self._adapters,
-            new_name=self._generation.new_name,
         )
         self._memory = SharedMemory(self.fleet, self._supervision, options)
         self._when_back: Callable[[str], Awaitable[None]] | None = None
@@ -124,13 +130,11 @@ class SGLangEngine:
         weights. Where none answers the update waits for the first that is back.
 
         Raises:
-            SyncError: all servers are being started again. EngineError: all are gone, or the engine does not run.
+            EngineError: all are gone, or the engine does not run.
         """
         self._check_usable()
         if only is None:
             servers = self.fleet.of("serving", "joining")
-            if not servers and not self.fleet.awaits():
-                raise SyncError("no SGLang server can take weights: all are being started again")
         else:
             servers = [server for server in self.fleet.of("joining") if server.name == only]
             if not servers:

@@ -98,7 +98,6 @@ class Taught:
     def __init__(self, rollouter: Rollouter, teacher: Teacher) -> None:
         """Start nothing."""
         self._rollouter, self._teacher = rollouter, teacher
-        self.continues_partial = rollouter.continues_partial
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """As the Rollouter's; the teacher reads what is finished while the rest is generated."""

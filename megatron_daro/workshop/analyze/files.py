@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import DataError
@@ -33,6 +34,28 @@ def files_of(path: Path) -> list[Path]:
     if not files:
         raise DataError(f"dump: {path} has no file of {', '.join(SUFFIXES)}, allowed is a file or a folder with some")
     return sorted(files, key=lambda p: ([int(n) for n in re.findall(r"\d+", p.name)], str(p)))
+
+
+def most_sequences(files: Sequence[Path]) -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the rollout of an agent whose model read most sequences, and its file; None where each read but one.
+
+    Args:
+        files: of this package.
+    """
+    import pyarrow.compute as compute
+    import pyarrow.parquet as parquet
+
+    best, most = None, 1
+    for path in files:
+        if path.suffix != ".parquet" or "contexts" not in parquet.read_schema(path).names:
+            continue
+        counts = compute.list_value_length(parquet.read_table(path, columns=["contexts"])["contexts"])
+        if (count := compute.max(counts).as_py() or 0) > most:
+            best, most = (path, compute.index(counts, count).as_py()), count
+    if best is None:
+        return None
+    path, number = best
+    return path, parquet.read_table(path).slice(number, 1).to_pylist()[0]
 
 
 def open_records(path: Path) -> tuple[set[str], Callable[[Sequence[str]], Records]]:

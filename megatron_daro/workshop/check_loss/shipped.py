@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.algo.corrections import segment_sums, sequence_log_ratio
+from megatron_daro.algo.corrections import sample_sums, sequence_log_ratio
 from megatron_daro.algo.surrogate import clipped_ratio_loss, clipped_token_loss, importance_ratio
 from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, SampleAlgorithm, make_algorithm
 from megatron_daro.workshop.check_loss.records import LossBatch, LossFunction, StepInfo
@@ -35,7 +35,7 @@ def megatron_return(share: Tensor, batch: LossBatch, step: StepInfo) -> tuple[An
 
 
 def _sample_sums(losses_T: Tensor, batch: LossBatch) -> Tensor:
-    return segment_sums(losses_T, batch.mask_T, batch.sequence_T, len(batch))
+    return sample_sums(losses_T, batch.mask_T, batch.sequence_T, len(batch))
 
 
 def _algorithm(name: str) -> LossFunction:

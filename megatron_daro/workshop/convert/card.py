@@ -1,22 +1,18 @@
-"""The card of a conversion: every tensor with shape, dtype and the hash of both sides, and how it was checked.
+"""The card of a conversion: every tensor with shape and dtype on both sides, how it changed, and how it was checked.
 
-It is `conversion.json` in the target, and the lines that the command prints. A later conversion of that target
-compares hashes with it, so that a flipped byte is found and named.
+It is `conversion.json` in the target, and the lines that the command prints.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.checkpoint_keys import global_boxes, possible_boxes
 from megatron_daro.convert.mapping import hf_to_megatron
 from megatron_daro.convert.plan import Plan
-from megatron_daro.errors import CheckpointError
 from megatron_daro.workshop.convert.records import FileRecord, TensorRecord
 
 CARD_FILE = "conversion.json"
@@ -27,7 +23,7 @@ _FORMAT = "megatron-daro conversion 1"
 class Row:
     """One Megatron parameter and the HF tensors that it is made of.
 
-    change: "same bytes", "rows rearranged", "padded", "cast"; check: how it was checked.
+    change: "same bytes", "rows rearranged", "padded", "cast"; check: "read back and compared", or "written" alone.
     """
 
     megatron: TensorRecord
@@ -68,13 +64,9 @@ def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[s
 
     Args:
         plan: that was carried out. records: of all its files. verified: files that were read again and compared.
-
-    Raises:
-        CheckpointError: the source's tensors have other hashes than the card of the conversion that wrote it.
     """
     records = list(records)
     known = {tensor.name: (tensor, record.file) for record in records for tensor in (*record.hf, *record.megatron)}
-    _compare_with_source(plan, {name: tensor for name, (tensor, _) in known.items()})
     rules = hf_to_megatron(read_model_shape(plan.config), fused_norms=True)
     rows = []
     for rule, box in zip(rules, global_boxes(rules), strict=True):
@@ -82,43 +74,14 @@ def make_card(plan: Plan, records: Iterable[FileRecord], *, verified: Sequence[s
         name = next(name for name in names if name in known)
         megatron, hf = known[name][0], tuple(known[hf_name][0] for hf_name in rule.hf_names)
         files = {known[n][1] for n in (name, *rule.hf_names)}
-        check = "hashed; read back and compared" if files <= set(verified) else "hashed"
+        check = "read back and compared" if files <= set(verified) else "written"
         rows.append(Row(megatron, hf, _change(megatron, hf), check))
     return Card(str(plan.source), plan.format, plan.num_bytes, tuple(rows), plan.ignored)
-
-
-def read_hashes(folder: Path) -> dict[str, TensorRecord]:
-    """Return the HF tensors that a converted checkpoint's card describes, by name; none where there is no card.
-
-    Raises:
-        CheckpointError: the card cannot be read.
-    """
-    path = folder / CARD_FILE
-    if not path.is_file():
-        return {}
-    try:
-        card = json.loads(path.read_text())
-        rows = [tensor for row in card["rows"] for tensor in row["hf"]] if card["kind"] == _FORMAT else []
-        return {r["name"]: TensorRecord(r["name"], tuple(r["shape"]), r["dtype"], r["sha256"]) for r in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; remove it to convert without its hashes") from None
-
-
-def _compare_with_source(plan: Plan, written: dict[str, TensorRecord]) -> None:
-    folders = (plan.source, plan.source.parent) if plan.source_format == "megatron" else (plan.source,)
-    known = next((hashes for hashes in map(read_hashes, folders) if hashes), {})
-    for name, record in known.items():
-        own = written.get(name)
-        if own is not None and (own.dtype, own.shape) == (record.dtype, record.shape) and own.sha256 != record.sha256:
-            raise CheckpointError(
-                f"{name} in {plan.source} is not what {CARD_FILE} says was written there: a byte was changed or "
-                "damaged. Copy the checkpoint again; remove that file if the change was meant"
-            )
 
 
 def _change(megatron: TensorRecord, hf: tuple[TensorRecord, ...]) -> str:
     if any(tensor.dtype != megatron.dtype for tensor in hf):
         return "cast"
-    if megatron.sha256 == hf[0].sha256:
-        return "same bytes"
-    return "rows rearranged" if len(hf) > 1 else "padded"
+    if len(hf) > 1:
+        return "rows rearranged"
+    return "same bytes" if megatron.shape == hf[0].shape else "padded"

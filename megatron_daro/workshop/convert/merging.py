@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_daro.config.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, LoraSection, plain_config
+from megatron_daro.config.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, LoraSection, differing
 from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
 from megatron_daro.errors import ModelError
 from megatron_daro.workshop.convert.partial import replaceable
@@ -35,11 +35,7 @@ def merge(adapter: Path, base: Path, out: Path, *, max_shard_bytes: int) -> int:
         section = LoraSection(rank=content["r"], alpha=content["lora_alpha"], rslora=content.get("use_rslora", False))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"--merge: {adapter} has no adapter of PEFT's that can be read: {error}") from error
-    if more := [
-        f"{name} {content[name]!r}"
-        for name, value in plain_config(section).items()
-        if content.get(name, value) != value
-    ]:
+    if more := [f"{name} {content[name]!r}" for name, _ in differing(section, content)]:
         raise ModelError(f"--merge: {adapter} has {', '.join(more)}; allowed: LoRA with one rank and nothing else")
     num_factors = len(factors)
     checkpoint = HFCheckpoint(base, as_stored=True)

@@ -199,7 +199,8 @@ def _model_type(arguments: Mapping[str, Any]) -> str:
     wanted = [bool(arguments.get(name)) for name in ("qk_layernorm", "add_qkv_bias", "num_experts")]
     excluded = {"mixtral"} if arguments.get("moe_router_pre_softmax") else set()
     for name, family in sorted(families().items()):
-        others = family.switches or family.latent or family.linear or family.stacked  # `_FIXED` refuses what these have
+        # `_FIXED` refuses what these have.
+        others = family.switches or family.latent or family.linear or family.stacked or family.whole_qk_norm
         if others or name in excluded:
             continue
         if ["query_norm" in family.tensors, "qkv_bias" in family.tensors, family.experts is not None] == wanted:

@@ -1,4 +1,4 @@
-"""What a worker process says of the file that it wrote: its tensors with their hashes, on both sides."""
+"""What a worker process says of the file that it wrote: its tensors, on both sides."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from megatron_daro.convert.daro_format import StoredShard
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor as it was read or written. sha256: of its bytes, row by row."""
+    """A tensor as it was read or written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

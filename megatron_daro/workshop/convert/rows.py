@@ -1,16 +1,13 @@
-"""Rows of tensors on their way: read, cast and hashed a piece at a time, in memory that is taken once."""
+"""Rows of tensors on their way: read and cast a piece at a time, in memory that is taken once."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_daro.convert.safetensors_file import bytes_of
 from megatron_daro.errors import ModelError
 
 
@@ -42,49 +39,6 @@ def cast(values: Tensor, target: Tensor, name: str) -> Tensor:
             f"{limit:.4g}: the cast would make it infinite. Choose another --dtype; bf16 and fp32 reach 3.4e38"
         )
     return target
-
-
-class Hash(Protocol):
-    """What hashlib makes."""
-
-    def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the hash of what was taken."""
-
-
-class RowHash:
-    """SHA-256 of a tensor whose rows come in order; what did not come so is read for it at the end.
-
-    Args:
-        rows: that were taken already. taken: the hash of them.
-    """
-
-    def __init__(self, rows: int = 0, taken: Hash | None = None) -> None:
-        self._hash = taken or hashlib.sha256()
-        self._next = rows
-        self._is_in_order = True
-
-    def add(self, start: int, values: Tensor) -> None:
-        """Take rows [start, start + len(values))."""
-        self._is_in_order = self._is_in_order and start == self._next
-        if self._is_in_order:
-            self._hash.update(bytes_of(values))
-            self._next += len(values)
-
-    def digest(self, windows: Sequence[tuple[int, int]], read: Callable[[int, int], Tensor]) -> str:
-        """Return the hash of the whole tensor, hexadecimal.
-
-        Args:
-            windows: all rows of it, in order, as (start, stop). read: returns such rows.
-        """
-        if not self._is_in_order:
-            return RowHash().digest(windows, read)
-        for start, stop in windows:
-            if stop > self._next:
-                self.add(self._next, read(max(start, self._next), stop))
-        return self._hash.hexdigest()
 
 
 class Scratch:

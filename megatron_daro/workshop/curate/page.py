@@ -10,7 +10,7 @@ from megatron_daro.workshop.curate.decisions import NOTES, REASONS, Decisions, F
 from megatron_daro.workshop.curate.rows import Row
 from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Table, render
 
-_EXAMPLES = 12
+_EXAMPLES, _SOURCES = 12, 24
 _SHOWN = 900
 
 
@@ -85,28 +85,11 @@ def _plots(statistics: Mapping[str, Any], extra: Mapping[int, Mapping[str, Any]]
         bins = [round(rate * count) for rate in rates]
         heights = [bins.count(k) for k in range(count + 1)]
         names = [f"{k}/{count}" for k in range(count + 1)]
-        plots.append(
-            _bars("Pass rates", "Kept problems by the part of their answers that was right.", names, heights, 2)
-        )
-    plots.append(
-        _bars(
-            "Rows by what happened to them",
-            "Every row that was read is in one bar.",
-            ["kept", *(reason.replace("_", " ") for reason in statistics["dropped"])],
-            [statistics["kept"], *statistics["dropped"].values()],
-            0,
-        )
-    )
-    for title, key, caption in (
-        ("Sources", "sources", "Kept problems by their data_source, or their file."),
-        ("Categories", "categories", "Kept problems by the category, level or difficulty that the data gives."),
-        ("Answers", "answers", "Kept problems by what their answer is."),
-        ("Length of the statement", "statement_tokens", "Words, numbers and signs of the normal form."),
-    ):
-        counts = statistics[key]
-        if counts:
-            top = dict(sorted(counts.items(), key=lambda one: -one[1])[:24]) if key != "statement_tokens" else counts
-            plots.append(_bars(title, caption, [_line(name, 40) for name in top], list(top.values()), 1))
+        caption = "Kept problems by the part of their answers that was right."
+        plots.append(_bars("Pass rates", caption, names, heights, 2))
+    top = dict(sorted(statistics["sources"].items(), key=lambda one: -one[1])[:_SOURCES])
+    names = [_line(name, 40) for name in top]
+    plots.append(_bars("Sources", "Kept problems by their data_source, or their file.", names, list(top.values()), 1))
     return plots
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_daro.reward.normal_form import canonical, number
-from megatron_daro.workshop.curate.decisions import REASONS, Decisions
-from megatron_daro.workshop.curate.kinds import guess_of
+from megatron_daro.workshop.curate.decisions import Decisions
 from megatron_daro.workshop.curate.rows import Row
-
-_LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 
 
 def collect(
@@ -47,13 +42,9 @@ def collect(
         "held_out": _held_out(decisions, sets),
         "decontaminated": bool(sets),
         "sources": dict(sorted(Counter(rows[row].prompt.source for row in kept).items())),
-        "categories": dict(sorted(Counter(filter(None, (rows[row].prompt.category for row in kept))).items())),
-        "answers": dict(sorted(Counter(_kind(rows[row]) for row in kept).items())),
-        "statement_tokens": _lengths([len(rows[row].statement.tokens) for row in kept]),
         "instructions": {name: list(lines) for name, lines in shared.items()},
         "crowded_groups": crowded,
         "rules": dict(rules),
-        "reasons": dict(REASONS),
     }
 
 
@@ -68,24 +59,3 @@ def _held_out(decisions: Decisions, sets: Mapping[str, Sequence[Row]]) -> dict[s
         }
         for name, rows in sets.items()
     }
-
-
-def _kind(row: Row) -> str:
-    """Return what sort of answer it is, in a word."""
-    if len(row.prompt.answers) > 1:
-        return "several alternatives"
-    words = {"choice": "choice letter", "yes_no": "yes or no", "true_false": "true or false"}
-    guess = guess_of(row.prompt.answer, row.prompt.statement)
-    if guess in words:
-        return words[guess]
-    text = canonical(row.prompt.answer)
-    if number(text) is None:
-        return "expression or text"
-    return "integer" if text.lstrip("+-").isdigit() else "other number"
-
-
-def _lengths(lengths: Sequence[int]) -> dict[str, int]:
-    """Return how many statements have up to so many tokens."""
-    names = [*(f"up to {limit}" for limit in _LENGTHS), f"above {_LENGTHS[-1]}"]
-    counts = Counter(names[bisect_left(_LENGTHS, length)] for length in lengths)
-    return {name: counts[name] for name in names if counts[name]}

@@ -288,7 +288,7 @@ def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
         "seed": config.engine.seed,
         "engine": config.engine.kind,
         "verifier": {"verifier": verifier.name}
-        | {name: getattr(verifier, name) for name in ("strict", "marker", "refuse_restated", "after_thinking")}
+        | {name: getattr(verifier, name) for name in ("strict", "marker", "after_thinking")}
         | ({"options": dict(config.reward.options)} if config.reward.is_own else {}),
         "notes": {"model": str(config.model.path), "urls": list(config.engine.sglang.urls)},
     }

@@ -181,7 +181,7 @@ def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations 
     shape, tokens = workload.shape, layout.tokens_per_rank
     rows = padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
     tile_tokens, tile_columns = LOGPROB_TILES["cpu" if on_cpu else "gpu"]
-    tile_tokens, tile_columns = workload.chunk_tokens or tile_tokens, workload.chunk_vocab or tile_columns
+    tile_tokens = workload.chunk_tokens or tile_tokens
     tile = min(tile_tokens, tokens) * min(tile_columns, rows) * 4
     hidden = tokens * shape.hidden * (2 * workload.dtype_bytes + 4)
     weight = rows * shape.hidden * workload.dtype_bytes

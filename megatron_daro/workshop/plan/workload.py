@@ -82,7 +82,6 @@ class Workload:
     response_Q: np.ndarray
     distributed_optimizer: bool
     chunk_tokens: int | None
-    chunk_vocab: int | None
     bucket_bytes: float
     prompts_shared: int
     servers_fp8: bool
@@ -188,7 +187,6 @@ def workload_of(
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,
         distributed_optimizer=actor.optimizer.distributed,
         chunk_tokens=actor.logprob_chunk_tokens,
-        chunk_vocab=actor.logprob_chunk_vocab,
         bucket_bytes=(sglang.bucket_mib or GPU_BUCKET_MIB) * 2**20,
         prompts_shared=rollout.rollouts_per_prompt,
         servers_fp8=sglang.fp8_blocks or arguments.get("quantization") == "fp8",
@@ -212,7 +210,7 @@ def _recomputed(options: Mapping[str, object]) -> frozenset[str]:
 
 def _practice(actor: ActorSection, shape: ModelShape) -> Practice:
     """Return what Megatron's options make of the trainer. The flex dispatchers send a token once to each node."""
-    on_transformer_engine = actor.precision != "fp32" and not shape.sinks
+    on_transformer_engine = actor.precision != "fp32" and not shape.local_layers
     chosen = gpu_defaults(actor, experts=shape.experts is not None, transformer_engine=on_transformer_engine)
     options: Mapping[str, object] = {"overlap_grad_reduce": True, **actor.megatron, **chosen}
     return Practice(

@@ -26,8 +26,7 @@ _OWN_OPTIONS = {
     "signal": "signal_before_s",
     "mem": "memory_gib",
     "cpus-per-task": "cpus_per_node",
-    "gpus-per-node": "gpus_per_node and gpu_option",
-    "gres": "gpus_per_node and gpu_option",
+    **dict.fromkeys(("gpus-per-node", "gres"), "gpus_per_node"),
     "job-name": "trainer.run_dir, whose last part it is",
 }
 """Options of sbatch that a job has already, and the field that says them; none where the job cannot do without."""
@@ -140,10 +139,8 @@ class ClusterFile(Section):
     """Further nodes of a job, which stay idle: as many may be lost, and the run goes on in place. Needs
     trainer.replace_lost_ranks."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 8
-    """GPUs per node; 0: a cluster without GPUs, which needs `nodes`."""
-    gpu_option: Literal["auto", "gpus-per-node", "gres", "none"] = "auto"
-    """How Slurm is asked for GPUs. auto: not at all where the partition's nodes declare none, else
-    --gpus-per-node."""
+    """GPUs per node; 0: a cluster without GPUs, which needs `nodes`. Slurm is asked for them (--gres) unless the
+    partition's nodes declare none."""
     cpus_per_node: Annotated[int, Field(ge=1)] | None = None
     """CPU cores per node; without GPUs also how many ranks and servers it takes. Unset: all."""
     memory_gib: Annotated[int, Field(ge=1)] | None = None

@@ -20,7 +20,8 @@ from megatron_daro.workshop.slurm.cluster_file import ClusterFile
 @dataclass(frozen=True, slots=True)
 class Job:
     """name; nodes; run_dir and directory (where it was submitted), absolute; train: arguments of `megatron-daro train`
-    after the command's name; steps: of the run; signal_before_s: before the time limit, when training is asked to save.
+    after the command's name; steps: of the run; signal_before_s: before the time limit, when training is asked to save;
+    gres: GPUs of a node that Slurm is asked for.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Job:
     train: tuple[str, ...]
     steps: int
     signal_before_s: int
+    gres: int
 
     @property
     def folder(self) -> Path:
@@ -114,9 +116,8 @@ def _options(job: Job, cluster: ClusterFile) -> Iterator[str]:
     if cluster.spare_nodes:
         yield "--no-kill"  # the job outlives a node
     yield "--ntasks-per-node=1"
-    if cluster.gpus_per_node and cluster.gpu_option != "none":
-        name = "gres=gpu:" if cluster.gpu_option == "gres" else "gpus-per-node="
-        yield f"--{name}{cluster.gpus_per_node}"
+    if job.gres:
+        yield f"--gres=gpu:{job.gres}"
     if cluster.cpus_per_node:
         yield f"--cpus-per-task={cluster.cpus_per_node}"
     if cluster.memory_gib:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import math
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,16 +94,18 @@ def job_of(
         train=(str(recipe.absolute()), *overrides),
         steps=config.trainer.steps,
         signal_before_s=cluster.signal_before_s or min(signal_before_s, most),
+        gres=gres_of(cluster),
     )
 
 
-def with_detected_gpu_option(cluster: ClusterFile) -> ClusterFile:
-    """Return the cluster file with `gpu_option` as the partition wants it: nodes without a GRES are given whole."""
-    if cluster.gpu_option != "auto" or not shutil.which("sinfo"):
-        return cluster
-    resources = _slurm(["sinfo", "--noheader", f"--partition={cluster.partition}", "--format=%G"])
-    declared = "gpu" in resources or not resources.strip()
-    return cluster.model_copy(update={"gpu_option": "gpus-per-node" if declared else "none"})
+def gres_of(cluster: ClusterFile) -> int:
+    """Return the GPUs of a node that Slurm is asked for: 0 where the partition's nodes declare none, and are given
+    whole."""
+    try:
+        resources = _slurm(["sinfo", "--noheader", f"--partition={cluster.partition}", "--format=%G"])
+    except ConfigError:  # a dry run where Slurm is not, or does not answer; whoever submits is told by sbatch
+        return cluster.gpus_per_node
+    return cluster.gpus_per_node if "gpu" in resources or not resources.strip() else 0
 
 
 def check_cluster(job: Job, cluster: ClusterFile) -> None:

@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from heavy_cases import mostly_heavy
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 import torch

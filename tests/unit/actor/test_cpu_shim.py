@@ -7,6 +7,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def run(code: str) -> str:
     """The output of a fresh interpreter; a redirection stays in there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from published_configs import GPT_OSS_20B
+from published_configs import GPT_OSS_20B, OLMO_3_7B
 
 from megatron_daro.actor import device, precision
 from megatron_daro.actor.model import transformer_config
@@ -34,10 +34,11 @@ def test_fp8_that_cannot_run_on_this_rank_is_refused_and_not_silently_off(monkey
         precision.uses_transformer_engine(ActorSection(precision="fp8", fp8_recipe="mxfp8"), LLAMA)
 
 
-def test_attention_with_sinks_is_that_of_megatrons_layers(monkeypatch):
+@pytest.mark.parametrize("config", [GPT_OSS_20B, OLMO_3_7B])
+def test_sinks_and_norms_behind_a_layer_are_those_of_megatrons_own_layers(monkeypatch, config):
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     assert precision.uses_transformer_engine(ActorSection(), LLAMA)
-    assert not precision.uses_transformer_engine(ActorSection(), read_model_shape(GPT_OSS_20B))
+    assert not precision.uses_transformer_engine(ActorSection(), read_model_shape(config))
 
 
 def config_of(**options):

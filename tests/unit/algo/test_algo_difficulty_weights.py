@@ -137,7 +137,7 @@ def test_squares_and_masses_per_sample_are_those_of_the_gradient_itself(settings
     generator = torch.Generator().manual_seed(3)
     logprobs_T = (torch.randn(30, generator=generator, dtype=torch.float64) - 2).requires_grad_()
     old_T = logprobs_T.detach() + 0.3 * torch.randn(30, generator=generator, dtype=torch.float64)
-    segment_T, mask_T = torch.arange(30) // 10, torch.rand(30, generator=generator) < 0.8
+    sample_T, mask_T = torch.arange(30) // 10, torch.rand(30, generator=generator) < 0.8
     advantages_M = torch.tensor([1.2, -0.7, 0.3], dtype=torch.float64)
     result = token_objective(
         logprobs_T,
@@ -145,17 +145,15 @@ def test_squares_and_masses_per_sample_are_those_of_the_gradient_itself(settings
         old_logprobs_T=old_T,
         rollout_logprobs_T=old_T + 0.1 * torch.randn(30, generator=generator, dtype=torch.float64),
         ref_logprobs_T=None,
-        advantages_T=advantages_M[segment_T],
+        advantages_T=advantages_M[sample_T],
         mask_T=mask_T,
-        segment_T=segment_T,
-        num_segments=3,
+        sample_T=sample_T,
+        num_samples=3,
         settings=settings,
         gradient_squares=True,
     )
-    result.segment_losses_M.sum().backward()
-    squares = torch.stack([logprobs_T.grad[segment_T == m].square().sum() for m in range(3)])
-    torch.testing.assert_close(result.segment_sums_M["gradient_squares"], squares, rtol=1e-12, atol=1e-14)
-    trained = torch.stack([mask_T[segment_T == m].sum() for m in range(3)])
-    torch.testing.assert_close(
-        result.segment_sums_M["advantage_sums"], advantages_M.abs() * trained, rtol=1e-12, atol=0
-    )
+    result.sample_losses_M.sum().backward()
+    squares = torch.stack([logprobs_T.grad[sample_T == m].square().sum() for m in range(3)])
+    torch.testing.assert_close(result.sample_sums_M["gradient_squares"], squares, rtol=1e-12, atol=1e-14)
+    trained = torch.stack([mask_T[sample_T == m].sum() for m in range(3)])
+    torch.testing.assert_close(result.sample_sums_M["advantage_sums"], advantages_M.abs() * trained, rtol=1e-12, atol=0)

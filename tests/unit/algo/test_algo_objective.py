@@ -43,8 +43,8 @@ class Tokens:
         self.rollout = self.old + 0.2 * noise()
         self.ref = self.logprobs + 0.5 * noise()
         self.entropy = noise().abs()
-        self.segment = torch.arange(size) * 3 // size
-        self.advantages = torch.tensor([1.5, -0.5, -1.0], dtype=torch.float64)[self.segment]
+        self.sample = torch.arange(size) * 3 // size
+        self.advantages = torch.tensor([1.5, -0.5, -1.0], dtype=torch.float64)[self.sample]
         self.mask = torch.rand(size, generator=generator) < 0.8
 
     def objective(self, settings: ObjectiveSettings, part=slice(None), *, logprobs=None, **options) -> TokenObjective:
@@ -56,8 +56,8 @@ class Tokens:
             "ref_logprobs_T": self.ref[part],
             "advantages_T": self.advantages[part],
             "mask_T": self.mask[part],
-            "segment_T": self.segment[part],
-            "num_segments": 3,
+            "sample_T": self.sample[part],
+            "num_samples": 3,
         }
         return token_objective(logprobs[part], self.entropy[part], settings=settings, **{**columns, **options})
 
@@ -74,15 +74,15 @@ def test_by_hand():
         ref_logprobs_T=logprobs_T.detach() - 0.5,
         advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]).double(),
         mask_T=torch.tensor([1, 1, 1, 1]),
-        segment_T=torch.tensor([0, 0, 1, 1]),
-        num_segments=2,
+        sample_T=torch.tensor([0, 0, 1, 1]),
+        num_samples=2,
         settings=ObjectiveSettings(
             correction="tis", correction_cap=2.0, kl_coefficient=0.1, kl_estimator="k2", entropy_coefficient=0.01
         ),
     )
     assert result.loss_T.tolist() == pytest.approx([-1.0, -2.56, 1.0, 0.8])
-    assert result.segment_losses_M.tolist() == pytest.approx([-3.56, 1.8])
-    assert result.segment_sums_M["abs_loss_sums"].tolist() == pytest.approx([3.56, 1.8])
+    assert result.sample_losses_M.tolist() == pytest.approx([-3.56, 1.8])
+    assert result.sample_sums_M["abs_loss_sums"].tolist() == pytest.approx([3.56, 1.8])
     assert result.kl_T.tolist() == pytest.approx([0.125] * 4)
     assert result.regularizer_T.tolist() == pytest.approx([0.0025, -0.0075, -0.0175, -0.0275])
     sums = {name: value.item() for name, value in result.sums.items()}
@@ -116,7 +116,7 @@ def literal_loss(tokens: Tokens, options: dict, logprobs: torch.Tensor) -> torch
     )
     low, high = options.get("clip_low", 0.2), options.get("clip_high", 0.28)
     for m in range(3):
-        own = (tokens.segment == m) & tokens.mask
+        own = (tokens.sample == m) & tokens.mask
         difference = logprobs[own] - tokens.old[own]
         ratio = difference.mean().exp().expand(int(own.sum())) if region == "gspo" else difference.exp()
         engine = tokens.old[own] - tokens.rollout[own]
@@ -186,26 +186,26 @@ def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_flows(re
 
 @pytest.mark.parametrize("options", CORRECTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_masked_nan_reaches_nothing(options):
-    """Every column, the segment ids included, holds rubbish where the mask is not set."""
+    """Every column, the sample ids included, holds rubbish where the mask is not set."""
     clean, dirty = Tokens(3), Tokens(3)
     for name in ("logprobs", "old", "rollout", "ref", "entropy", "advantages"):
         setattr(dirty, name, torch.where(dirty.mask, getattr(dirty, name), NAN))
-    dirty.segment = torch.where(dirty.mask, dirty.segment, -99)
+    dirty.sample = torch.where(dirty.mask, dirty.sample, -99)
     results, gradients = [], []
     for tokens in (clean, dirty):
         logprobs = tokens.logprobs.clone().requires_grad_()
         tokens.entropy = tokens.entropy.clone().requires_grad_()
         result = tokens.objective(ObjectiveSettings(**{**EVERYTHING, **options}), logprobs=logprobs)
-        (result.segment_losses_M.sum() + result.regularizer_T.sum()).backward()
+        (result.sample_losses_M.sum() + result.regularizer_T.sum()).backward()
         results.append(result)
         gradients.append((logprobs.grad, tokens.entropy.grad))
     for one, other in zip(*gradients, strict=True):
         assert torch.isfinite(other).all()
         assert torch.equal(one, other)
-    for field in ("loss_T", "kl_T", "entropy_T", "regularizer_T", "segment_losses_M"):
+    for field in ("loss_T", "kl_T", "entropy_T", "regularizer_T", "sample_losses_M"):
         assert torch.equal(getattr(results[0], field), getattr(results[1], field)), field
-    assert [r.tolist() for r in results[0].segment_sums_M.values()] == [
-        r.tolist() for r in results[1].segment_sums_M.values()
+    assert [r.tolist() for r in results[0].sample_sums_M.values()] == [
+        r.tolist() for r in results[1].sample_sums_M.values()
     ]
     assert results[0].sums == results[1].sums
     assert results[0].maxima == results[1].maxima
@@ -216,21 +216,21 @@ def test_micro_batches_of_whole_samples_add_up(options):
     tokens = Tokens(4)
     settings_ = ObjectiveSettings(**{**EVERYTHING, **options})
     whole = tokens.objective(settings_)
-    parts = [tokens.objective(settings_, tokens.segment == m) for m in range(3)]
+    parts = [tokens.objective(settings_, tokens.sample == m) for m in range(3)]
     for name, value in whole.sums.items():
         torch.testing.assert_close(sum(p.sums[name] for p in parts), value, rtol=1e-12, atol=1e-12)
     assert max(p.maxima["logprob_abs_diff"] for p in parts) == whole.maxima["logprob_abs_diff"]
-    torch.testing.assert_close(sum(p.segment_losses_M for p in parts), whole.segment_losses_M, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(p.sample_losses_M for p in parts), whole.sample_losses_M, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", CORRECTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_context_parallel_parts_add_up_with_a_reduction_without_gradient(options):
-    """Two halves of every sample; `segment_reduce` plays the all-reduce with sums noted in a first pass."""
+    """Two halves of every sample; `sample_reduce` plays the all-reduce with sums noted in a first pass."""
     tokens, settings_ = Tokens(5), ObjectiveSettings(**{**EVERYTHING, **options})
     halves = [torch.arange(24) % 2 == half for half in (0, 1)]
     noted: list[list[torch.Tensor]] = [[], []]
     for rank, half in enumerate(halves):
-        tokens.objective(settings_, half, segment_reduce=lambda x, rank=rank: noted[rank].append(x) or x)
+        tokens.objective(settings_, half, sample_reduce=lambda x, rank=rank: noted[rank].append(x) or x)
     sequences = (options.get("trust_region") == "gspo") + (options.get("correction_level") == "sequence")
     sums = options.get("trust_region") == "mirror"
     assert len(noted[0]) == len(noted[1]) == 2 * sequences + sums
@@ -242,11 +242,11 @@ def test_context_parallel_parts_add_up_with_a_reduction_without_gradient(options
         total = (
             total
             + tokens.objective(
-                settings_, half, logprobs=other, segment_reduce=lambda _, reduced=reduced: next(reduced)
-            ).segment_losses_M
+                settings_, half, logprobs=other, sample_reduce=lambda _, reduced=reduced: next(reduced)
+            ).sample_losses_M
         )
-    torch.testing.assert_close(total, whole.segment_losses_M, rtol=1e-12, atol=1e-12)
-    whole.segment_losses_M.sum().backward()
+    torch.testing.assert_close(total, whole.sample_losses_M, rtol=1e-12, atol=1e-12)
+    whole.sample_losses_M.sum().backward()
     total.sum().backward()
     torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
 
@@ -258,7 +258,7 @@ def test_nothing_to_train_is_zero_with_a_gradient(options, mask):
     tokens.mask = mask
     logprobs = tokens.logprobs.clone().requires_grad_()
     result = tokens.objective(ObjectiveSettings(**{**EVERYTHING, **options}), logprobs=logprobs)
-    result.segment_losses_M.sum().backward()
+    result.sample_losses_M.sum().backward()
     assert torch.equal(logprobs.grad, torch.zeros(24).double())
     assert all(value.item() == 0 for value in (*result.sums.values(), *result.maxima.values()))
 
@@ -273,11 +273,11 @@ def test_an_empty_micro_batch():
         ref_logprobs_T=None,
         advantages_T=empty.detach(),
         mask_T=empty.detach().bool(),
-        segment_T=empty.detach().long(),
-        num_segments=0,
+        sample_T=empty.detach().long(),
+        num_samples=0,
         settings=ObjectiveSettings(trust_region="gspo"),
     )
-    assert result.segment_losses_M.shape == (0,)
+    assert result.sample_losses_M.shape == (0,)
     assert result.maxima["logprob_abs_diff"].item() == 0.0
 
 
@@ -289,7 +289,7 @@ def test_reports_only_what_was_measured_and_carries_no_gradient():
     assert bare.maxima == {}
     full = tokens.objective(ObjectiveSettings(**EVERYTHING), logprobs=logprobs)
     assert set(full.sums) - set(bare.sums) == {"kl_ref", "logprob_abs_diff", "mismatch_kl", "corrected"}
-    for value in (*full.sums.values(), *full.maxima.values(), *full.segment_sums_M.values()):
+    for value in (*full.sums.values(), *full.maxima.values(), *full.sample_sums_M.values()):
         assert value.dtype == torch.float64
         assert not value.requires_grad
 
@@ -304,7 +304,7 @@ def test_only_the_policys_own_log_probs_and_entropies_get_a_gradient(options):
     (result.loss_T.sum() + result.regularizer_T.sum()).backward()
     assert own.grad.abs().sum() > 0 and entropy.grad.abs().sum() > 0
     assert [column.grad for column in others] == [None] * 4
-    reported = [*result.segment_sums_M.values(), *result.sums.values(), *result.maxima.values()]
+    reported = [*result.sample_sums_M.values(), *result.sums.values(), *result.maxima.values()]
     assert not any(values.requires_grad for values in reported)
 
 
@@ -378,8 +378,8 @@ def test_refuses_missing_or_misshapen_columns(options, missing, field):
 def test_entropy_bonus_needs_entropies():
     tokens = Tokens()
     tokens.entropy = torch.zeros(24)
-    columns = {"old_logprobs_T": None, "rollout_logprobs_T": None, "ref_logprobs_T": None, "num_segments": 3}
-    columns |= {"advantages_T": tokens.advantages, "mask_T": tokens.mask, "segment_T": tokens.segment}
+    columns = {"old_logprobs_T": None, "rollout_logprobs_T": None, "ref_logprobs_T": None, "num_samples": 3}
+    columns |= {"advantages_T": tokens.advantages, "mask_T": tokens.mask, "sample_T": tokens.sample}
     chosen = ObjectiveSettings(entropy_coefficient=0.01)
     with pytest.raises(AlgorithmError, match="entropy_T"):
         token_objective(tokens.logprobs, None, settings=chosen, **columns)
@@ -412,6 +412,6 @@ def test_without_a_coefficient_nothing_goes_back_through_the_entropy(coefficient
     tokens.entropy = tokens.entropy.clone().requires_grad_()
     logprobs = tokens.logprobs.clone().requires_grad_()
     objective = tokens.objective(ObjectiveSettings(entropy_coefficient=coefficient), logprobs=logprobs)
-    (objective.segment_losses_M.sum() + objective.regularizer_T.sum()).backward()
+    (objective.sample_losses_M.sum() + objective.regularizer_T.sum()).backward()
     assert (tokens.entropy.grad is not None) is has_gradient
     assert logprobs.grad is not None and bool(logprobs.grad.any())

@@ -218,7 +218,7 @@ def test_policy_and_value_loss_equal_trls(beta):
         near = min(max(moved, v - eps), v + eps)
         critic += 0.5 * max((moved - (a + v)) ** 2, (near - (a + v)) ** 2) / flat
 
-    segment_R = torch.arange(4).repeat_interleave(tokens.lengths_N)
+    sample_R = torch.arange(4).repeat_interleave(tokens.lengths_N)
     objective = token_objective(
         new_R,
         torch.zeros(flat, dtype=torch.float64),
@@ -227,14 +227,14 @@ def test_policy_and_value_loss_equal_trls(beta):
         ref_logprobs_T=None,
         advantages_T=advantages_R,
         mask_T=torch.ones(flat, dtype=torch.float64),
-        segment_T=segment_R,
-        num_segments=4,
+        sample_T=sample_R,
+        num_samples=4,
         settings=ObjectiveSettings(clip_low=eps, clip_high=eps),
     )
     bins_N = torch.zeros(4, dtype=torch.int64)
     totals = BatchTotals.of(bins_N, tokens.lengths_N, 2)
     coefficients_N = algorithm.sample_coefficients(bins_N, tokens.lengths_N, totals)
-    assert float((coefficients_N * objective.segment_losses_M).sum()) == pytest.approx(policy, rel=1e-10)
+    assert float((coefficients_N * objective.sample_losses_M).sum()) == pytest.approx(policy, rel=1e-10)
     losses, _ = value_losses(moved_R, torch.tensor(flat_values, dtype=torch.float64), targets_R, clip=eps)
     assert float(losses.sum() / flat) == pytest.approx(critic, rel=1e-12)
 

@@ -184,11 +184,11 @@ def kimi_case():
 
 def test_kimis_gradient_is_that_of_the_squared_surrogate():
     """1 / k sum over answers of (r - mean r - tau log pi / pi_i)^2 / (2 tau), by autograd through the square."""
-    logprobs_T, old_T, mask_T, segment_T, advantages_M = kimi_case()
+    logprobs_T, old_T, mask_T, sample_T, advantages_M = kimi_case()
     tau, printed = 0.7, logprobs_T.clone().requires_grad_()
     squares = []
     for m in range(3):
-        own = (segment_T == m) & mask_T
+        own = (sample_T == m) & mask_T
         squares.append((advantages_M[m] - tau * (printed[own] - old_T[own]).sum()) ** 2)
     (sum(squares) / 3 / (2 * tau)).backward()
     algorithm, ours = build("kimi", tau=tau), logprobs_T.clone().requires_grad_()
@@ -199,14 +199,14 @@ def test_kimis_gradient_is_that_of_the_squared_surrogate():
         old_logprobs_T=old_T,
         rollout_logprobs_T=None,
         ref_logprobs_T=None,
-        advantages_T=advantages_M[segment_T],
+        advantages_T=advantages_M[sample_T],
         mask_T=mask_T,
-        segment_T=segment_T,
-        num_segments=3,
+        sample_T=sample_T,
+        num_samples=3,
         settings=ObjectiveSettings(trust_region="mirror", mirror_tau=tau),
     )
     coefficients_M = algorithm.sample_coefficients(bins_M, lengths_M, BatchTotals.of(bins_M, lengths_M, K))
-    (coefficients_M * objective.segment_losses_M).sum().backward()
+    (coefficients_M * objective.sample_losses_M).sum().backward()
     assert ours.grad.tolist() == pytest.approx(printed.grad.tolist(), rel=1e-12, abs=1e-16)
     assert algorithm.advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)).tolist() == [0.75, -0.25, -0.25, -0.25]
     for tau in (0.0, -1.0, math.inf, math.nan):

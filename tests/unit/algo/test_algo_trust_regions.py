@@ -71,11 +71,11 @@ def test_no_ratio_takes_the_gradient_away(trust_region, shift):
         ref_logprobs_T=None,
         advantages_T=torch.tensor([1.5], dtype=torch.float64),
         mask_T=torch.ones(1, dtype=torch.bool),
-        segment_T=torch.zeros(1, dtype=torch.int64),
-        num_segments=1,
+        sample_T=torch.zeros(1, dtype=torch.int64),
+        num_samples=1,
         settings=ObjectiveSettings(trust_region=trust_region),
     )
-    objective.segment_losses_M.sum().backward()
+    objective.sample_losses_M.sum().backward()
     weight = 1.28 if shift > 0 else math.exp(-20)  # CISPO's, of a ratio that is limited to exp(-20)
     want = {"reinforce": 1.5, "cispo": 1.5 * weight, "mirror": 1.5 - 0.1 * shift}
     assert logprobs_T.grad.item() == pytest.approx(-want[trust_region], rel=1e-12)

@@ -80,15 +80,15 @@ def ours(step):
         ref_logprobs_T=None,
         advantages_T=advantages_R[drawn],
         mask_T=everything,
-        segment_T=torch.arange(ANSWERS).repeat_interleave(LENGTH),
-        num_segments=ANSWERS,
+        sample_T=torch.arange(ANSWERS).repeat_interleave(LENGTH),
+        num_samples=ANSWERS,
         settings=ObjectiveSettings(clip_low=CLIP, clip_high=CLIP),
     )
     coefficients_N = algorithm.sample_coefficients(bins_N, lengths_N, BatchTotals.of(bins_N, lengths_N, 2))
     critic, clipped = value_losses(
         step["vpred"].reshape(-1), step["values"].reshape(-1)[drawn], targets_R[drawn], clip=VALUE_CLIP
     )
-    policy = (coefficients_N * objective.segment_losses_M).sum()
+    policy = (coefficients_N * objective.sample_losses_M).sum()
     return advantages_R.reshape(ANSWERS, LENGTH), targets_R.reshape(ANSWERS, LENGTH), policy, critic.mean(), clipped
 
 

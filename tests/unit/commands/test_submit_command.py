@@ -32,7 +32,7 @@ def submit(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
 
     def run(*options: str, **fields: object) -> list[str]:
-        site = {"partition": "gpu", "gpus_per_node": 8, "nodes": 2, "gpu_option": "none", "time": "2:00:00"}
+        site = {"partition": "gpu", "gpus_per_node": 8, "nodes": 2, "time": "2:00:00"}
         (tmp_path / "cluster.yaml").write_text(json.dumps(site | fields))
         log.write_text("")
         command = ["submit", str(tmp_path / "recipe.yaml"), "--cluster", str(tmp_path / "cluster.yaml")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config.actor import ActorSection, OptimizerSection, resolved_expert_tensor
-from megatron_daro.config.algorithm import AlgorithmSection, CriticSection, KlSection, LengthRewardSection
+from megatron_daro.config.algorithm import AlgorithmSection, CriticSection, KlSection
 from megatron_daro.config.sections import (
     EngineSection,
     EnvironmentSection,
@@ -96,11 +96,6 @@ def test_a_critic_has_an_optimizer_of_its_own_in_three_numbers():
     critic = CriticSection(learning_rate=2.0, warmup_steps=3, grad_clip=4.0).optimizer_of(policy)
     own = {"learning_rate": 2.0, "warmup_steps": 3, "grad_clip": 4.0}
     assert critic.model_dump() == policy.model_dump() | own
-
-
-@pytest.mark.parametrize(("step", "weight"), [(1, 0.0), (10, 0.0), (11, 0.5), (12, 1.0), (14, 2.0), (99, 2.0)])
-def test_the_reward_for_length_is_faded_in(step, weight):
-    assert LengthRewardSection(weight=2.0, start_step=10, fade_steps=4).weight_at(step) == weight
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,13 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
                 ),
             ),
         ),
+        (
+            {"model_type": "olmo3"},
+            replace(
+                LLAMA, family="olmo3", rope_theta=5e5, rms_eps=1e-5, qk_norm=True, window=4096, windowed=(0, 1, 2),
+                plain_windows=True, post_norm=True, whole_qk_norm=True,
+            ),
+        ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -110,7 +117,7 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
-    others = ["llama", "mistral", "mixtral", "qwen2", "qwen3"]
+    others = ["llama", "mistral", "mixtral", "olmo3", "qwen2", "qwen3"]
     of_qwen = ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"]
     assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others, *of_qwen]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"

@@ -45,8 +45,11 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 EXPERTS |= {"norm_topk_prob": True}
 BLOCKS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
+OLMO = {"model_type": "olmo3", "rope_theta": 1e4, "sliding_window": 8, "layer_types": ["full_attention"] * 4}
 MODELS = {
     "small": {},
+    "olmo": OLMO,
+    "olmo_by_type": {**OLMO, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
     "sinks": SINKS,
     "mxfp4": {**SINKS, "quantization_config": {"quant_method": "mxfp4"}},
     "six_layers": {**SIZES, "model_type": "llama"},
@@ -103,6 +106,7 @@ model.path=~nobody-of-this-name/m | model.path | -
 model.path=/nowhere | model.path | -
 model.path=TRAIN | model.path | -
 model.path=MODELS/mxfp4 | model.path | model.path=MODELS/sinks
+SERVERS NODE model.path=MODELS/olmo_by_type | model.path | model.path=MODELS/olmo
 model.megatron_weights=MODELS | model.megatron_weights | model.megatron_weights=null
 data.train=[] | data.train | data.train=TRAIN
 data.train=[3] | data.train.0 | data.train=TRAIN
@@ -118,7 +122,7 @@ data.pass_rates=[0,2] | data.pass_rates.1 | data.pass_rates=[0,1]
 data.pass_rates=[0.9,0.1] | data.pass_rates | data.pass_rates=[0.5,0.5]
 data.format=parquet | data.train.0 | data.format=auto
 data.curriculum.start=1e-300 | data.curriculum.start | data.curriculum.start=1e-6
-data.prioritised.exponent=101 | data.prioritised.exponent | data.prioritised.exponent=100
+data.prioritised.floor=2 | data.prioritised.floor | data.prioritised.floor=1
 data.eval=[{"name":"a"}] | data.eval.0.path | -
 data.eval=[{"name":"a/b","path":"TRAIN"}] | data.eval.0.name | data.eval.0.name=a.b
 data.eval=[{"name":"a","path":"/nowhere"}] | data.eval.0.path | data.eval.0.path=TRAIN
@@ -148,7 +152,6 @@ rollout.keep_surplus=true | rollout.keep_surplus | rollout.max_staleness=1
 rollout.segment_tokens=1000 rollout.max_staleness=4 | rollout.max_staleness |
 rollout.segment_tokens=1000 rollout.max_staleness=5 engine.kind=my:Own | rollout.segment_tokens |
 rollout.segment_tokens=1000 rollout.max_staleness=5 environment.kind=my:Own | rollout.segment_tokens |
-rollout.repetition.tokens=65 rollout.repetition.period=33 | rollout.repetition.period |
 algorithm.repetition_penalty=0.5 | algorithm.repetition_penalty | rollout.repetition.tokens=256
 algorithm.name=doro | algorithm.name | algorithm.name=daro
 algorithm.name=my:Own:Two | algorithm.name | algorithm.name=my.file:Own
@@ -229,6 +232,7 @@ algorithm.turn_rewards=true | algorithm.turn_rewards | environment.kind=my:Own
 environment.options.x=1 | environment.options | environment.kind=my:Own
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
 environment.host=0.0.0.0 | environment.host |
+environment.kind=my:Own environment.sandbox=true | environment.sandbox | environment.sandbox=false
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import math
 import os
 import shutil
 from contextlib import contextmanager
@@ -33,13 +31,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_daro.config.model_files import read_model
-from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint, write_hf_checkpoint
-from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import ModelError
 from megatron_daro.sync import fp8_cast
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_text")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3")
+FAMILIES += ("qwen3_next", "qwen3_5_text")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -169,6 +166,7 @@ def in_blocks(directory, model):
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
 
 
+@pytest.mark.slow
 def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path, capsys):
     hf, further = tmp_path / "hf", {"model.layers.2.eh_proj.weight": torch.randn(256, 512).bfloat16()}
     model = make_hf(hf, config_of("deepseek_v3", **WIDE)) | further
@@ -224,10 +222,6 @@ def test_a_cast_leaves_the_bias_of_a_router_as_it_is(tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def sha(values):
-    return hashlib.sha256(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
     given_ = make_hf(tmp_path / "hf", config_of())
     to_megatron(tmp_path / "hf", tmp_path / "one", format_="torch_dist")
@@ -235,13 +229,10 @@ def test_the_other_format_in_between_and_the_card_of_each(tmp_path):
     to_megatron(tmp_path / "two", tmp_path / "three", format_="daro")
     to_hf(tmp_path / "three", tmp_path / "four")
     assert_equal(tensors_of(tmp_path / "four"), given_)
-    with MegatronWeights(tmp_path / "one", read_model_shape(tmp_path / "hf")) as weights:
-        parameters = [weights.read_parameter(r, 0, weights.parameter_shape(r)[0]) for r in weights.rules]
     for folder in ("one", "two", "three", "four"):
         rows = json.loads((tmp_path / folder / CARD_FILE).read_text())["rows"]
-        hashes = {tensor["name"]: tensor["sha256"] for row in rows for tensor in row["hf"]}
-        assert hashes == {name: sha(tensor) for name, tensor in given_.items()}
-        assert {row["megatron"]["sha256"] for row in rows} == set(map(sha, parameters))
+        shapes = {tensor["name"]: tuple(tensor["shape"]) for row in rows for tensor in row["hf"]}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in given_.items()}
         qkv = next(row for row in rows if row["megatron"]["name"].endswith("linear_qkv.weight[1]"))
         assert qkv["megatron"]["shape"] == [64, 16] and qkv["change"] == "rows rearranged"
 
@@ -265,16 +256,6 @@ def test_one_megatron_format_to_the_other_is_what_hf_gives(tmp_path, first, seco
         assert ours.read_bytes() == expected.read_bytes(), name
     to_hf(tmp_path / "second", tmp_path / "back")
     assert_equal(tensors_of(tmp_path / "back"), given_)
-
-
-@pytest.mark.parametrize("format_", FORMATS)
-def test_files_are_as_large_as_their_tensors(tmp_path, format_):
-    make_hf(tmp_path / "hf", config_of())
-    tensors = [row["megatron"] for row in to_megatron(tmp_path / "hf", tmp_path / "m", format_=format_)["rows"]]
-    own = sum(math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in tensors)
-    files = [*(tmp_path / "m").rglob("*.distcp"), *(tmp_path / "m").glob("*.safetensors")]
-    # Names and places of each, in the other format pickled; and of the modules whose state is empty.
-    assert own <= sum(file.stat().st_size for file in files) < own + 12_000 * len(tensors)
 
 
 def test_a_cast_is_torchs_and_its_way_back_too(tmp_path):
@@ -390,7 +371,7 @@ def as_hf(out: Path) -> dict[str, torch.Tensor]:
 
 def test_a_second_run_goes_on_and_compares_what_it_finds(stopped):
     out, again, given_ = stopped
-    assert {row["check"] for row in again()["rows"]} == {"hashed", "hashed; read back and compared"}
+    assert {row["check"] for row in again()["rows"]} == {"written", "read back and compared"}
     assert not out.with_name(".out.partial").exists()
     assert_equal(as_hf(out), given_)
 
@@ -412,7 +393,7 @@ def test_a_file_that_changed_after_the_stop_is_found_and_written_again(stopped):
 
 def test_other_options_begin_again(stopped):
     out, again, given_ = stopped
-    assert {row["check"] for row in again(dtype="fp32")["rows"]} == {"hashed"}
+    assert {row["check"] for row in again(dtype="fp32")["rows"]} == {"written"}
     assert_equal(as_hf(out), {name: tensor.float() for name, tensor in given_.items()})
 
 

@@ -250,7 +250,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "llama", *EXPERTS]),
+    family=st.sampled_from(["qwen2", "qwen3", "llama", "olmo3", *EXPERTS]),
     kv_heads=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 4]),

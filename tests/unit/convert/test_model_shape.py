@@ -13,6 +13,7 @@ from published_configs import (
     GLM_45_AIR,
     GPT_OSS_20B,
     GPT_OSS_120B,
+    OLMO_3_7B,
     QWEN3_5_27B,
     QWEN3_5_35B_A3B,
     QWEN3_NEXT_80B_A3B,
@@ -257,7 +258,7 @@ def test_a_published_yarn_scales_the_scores_of_latents_and_leaves_the_rest_as_it
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024), (DEEPSEEK_V3, 671_026_419_200)]
-    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)]
+    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672), (OLMO_3_7B, 7_298_011_136)]
     + [(QWEN3_NEXT_80B_A3B, 79_674_391_296), (QWEN3_5_27B, 26_895_998_464), (QWEN3_5_35B_A3B, 34_660_610_688)],
 )
 def test_a_model_has_its_published_size(config, parameters, tmp_path):

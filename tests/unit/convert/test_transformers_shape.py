@@ -65,9 +65,11 @@ CLASSES["qwen3_next"] = (
 )
 CLASSES["qwen3_5_text"] = "Qwen3_5TextConfig", {k: v for k, v in CLASSES["qwen3_next"][1].items() if k[0] == "l"}
 CLASSES["qwen3_5_moe_text"] = ("Qwen3_5MoeTextConfig", CLASSES["qwen3_next"][1])
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 MROPE |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+CLASSES["olmo3"] = "Olmo3Config", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LAYER_TYPES = ("sliding_attention", "full_attention")
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -153,6 +155,20 @@ EQUAL = {
         "gpt_oss",
         {"rope_parameters": ..., "layer_types": ..., "num_hidden_layers": 3, "max_position_embeddings": 131072},
     ),
+    "keys of published olmo": (
+        "olmo3",
+        {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {**YARN, "attention_factor": 1.2}},
+    ),
+    "llama3 outside of windows": ("olmo3", {"rope_scaling": {**LLAMA3, "factor": 16.0}}),
+    "nothing said of layers": (
+        "olmo3",
+        {"rope_parameters": ..., "layer_types": ..., "num_hidden_layers": 4, "rope_scaling": YARN},
+    ),
+    "yarn by type of layer": (
+        "olmo3",
+        {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in LAYER_TYPES}}
+        | {"rope_scaling": {**YARN, "rope_theta": 1e4}},
+    ),
     "windows in other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
     "no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
     "keys of published Qwen3-Next": (
@@ -184,6 +200,17 @@ def test_logits_equal_those_of_transformers(case, tmp_path, capsys):
 
 
 REFUSED = {
+    "yarn in windows": (
+        "olmo3",
+        {"rope_parameters": {kind: {**YARN, "rope_theta": 1e4} for kind in LAYER_TYPES}},
+        "sliding_attention.*'yarn'.*allowed.*'default'",
+    ),
+    "two bases": (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}},
+        "sliding_attention.*10000.*500000",
+    ),
+    "biases of attention": ("olmo3", {"attention_bias": True}, "attention_bias true"),
     "linear beside rope_parameters": ("qwen2", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "'linear'"),
     "a base that is dropped": (
         "qwen2",
@@ -291,6 +318,7 @@ def test_a_table_that_forgot_a_default_is_noticed(tmp_path, monkeypatch):
     [
         ("mistral", {"layer_types": ["full_attention"] * 2}, "'mistral'.*'ministral'"),
         ("qwen3_moe", {"num_key_value_heads": None}, "num_key_value_heads"),
+        ("olmo3", {"rope_parameters": ..., "rope_theta": 1e6}, "sliding_attention.*500000"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
@@ -385,9 +413,11 @@ def test_what_is_accepted_is_what_transformers_computes(family, edit, missing, t
     resolved = transformers.AutoConfig.for_model(**config)
     assert getattr(resolved, "is_causal", True) is True
     assert shape.kv_heads == resolved.num_key_value_heads and shape.rms_eps == resolved.rms_norm_eps
-    assert shape.rope_theta == resolved.rope_parameters["rope_theta"]
-    kind = resolved.rope_parameters["rope_type"]
+    kinds = {"layer_type": "full_attention"} if family == "olmo3" else {}
+    rope = resolved.rope_parameters["full_attention"] if kinds else resolved.rope_parameters
+    assert shape.rope_theta == rope["rope_theta"]
+    kind = rope["rope_type"]
     assert (shape.rope_scaling is None) == (kind == "default")
     if isinstance(shape.rope_scaling, YarnScaling) and getattr(resolved, "head_dim", None):
-        assert shape.rope_scaling.attention_factor == pytest.approx(ROPE_INIT_FUNCTIONS[kind](resolved)[1])
+        assert shape.rope_scaling.attention_factor == pytest.approx(ROPE_INIT_FUNCTIONS[kind](resolved, **kinds)[1])
         assert shape.rope_scaling.original_max_positions == resolved.rope_parameters["original_max_position_embeddings"]

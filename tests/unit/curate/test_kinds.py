@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from curated_rows import PLAIN
 
+pytestmark = pytest.mark.slow
+
 PROOFS = [
     ("Prove that $\\sqrt 2$ is irrational.", "See the proof."),
     ("Let $n$ be odd. Show that $n^2 - 1$ is divisible by 8.", "8"),

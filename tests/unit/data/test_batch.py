@@ -124,14 +124,13 @@ def test_filter_masks_truncated_which_still_count():
     assert untouched.loss_mask_R.tolist() == [1] * 6 and group.rollouts[1].loss_mask.tolist() == [1] * 4
 
 
-def test_the_length_reward_is_added_and_fades_in():
+def test_the_length_reward_is_added_from_its_first_step_on():
     group = make_group(0, [True, True, False, False], [10, 20, 15, 30])
     batch = build_batch([group], algorithm(4), length_weight=0.2)
     assert batch.rewards_N.tolist() == pytest.approx([1.1, 1.0, 0.0, -0.1])
     assert batch.rewards_N.dtype == np.float32 and batch.bins_N.tolist() == [2] * 4
-    section = LengthRewardSection(weight=0.2, start_step=10, fade_steps=4)
-    weights = [section.weight_at(step) for step in (1, 10, 11, 12, 14, 1000)]
-    assert weights == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.2, 0.2])
+    section = LengthRewardSection(weight=0.2, start_step=10)
+    assert [section.weight_at(step) for step in (1, 10, 11, 1000)] == [0.0, 0.0, 0.2, 0.2]
     assert LengthRewardSection(weight=0.2).weight_at(1) == 0.2 and LengthRewardSection().weight_at(1) == 0.0
 
 

@@ -65,7 +65,7 @@ def test_two_samples_by_hand():
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
     assert packed.mask_T.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert packed.rollout_logprobs_T.tolist() == [-4, -5, 0, 0, 0, -1, -2, -3] + [0] * 8
-    assert packed.segment_T.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1]
+    assert packed.sample_T.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1]
     assert packed.cu_seqlens.tolist() == [0, 4, 12, 16]
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == 8
@@ -81,7 +81,7 @@ def test_no_padding_unless_asked():
     batch = make_batch([(3, 5), (1, 1), (4, 9)])
     packed = pack(batch, [0, 1, 2])
     assert len(packed.tokens_T) == batch.lengths_N.sum()
-    assert (packed.segment_T >= 0).all()
+    assert (packed.sample_T >= 0).all()
     np.testing.assert_array_equal(packed.tokens_T.numpy(), batch.tokens_T)
 
 
@@ -128,9 +128,9 @@ def _check_structure(batch, packed, sequence_multiple, total_multiple):
         own = slice(start, start + int(batch.lengths_N[sample]))
         np.testing.assert_array_equal(packed.tokens_T[own].numpy(), samples[sample])
         np.testing.assert_array_equal(packed.labels_T[own][:-1].numpy(), samples[sample][1:])
-        assert (packed.segment_T[own] == place).all()
+        assert (packed.sample_T[own] == place).all()
         assert packed.positions_T[own].tolist() == list(range(len(samples[sample])))
-    padding = packed.segment_T < 0
+    padding = packed.sample_T < 0
     assert (packed.mask_T[padding] == 0).all() and (packed.labels_T[padding] == 0).all()
     assert float(packed.mask_T.sum()) == int(packed.trained_tokens_M.sum())
 
@@ -160,7 +160,7 @@ def test_context_parallel_slices_reassemble_to_the_whole(shapes, cp_size, tp_siz
         assert torch.equal(part.cu_seqlens, packed.cu_seqlens) and part.max_seqlen == packed.max_seqlen
     slots_T = torch.tensor([slot for rank in range(cp_size) for slot in slots_of(packed.cu_seqlens, rank, cp_size)])
     assert slots_T.sort().values.tolist() == list(range(len(packed.tokens_T)))
-    for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "segment_T", "rollout_logprobs_T", "old_logprobs_T"):
+    for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "sample_T", "rollout_logprobs_T", "old_logprobs_T"):
         joined = torch.cat([getattr(part, name) for part in slices])[slots_T.argsort()]
         assert torch.equal(joined, getattr(packed, name)), name
     column = collect_responses([(part.rollout_logprobs_T, part) for part in slices], len(batch.loss_mask_R))
@@ -219,7 +219,7 @@ def test_experts_stand_with_their_tokens(cp_size, tmp_path):
     packed = pack(batch, [2, 0], sequence_multiple=4, total_multiple=8)
     for rank in range(cp_size):
         part = context_parallel_slice(packed, rank, cp_size)
-        is_token = part.segment_T >= 0
+        is_token = part.sample_T >= 0
         assert (part.routed_experts_TLK[~is_token] == -1).all() and is_token.any()
         assert torch.equal(part.routed_experts_TLK[is_token][:, 1, 1].long(), part.tokens_T[is_token] + 3)
     partly = replace(batch, routed_experts_N=(None, *batch.routed_experts_N[1:]))
@@ -331,8 +331,8 @@ def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as
         kept = mine.mask_T == 1
         for name in ("rollout_logprobs_T", "old_logprobs_T"):
             assert torch.equal(getattr(mine, name)[kept], getattr(theirs, name)[kept]), name
-        inner = (theirs.segment_T > 0) & (theirs.segment_T <= len(shapes))
-        assert torch.equal(mine.segment_T == 1, inner)
+        inner = (theirs.sample_T > 0) & (theirs.sample_T <= len(shapes))
+        assert torch.equal(mine.sample_T == 1, inner)
     sums = each.trained_tokens_M.tolist()
     assert one.trained_tokens_M.tolist() == [sums[0], sum(sums[1:-1]), sums[-1]]
     assert one.max_seqlen == each.max_seqlen

@@ -10,6 +10,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -35,6 +36,7 @@ EXPERTS["qwen3_next"] = (
     | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     | {"linear_key_head_dim": 6, "linear_value_head_dim": 5},
 )
+EXPERTS["olmo3"] = Olmo3Config, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 VOCAB = 31
 
 

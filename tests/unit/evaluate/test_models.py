@@ -70,7 +70,6 @@ def test_a_checkpoint_is_converted_once_and_again_when_it_changes(plans, problem
     assert evaluated(0) == first
     for file in changed.glob("*.safetensors"):
         (checkpoint / file.name).write_bytes(file.read_bytes())
-    (checkpoint / "conversion.json").unlink()
     assert evaluated(1) != first
     assert plans[0].config.model.path == tmp_path / "out" / "model"
     assert plans[0].weights == plans[1].weights != plans[2].weights

@@ -73,41 +73,6 @@ def test_kernels_come_to_rest_where_the_mean_within_each_is_one(kernels):
     torch.testing.assert_close(got[PRESENT], settled.weights[PRESENT], rtol=1e-2, atol=0)
 
 
-def test_kernels_reach_weights_that_lie_in_their_span_and_cover_absent_bins():
-    basis = gaussian_basis(K, 3)
-    wanted = (torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64) @ basis).exp()
-    weights = CellWeights(K, kernels=3, magnitude="signed")
-    weights.settle(1 / wanted * COUNTS, COUNTS)
-    torch.testing.assert_close(weights.weights[1:-1], wanted[1:-1], rtol=1e-8, atol=0)  # bin 3 was never seen
-
-
-def test_averages_over_kernels_come_to_rest_at_the_mean_measure_within_each():
-    weights = CellWeights(K, kernels=3, half_life=4.0)
-    got = iterated(weights, steps=400)
-    basis = gaussian_basis(K, 3)
-    means = (basis[:, PRESENT] @ MEASURES[PRESENT]) / basis[:, PRESENT].sum(dim=1)
-    torch.testing.assert_close(got[1:-1], (1 / (means @ basis))[1:-1], rtol=1e-9, atol=0)
-
-
-def test_the_bumps_sum_to_one_at_every_pass_rate():
-    basis = gaussian_basis(K, 5, 2)
-    assert basis.shape == (10, (K + 1) * 2)
-    inner = torch.ones((K + 1) * 2, dtype=torch.float64)
-    inner[:2] = inner[-2:] = 0.0
-    torch.testing.assert_close(basis.sum(dim=0), inner, rtol=1e-14, atol=0)
-    assert not (basis[0::2, 1::2].any() or basis[1::2, 0::2].any()), "classes of lengths are apart"
-
-
-def test_kernels_learn_each_class_of_lengths_by_itself():
-    weights = CellWeights(K, kernels=3, length_classes=2, magnitude="signed", half_life=1.0)
-    counts = COUNTS.repeat_interleave(2)
-    measures = MEASURES.repeat_interleave(2) * torch.tensor([1.0, 0.5], dtype=torch.float64).repeat(K + 1)
-    for _ in range(200):
-        weights.update(measures * counts, counts)
-    short, long = weights.weights.reshape(K + 1, 2).unbind(dim=1)
-    torch.testing.assert_close(long[1:-1], 2 * short[1:-1], rtol=1e-9, atol=0)
-
-
 def daro(**options):
     return make_algorithm(CONFIGURED["daro_cells"], rollouts_per_prompt=4, max_response_tokens=64, **options)
 

@@ -15,6 +15,8 @@ from transformers import Qwen2ForCausalLM
 
 from megatron_daro.config import check, resolve, to_yaml
 
+pytestmark = pytest.mark.slow
+
 SMALL = build_base.BaseSettings(
     steps=3, batch=12, hidden=32, layers=1, ffn=48, training_draws=50, learning_rate=2e-2, warmup_steps=2
 )

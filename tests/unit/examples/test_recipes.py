@@ -34,7 +34,7 @@ WRAPPED = (
     'Remember to put your answer on its own line after "Answer:".'
 )
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, VOCAB, LAYERS, HEADS, KV_HEADS, FFN = 64, 64, 1, 4, 2, 96
 F32, Q4_1, Q8_0 = 0, 3, 8
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(33 + n) for n in range(59)), "12", "Ġ"]

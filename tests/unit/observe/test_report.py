@@ -286,7 +286,8 @@ def test_the_report_goes_where_it_is_told_and_a_failure_leaves_nothing(tmp_path,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "run", "taken"] and not (run / "report.html").exists()
 
 
-def test_sequences_of_an_agent_are_a_tree_by_the_tokens_that_they_have_in_common(tmp_path):
+def test_sequences_of_an_agent_are_a_tree_by_the_tokens_that_they_have_in_common(tmp_path, capsys):
+    """In the report and in `analyze`, of the rollout that has most of them."""
     first, second, third = (
         [9, 3, 4],
         [9, 3, 5, 6],
@@ -298,7 +299,9 @@ def test_sequences_of_an_agent_are_a_tree_by_the_tokens_that_they_have_in_common
     columns = tokens, 1, mask, -mask.astype(np.float32), "stop", 1, "text"
     turns = (0, 2), (3, 1), (5, 1)
     one = Rollout("p", 0, 0, 0, *columns, turns=turns, reports=reports, contexts=(3, 4, 6))
-    group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (one,), (Verdict(True, 1.0, "match"),))
+    plain = replace(one, index=1, turns=((0, 2), (10, 0)), reports=reports[:1], contexts=())
+    verdicts = Verdict(True, 1.0, "match"), Verdict(False, 0.0, "no_match")
+    group = Group(0, Prompt("p", "1", "s", text="?", tokens=(9,)), (one, plain), verdicts)
     Recorder(tmp_path).write_step(1, {"trained": [group]}, RecordedMiniBatch(1, 1, 1, (0,), True))
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"accuracy/mean": 0.5})
@@ -311,6 +314,11 @@ def test_sequences_of_an_agent_are_a_tree_by_the_tokens_that_they_have_in_common
         assert words in page.visible
     depths = [attributes["style"] for tag, attributes in page.elements if "margin-left" in attributes.get("style", "")]
     assert depths == ["margin-left:0.0em", "margin-left:1.5em", "margin-left:3.0em"]
+    capsys.readouterr()
+    assert main(["analyze", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "step_000001.parquet, group 0, rollout 0, right" in printed
+    assert [len(line) - len(line.lstrip()) for line in printed.splitlines() if "sequence" in line[:12]] == [0, 2, 4]
 
 
 def test_turns_of_conversations_are_shown_with_probabilities_and_what_was_said_is_escaped(tmp_path):

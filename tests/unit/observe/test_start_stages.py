@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import sys
-import termios
 
 import pytest
 from rich.console import Console
@@ -58,19 +54,3 @@ def test_without_a_terminal_each_stage_is_a_line():
         progress.stage("start", text)
         now[0] += 12
     assert file.getvalue().splitlines() == ["[  0 s] starting Ray", "[ 24 s] starting Ray, second try"]
-
-
-def test_ctrl_c_writes_nothing_into_the_panel(live, monkeypatch):
-    """The terminal's own ^C moves the cursor, and the panel's upper border would stay behind."""
-    progress, _, _ = live
-    keyboard, terminal = pty.openpty()
-    with os.fdopen(terminal) as stdin, os.fdopen(keyboard):
-        monkeypatch.setattr(sys, "stdin", stdin)
-
-        def echoes() -> bool:
-            return bool(termios.tcgetattr(terminal)[3] & termios.ECHOCTL)
-
-        assert echoes()
-        with progress:
-            assert not echoes()
-        assert echoes()

@@ -22,6 +22,8 @@ from megatron_daro.workshop.plan.scaling import Failures, doublings, simulate, s
 from megatron_daro.workshop.plan.times import Constants, generation_s, sync_s, train_times
 from megatron_daro.workshop.plan.workload import workload_of
 
+pytestmark = pytest.mark.slow
+
 H100 = GPUS["h100-80g"]
 SHAPE = read_model_shape(
     {

@@ -266,6 +266,7 @@ def resumed_on(folder, start_fresh):
     return step.steps, step.algorithm.weights.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start_fresh", "of_other"), [(False, 0), (True, 0), (False, 3), (False, 4), (True, None)])
 def test_ranks_with_a_folder_on_each_node_take_over_one_state(tmp_path, start_fresh, of_other):
     """The file is written by one rank: the second node has none (0), the same, or that of another step."""

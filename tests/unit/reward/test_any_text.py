@@ -20,7 +20,7 @@ from megatron_daro.reward.pool import RewardPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(VerifierSpec(refuse_restated=True), workers=1, timeout_s=60) as running:
+    with RewardPool("math", workers=1, timeout_s=60) as running:
         yield running
 
 
@@ -46,7 +46,7 @@ def test_no_hostile_text_makes_a_verifier_fail(texts: int, judged: int) -> None:
         for verifier in verifiers:
             screened = verifier.screen(text, gold, gold)
             reasons["(open)" if isinstance(screened, Job) else screened.reason] += 1
-    with RewardPool(VerifierSpec("math", refuse_restated=True), workers=1, timeout_s=60) as pool:
+    with RewardPool("math", workers=1, timeout_s=60) as pool:
         reasons.update(verdict.reason for verdict in pool.score([(text, gold, gold) for text, gold in pairs[:judged]]))
         assert pool.counters["failures"] == pool.counters["crashes"] == 0
     assert sum(reasons.values()) == 3 * texts + judged

@@ -16,6 +16,7 @@ from megatron_daro.reward.math import MathVerifier
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "eval"
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.shared,
     pytest.mark.skipif(not DATA.is_dir(), reason="the evaluation files of ../shared/data/eval are not on this machine"),
 ]

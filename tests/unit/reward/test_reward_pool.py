@@ -112,8 +112,7 @@ def test_form_and_marker_of_a_section_decide() -> None:
 @pytest.mark.parametrize(
     ("verifier", "options", "allowed"),
     [
-        ("math", {"marker": "#"}, "strict, after_thinking, refuse_restated"),
-        ("integer", {"refuse_restated": True}, "strict, after_thinking"),
+        ("math", {"marker": "#"}, "strict, after_thinking"),
         ("exact", {"markers": "#"}, "strict, after_thinking, marker; did you mean marker"),
         ("exact", {"marker": 3}, "text"),
         ("math", {"strict": "no"}, "true or false"),

@@ -108,7 +108,9 @@ class Agents:
     async def close(self) -> None: ...
 
 
-def run(tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, together=True, before=None, **section):
+def run(
+    tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, together=True, before=None, socket="", **section
+):
     """Hold the conversations of one group.
 
     Args:
@@ -121,9 +123,9 @@ def run(tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, togeth
     section = EnvironmentSection(kind="agent", **{"command": ("agent",), **section})
     running = agent if isinstance(agent, CommandAgents) else Agents(agent)
     progress = FakeProgress()
-    environment = AgentConversations(
-        AgentEndpoint(Turns(tokens, chat=True), progress.warn, section.max_turn_tokens, section.host), running, 1.0
-    )
+    turns = Turns(tokens, chat=True)
+    endpoint = AgentEndpoint(turns, progress.warn, section.max_turn_tokens, section.host, socket)
+    environment = AgentConversations(endpoint, running, 1.0)
     conversations = Conversations(
         section,
         environment,

@@ -199,7 +199,7 @@ def kept_in_part(parts):
     assert ids(batch.groups) == [1, 2]
     (group_0,) = batch.snapshot.unfinished
     assert group_0.group_id == 0
-    finished, unfinished = group_0.finished.rollouts, group_0.unfinished
+    finished, unfinished = group_0.finished.rollouts, group_0.partial
     turns = unfinished[0].response_length
     assert 2 <= turns < LONGEST
     assert {r.index for r in finished} == {i for i in range(K) if length_of(0, i) <= turns} and finished

@@ -196,8 +196,8 @@ def test_a_group_that_waits_comes_back_from_a_checkpoint(tmp_path):
     write_waiting(checkpoint, [RecordedGroup(one, None, (rest,))])
     moved = checkpoint.rename(checkpoint.with_name("step_000001"))
     (back,) = read_waiting(moved)
-    assert back.used is None and [r.index for r in back.unfinished] == [2] and len(back.group.rollouts) == 2
-    assert back.unfinished[0].routed_experts == stored
+    assert back.used is None and [r.index for r in back.partial] == [2] and len(back.group.rollouts) == 2
+    assert back.partial[0].routed_experts == stored
     with pytest.raises(DataError, match=r"waiting\.parquet"):
         read_groups(moved / "waiting.parquet")
     write_groups(tmp_path / "used.parquet", [RecordedGroup(one, "trained", (rest,))])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket as server
 import sys
 from pathlib import Path
 
 import pytest
+import sandboxed
 from agent_forms import assert_exact, run, tokenizer
 
 from megatron_daro.config import EnvironmentSection
 from megatron_daro.rollout.agents import CommandAgents
+from megatron_daro.sandbox import Sandbox
 
 AGENT = """
 import json, os, subprocess, sys, time, urllib.request
@@ -60,6 +64,34 @@ assert ask("/chat/completions", body)["model"] == model
 assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 assert "SYMPY_GROUND_TYPES" not in os.environ
 print(json.dumps({"answer": os.environ["MINE"]}))
+"""
+
+
+TRIES = """
+import json, os, pathlib, socket, subprocess, urllib.request
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+options, tried = json.load(open(0))["options"], {}
+def tries(name, what):
+    try:
+        what()
+    except OSError:
+        return
+    tried[name] = 1
+tries("own_folder", lambda: pathlib.Path(os.environ["HOME"], "note").write_text("mine"))
+tries("temporary", lambda: subprocess.run("echo x > $TMPDIR/file && cat $TMPDIR/file", shell=True, check=True))
+tries("ports", lambda: socket.create_connection(("127.0.0.1", options["port"])))
+tries("network", lambda: socket.create_connection(("192.0.2.1", 80), timeout=5))
+tries("unix", lambda: socket.socket(socket.AF_UNIX))
+tries("started_in", lambda: open("written", "w"))
+tries("agent_file", lambda: open(options["file"], "a"))
+tries("others", lambda: open(options["secret"]).read())
+tries("processes", lambda: os.kill(options["pid"], 0))
+subprocess.Popen(["sleep", "3603"], start_new_session=True)
+os.symlink(options["outcome"], os.environ["REWARD_JSON"])
+print(json.dumps({"correct": said == "Answer", "rewards": tried}))
 """
 
 
@@ -138,3 +170,28 @@ def test_a_program_has_the_variables_of_the_run_and_no_bound_of_addresses(tokens
     running = CommandAgents(EnvironmentSection(kind="agent", **section))
     [rollout], _, _, _ = run(tokens, running, lambda read, request: "Answer", indices=(0,), **section)
     assert rollout.verdict.correct  # the verifier judged the answer that it named
+
+
+def test_a_program_in_a_sandbox_reaches_the_endpoint_and_its_own_folder_and_nothing_else(tokens, tmp_path):
+    sandboxed.require(Sandbox())
+    agent, secret, outcome = (tmp_path / name for name in ("agent.py", "secret", "outcome"))
+    agent.write_text(TRIES)
+    agent.chmod(0o666)  # its user may write to it, where files are not read-only
+    secret.write_text("words")
+    outcome.write_text('{"reward": -1}')
+    socket = str(tmp_path / "endpoint")
+    with server.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        options = {"port": listener.getsockname()[1], "pid": os.getpid()}
+        options |= {"file": str(agent), "secret": str(secret), "outcome": str(outcome)}
+        section = {"command": (sys.executable, str(agent)), "options": options, "workers": 2, "sandbox": True}
+        running = CommandAgents(EnvironmentSection(kind="agent", **section), socket=socket)
+        rollouts, engine, counts, progress = run(
+            tokens, running, lambda read, request: "Answer", indices=(0, 1, 2), socket=socket, **section
+        )
+    assert counts["environment/failed"] == 0, progress.messages
+    assert_exact(rollouts, engine)
+    for rollout in rollouts:
+        assert rollout.verdict.correct and dict(rollout.verdict.rewards) == {"own_folder": 1, "temporary": 1}
+    assert not alive("3603") and not Path("written").exists()

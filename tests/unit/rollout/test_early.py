@@ -217,13 +217,13 @@ def test_the_books_add_up_whatever_the_engine_does(fates, paces, filter_groups, 
         parts.engine.version, parts.engine.resumes = version, resumes
         batch = sample(parts, version)
         received += batch.response_tokens
-        waiting = [*batch.snapshot.carry, *(p.finished for p in batch.snapshot.unfinished)]
+        waiting = [*batch.snapshot.surplus, *(p.finished for p in batch.snapshot.unfinished)]
         ended += [*batch.filtered, *batch.dropped]
         everywhere = count_ids(ended, batch.groups, waiting)
         counts = parts.sampler.ledger.counts()
         assert everywhere == dict.fromkeys(range(counts["admitted"]), 1)
         assert counts["outstanding"] == len(batch.groups) + len(waiting)
-        unused = sum(p.response_tokens for p in batch.snapshot.unfinished) + tokens_of(batch.snapshot.carry)
+        unused = sum(p.response_tokens for p in batch.snapshot.unfinished) + tokens_of(batch.snapshot.surplus)
         used = tokens_of(group for group in (*ended, *batch.groups) if len(group.rollouts) == K)
         wasted = batch.counters["rollout/aborted_tokens"]
         assert received == parts.engine.generated - parts.engine.lost_tokens + generated - lost

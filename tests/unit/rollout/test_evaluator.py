@@ -138,50 +138,50 @@ def test_one_that_hangs_is_named():
         await asyncio.sleep(NEVER)
 
     with pytest.raises(DeadlineError, match=r"'evaluate'.*step 3"):
-        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3, {}))
+        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3))
 
 
 def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
     async def go():
-        gate, lines, metrics = asyncio.Event(), [], {}
+        gate, lines = asyncio.Event(), []
 
         async def evaluate(step):
             await gate.wait()
             return {"eval/x": float(step)}
 
         one = evaluations(evaluate, beside=True)
-        one.write(lambda: lines.append("before"))
-        assert lines == ["before"]
-        assert await one.run(2, metrics) is metrics and metrics == {}
-        one.write(lambda: lines.append(dict(metrics)))
-        one.write(lambda: lines.append("after"))
-        assert lines == ["before"]
+        write = lambda step: one.write(step, lambda metrics: lines.append((step, dict(metrics))))
+        write(1)
+        assert lines == [(1, {})]
+        await one.run(2)
+        write(2)
+        write(3)
+        assert lines == [(1, {})]
         gate.set()
         await one.ended()
-        assert lines == ["before", {"eval/x": 2.0}, "after"]
+        assert lines[1:] == [(2, {"eval/x": 2.0}), (3, {})]
         await one.ended()
-        one.write(lambda: lines.append("now"))
-        assert lines[3:] == ["now"]
-        await one.run(4, metrics)  # the one before is over
+        await one.run(4)  # the one before is over
         await one.ended()
-        assert metrics == {"eval/x": 4.0}
+        write(4)
+        assert lines[3:] == [(4, {"eval/x": 4.0})]
 
     asyncio.run(go())
 
 
 def test_one_that_was_cancelled_leaves_its_line_without_a_result():
     async def go():
-        lines, metrics = [], {"a": 1.0}
+        lines = []
 
         async def evaluate(step):
             await asyncio.sleep(NEVER)
 
         one = evaluations(evaluate, beside=True)
         one.cancel()  # there is none yet
-        await one.run(2, metrics)
-        one.write(lambda: lines.append(dict(metrics)))
+        await one.run(2)
+        one.write(2, lines.append)
         one.cancel()
         await one.ended()
-        assert lines == [{"a": 1.0}]
+        assert lines == [{}]
 
     asyncio.run(go())

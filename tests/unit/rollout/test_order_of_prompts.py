@@ -43,7 +43,7 @@ def test_the_source_is_told_of_each_complete_group_once_before_the_snapshot():
     ended, told = set(), []
     for _ in range(4):
         batch = asyncio.run(sampler.sample(0))
-        ended |= {group.group_id for group in (*batch.groups, *batch.filtered, *batch.snapshot.carry)}
+        ended |= {group.group_id for group in (*batch.groups, *batch.filtered, *batch.snapshot.surplus)}
         assert source.observed == told + sorted(source.observed[len(told) :])
         told = list(source.observed)
         assert set(told) == ended and len(told) == len(ended) and 1 not in told

@@ -82,7 +82,7 @@ def test_round_trip_is_exact(
     (back,) = through_parquet([RecordedGroup(group, "filtered", rest)])
     assert back.used == "filtered"
     assert same(group, back.group)
-    assert [plain_rollout(r) for r in back.unfinished] == [plain_rollout(r) for r in rest]
+    assert [plain_rollout(r) for r in back.partial] == [plain_rollout(r) for r in rest]
 
 
 def test_lone_surrogates_are_shown_as_replacement_characters_and_come_back(tmp_path):

@@ -152,7 +152,7 @@ def test_surplus_is_chosen_by_id_and_dropped():
     batch = sample(parts)
     assert [group.group_id for group in batch.groups] == [0, 1, 2]
     assert [group.group_id for group in batch.dropped] == [3, 4, 5]
-    assert batch.snapshot.carry == ()
+    assert batch.snapshot.surplus == ()
 
 
 @pytest.mark.parametrize(("use_version", "carried"), [(0, True), (1, True), (2, False)])

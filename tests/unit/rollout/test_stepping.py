@@ -18,6 +18,8 @@ from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.own_environment import make_environment, try_environment
 
+pytestmark = pytest.mark.slow
+
 
 class Digits:
     """Ids 3 to 12 are digits, 13 is "=", as test_conversations.Engine says them."""

@@ -19,9 +19,11 @@ from fleet_fakes import (
     tokens_of,
     train,
 )
-from loop_fakes import K, make_rollout
+from loop_fakes import FakeScorer, K, make_rollout
 
 from megatron_daro.errors import CheckpointError
+from megatron_daro.rollout.rollouter import SingleTurn
+from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.types import SamplingParams, Verdict
 
 
@@ -33,9 +35,9 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     parts.engine.version, parts.engine.asked = 1, []
     second = sample(parts, 1)
     request = parts.engine.asked[0]
-    missing = tuple(r.index for r in group_0.unfinished)
+    missing = tuple(r.index for r in group_0.partial)
     assert (request.group_id, request.attempt, request.indices) == (0, 1, missing)
-    assert dict(request.partial) == {r.index: r for r in group_0.unfinished}
+    assert dict(request.partial) == {r.index: r for r in group_0.partial}
     group = second.groups[0]
     assert group.group_id == 0 and len(group.rollouts) == len(group.verdicts) == K
     for rollout in group.rollouts:
@@ -48,6 +50,26 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     assert parts.sampler.ledger.retries == 0, "nothing failed"
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_with_several_environments_single_answers_go_on_and_conversations_begin_again(turns):
+    class Talking(SingleTurn):
+        async def generate(self, requests):
+            async for rollouts in super().generate(requests):
+                yield tuple(replace(one, turns=((0, one.response_length),) * turns) for one in rollouts)
+
+    engine = FleetEngine()
+    own = Mixed({"own": Talking(engine, FakeScorer())}, {"fake": "own"})
+    parts = setup(rollout=KEEP | {"oversampling": 1.5}, engine=engine, rollouter=own)
+    engine.pace = lambda group_id: 4 if group_id == 0 else 1
+    first = sample(parts)
+    assert ids(first.snapshot.unfinished) == [0]
+    train(parts, first)
+    engine.version, engine.asked = 1, []
+    sample(parts, 1)
+    request = engine.asked[0]
+    assert request.group_id == 0 and set(request.partial) == (set() if turns else set(request.indices))
+
+
 def test_an_engine_that_starts_over_is_accepted_and_the_lost_tokens_are_counted():
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     parts.engine.resumes = False
@@ -55,7 +77,7 @@ def test_an_engine_that_starts_over_is_accepted_and_the_lost_tokens_are_counted(
     train(parts, first)
     parts.engine.version, parts.engine.pace = 1, lambda group_id: 1
     second = sample(parts, 1)
-    again = {r.index for r in group_0.unfinished}
+    again = {r.index for r in group_0.partial}
     assert {r.index for r in second.groups[0].rollouts if r.weight_version == 1} == again
     assert second.counters["rollout/aborted_tokens"] == turns * len(again)
     assert first.response_tokens + second.response_tokens == parts.engine.generated
@@ -89,7 +111,7 @@ def test_unfinished_groups_that_are_not_needed_wait_on():
     parts = setup(rollout=KEEP | {"prompts_per_batch": 1, "oversampling": 4.0})
     parts.engine.pace = lambda group_id: 1 if group_id in (0, 3) else 5
     first = sample(parts)
-    assert ids(first.groups) == [0] and ids(first.snapshot.carry) == [3] and ids(first.snapshot.unfinished) == [1, 2]
+    assert ids(first.groups) == [0] and ids(first.snapshot.surplus) == [3] and ids(first.snapshot.unfinished) == [1, 2]
     train(parts, first)
     parts.engine.asked = []
     second = sample(parts, 1)
@@ -141,7 +163,7 @@ def test_a_checkpoint_brings_unfinished_groups_back_exactly():
     parts = setup(rollout=rollout)
     first, _, _ = kept_in_part(parts)
     state, waiting = saved(first)
-    assert [record.group.group_id for record in waiting] == [0] and waiting[0].unfinished
+    assert [record.group.group_id for record in waiting] == [0] and waiting[0].partial
     resumed = setup(rollout=rollout)
     resumed.sampler.load_state_dict(state, waiting)
     assert resumed.sampler.ledger.counts()["outstanding"] == 1
@@ -194,12 +216,12 @@ def test_a_torn_state_is_a_checkpoint_error(change):
 
 def edited(record, **changes):
     """The record with its first unfinished rollout changed."""
-    return replace(record, unfinished=(replace(record.unfinished[0], **changes), *record.unfinished[1:]))
+    return replace(record, partial=(replace(record.partial[0], **changes), *record.partial[1:]))
 
 
 def aborted(record):
     """The record's group with an aborted rollout among its finished ones."""
-    return replace(record.group, rollouts=record.unfinished, verdicts=(Verdict(True, 1.0, "match"),))
+    return replace(record.group, rollouts=record.partial, verdicts=(Verdict(True, 1.0, "match"),))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +239,7 @@ def aborted(record):
 def test_waiting_groups_that_contradict_the_state_are_a_checkpoint_error(damage):
     parts = setup(rollout=KEEP | {"oversampling": 1.5})
     state, (record,) = saved(kept_in_part(parts)[0])
-    assert record.unfinished and record.group.rollouts
+    assert record.partial and record.group.rollouts
     with pytest.raises(CheckpointError):
         setup(rollout=KEEP).sampler.load_state_dict(state, damage(record))
 

@@ -23,7 +23,9 @@ from megatron_daro.errors import SyncError
 from megatron_daro.runtime import shard_export, workers
 from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
-from megatron_daro.sync.shard_tcp import check_offers
+from megatron_daro.sync.shard_sender import check_offers
+
+pytestmark = pytest.mark.slow
 
 
 class Policy:

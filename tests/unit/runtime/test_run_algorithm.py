@@ -77,7 +77,7 @@ def test_oversampling_without_any_use_is_remarked(name, more, remarked):
 def test_batches_are_built_with_the_penalties_of_the_configuration():
     options = {"overlong": "penalty", "max_tokens": 8, "cache_tokens": 4}
     overlong = {"kind": "penalty", "max_tokens": 8, "cache_tokens": 4}
-    reward = {"weight": 0.5, "fade_steps": 10}
+    reward = {"weight": 0.5, "start_step": 4}
     config = configured(
         algorithm={"name": "grpo", "overlong": overlong, "length_reward": reward},
         rollout={"rollouts_per_prompt": 4},

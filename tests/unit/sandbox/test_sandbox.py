@@ -22,6 +22,8 @@ from megatron_daro import sandbox
 from megatron_daro.errors import SandboxError
 from megatron_daro.sandbox import Limits, Sandbox, child, descendants
 
+pytestmark = pytest.mark.slow
+
 BOX = Sandbox(Limits(wall_s=20.0, cpu_s=10, memory_mib=128, output_bytes=4096, file_mib=4, processes=6))
 QUICK = Sandbox(Limits(wall_s=1.5, cpu_s=10, memory_mib=128))
 

@@ -106,6 +106,11 @@ HEADERS = {
     "aarch64": "/usr/include/asm-generic/unistd.h",
 }
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+HOARDS = {
+    "x86_64": "29 54 64 68 240 253 278 294 300 319",
+    "aarch64": "26 75 180 186 190 194 208 262 279",
+}  # of OLD
+SOCKET = {"x86_64": 41, "aarch64": 198}
 SOCKETPAIR, FCNTL = {"x86_64": 53, "aarch64": 199}, {"x86_64": 72, "aarch64": 25}
 MMAP, CLONE = {"x86_64": 9, "aarch64": 222}, {"x86_64": 56, "aarch64": 220}
 ALLOWED, EPERM, ENOSYS, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -150,6 +155,17 @@ def test_the_filter_denies_these_system_calls_and_no_others(machine):
     assert verdict(program, 1, own ^ 1) == KILLED
     x32 = KILLED if machine == "x86_64" else ALLOWED
     assert {verdict(program, number, own) for number in (0x40000000, 0x40000001)} == {x32}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_of_agents_leaves_what_keeps_memory_and_sockets_of_the_internet(machine):
+    program, own = child._filter(machine, sockets=True), ARCHITECTURE[machine]
+    denied = {number for number in range(600) if verdict(program, number, own) == EPERM}
+    left = {int(number) for number in HOARDS[machine].split()} | {444, 447}
+    assert denied == ({int(number) for number in OLD[machine].split()} | NEW) - left
+    assert verdict(program, 1, own ^ 1) == KILLED
+    families = {family for family in range(64) if verdict(program, SOCKET[machine], own, family, 1) == ALLOWED}
+    assert families == {2, 10}
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

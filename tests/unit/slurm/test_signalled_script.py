@@ -44,7 +44,7 @@ class Script:
             (programs / name).write_text(f"#!/bin/bash\ncd {place}\n{body}\n")
             (programs / name).chmod(0o755)
         site = ClusterFile.model_validate({"partition": "main", "gpus_per_node": 0, "setup": setup, **fields})
-        self.text = script_of(Job("job", 1, place, place, ("run.yaml",), 1, 300), site)
+        self.text = script_of(Job("job", 1, place, place, ("run.yaml",), 1, 300, 0), site)
         self.path = f"{programs}:/usr/bin:/bin"
         (place / "state").write_text("RUNNING None\n")
 

@@ -23,6 +23,8 @@ from megatron_daro.workshop.slurm.cluster_file import read_cluster_file
 from megatron_daro.workshop.slurm.script import script_of
 from megatron_daro.workshop.slurm.submission import job_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 CLASSES = {
     "control characters": [

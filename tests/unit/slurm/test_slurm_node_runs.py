@@ -18,6 +18,8 @@ import pytest
 
 from megatron_daro.workshop.slurm import node, ray_start, rendezvous, training
 
+pytestmark = pytest.mark.slow
+
 RUNS = "echo 'Ray runtime started.'; exec sleep 60"
 TRAINS = "echo 'run: runs/a, 6 steps'"
 

@@ -25,7 +25,7 @@ def config(**sections: object) -> Config:
 
 
 def job_in(place: Path, nodes: int = 4) -> Job:
-    return Job("my-run", nodes, place / "run", place, (f"{place}/run.yaml",), 100, 300)
+    return Job("my-run", nodes, place / "run", place, (f"{place}/run.yaml",), 100, 300, 0)
 
 
 @pytest.fixture
@@ -128,14 +128,13 @@ def test_an_image_file_must_be_there_and_a_name_of_a_registry_need_not(tmp_path,
         submission.check_cluster(job_in(tmp_path), cluster(container={"image": image}))
 
 
-def test_gpus_are_asked_for_as_the_cluster_file_says_or_the_partition_shows(slurm, tmp_path, monkeypatch):
+def test_gpus_are_asked_for_unless_the_partition_declares_none(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "commands"))
-    assert submission.with_detected_gpu_option(cluster()).gpu_option == "auto"  # no Slurm to ask
+    assert submission.gres_of(cluster(gpus_per_node=8)) == 8  # no Slurm to ask
     slurm("sinfo", "true")
-    assert submission.with_detected_gpu_option(cluster()).gpu_option == "gpus-per-node"  # no word is no "(null)"
+    assert submission.gres_of(cluster(gpus_per_node=8)) == 8  # no word is no "(null)"
     slurm("sinfo", "echo '(null)'")
-    assert submission.with_detected_gpu_option(cluster()).gpu_option == "none"
-    assert submission.with_detected_gpu_option(cluster(gpu_option="gres")).gpu_option == "gres"
+    assert submission.gres_of(cluster(gpus_per_node=8)) == 0
 
 
 def test_jobs_of_the_user_are_searched_for_the_script_of_this_one(tmp_path, slurm, monkeypatch):

@@ -15,10 +15,10 @@ import torch
 from shard_cases import CASES, carried_out, checkpoint, server_shapes, shards
 
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.sync import shard_tcp
+from megatron_daro.sync import shard_sender
 from megatron_daro.sync.in_server.megatron_daro_shards import read_frame, receive, send_frame
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
-from megatron_daro.sync.shard_tcp import ShardSender
+from megatron_daro.sync.shard_sender import ShardSender
 
 LOADER = TRANSPORTS["shards"].loader
 
@@ -97,7 +97,7 @@ def synced(
     send_plan = SendPlan(
         transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s, shards_over=over
     )
-    shard_tcp.check_offers(offers, case.servers)
+    shard_sender.check_offers(offers, case.servers)
     before_sending(senders, offers)
 
     def send(rank):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.config.transports import TRANSPORTS, SGLangTransport
+from megatron_daro.engine.sglang.receiving import RECEIVING
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
@@ -68,9 +69,9 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
     assert [name for name, _ in got] == ["a.0.weight", "a.0.weight_scale_inv", "b.weight"]
 
 
-def test_every_way_has_a_sender_or_goes_from_rank_to_rank():
+def test_every_way_has_both_ends_or_goes_from_rank_to_rank():
     assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.shard_plan}
-    assert set(get_args(SGLangTransport)) <= set(TRANSPORTS)
+    assert set(RECEIVING) == set(get_args(SGLangTransport)) <= set(TRANSPORTS)
 
 
 def test_files_have_the_label_of_the_rank(tmp_path):

@@ -1,5 +1,6 @@
-"""Shards carried by Mooncake's transfer engine, over its TCP: what differs from test_shard_tcp.py. Its protocol writes
-to addresses that it is told, and it listens on every address of its machine: so each test has a network of its own."""
+"""Shards carried by Mooncake's transfer engine, over its TCP: what differs from test_shard_sender.py. Its protocol
+writes to addresses that it is told, and it listens on every address of its machine: so each test has a network of its
+own."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from own_network import in_own_network
 from shard_fleets import CASE, Fleet, asked, case_of, fails_alone, failures, has_everything, synced
 
 from megatron_daro.errors import SyncError
-from megatron_daro.sync import shard_tcp
+from megatron_daro.sync import shard_sender
 from megatron_daro.sync.in_server import megatron_daro_shards as loader
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     checksum_of,
@@ -44,7 +45,7 @@ def apart(scenario, *arguments):
 def slots_of(slot_bytes):
     """Memory that a receiver lends is of this size; pieces are smaller."""
     loader._SLOT_BYTES = slot_bytes
-    shard_tcp._PIECE_BYTES = 2048
+    shard_sender._PIECE_BYTES = 2048
 
 
 def all_there(name, slot_bytes):
@@ -124,7 +125,7 @@ def test_a_trainer_without_mooncake_blames_no_server(monkeypatch):
         def take(self, num_bytes, device):
             return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(shard_tcp, "engine_of", lacking)
+    monkeypatch.setattr(shard_sender, "engine_of", lacking)
     monkeypatch.setattr(loader, "engine_of", lambda host, protocol: Granting())
     with pytest.raises(SyncError, match="mooncake-transfer-engine"):
         synced(CASE, Fleet(CASE), over=OVER)

@@ -173,9 +173,10 @@ def test_a_model_that_a_server_cannot_cut_is_refused(family, changes, arguments,
     server_layout(shape, arguments)
 
 
-def test_experts_in_stacks_are_refused():
-    with pytest.raises(ModelError, match="gpt_oss"):
-        server_layout(read_model_shape(tiny_config("gpt_oss")), {"tp_size": 2})
+@pytest.mark.parametrize("family", ["gpt_oss", "olmo3"])
+def test_a_family_whose_servers_were_not_compared_is_refused(family):
+    with pytest.raises(ModelError, match=family):
+        server_layout(read_model_shape(tiny_config(family)), {"tp_size": 2})
 
 
 def test_on_a_cpu_columns_are_padded_and_heads_must_divide():

@@ -1,7 +1,7 @@
 import pytest
 from sglang_stub_fleets import Weights
 
-from megatron_daro.engine.sglang import fleet, generation, memory, starting, supervision, teacher, update
+from megatron_daro.engine.sglang import fleet, generation, memory, receiving, starting, supervision, teacher
 from megatron_daro.sync.plan import Digest
 
 PAUSES = {
@@ -13,7 +13,7 @@ PAUSES = {
         **dict.fromkeys(("_WATCH_S", "_RESTART_PAUSE_S", "_SETTLE_POLL_S"), 0.02),
     },
     teacher: {"_PAUSE_S": 0.0},
-    update: {"_FLUSH_PAUSE_S": 0.01},
+    receiving: {"_FLUSH_PAUSE_S": 0.01},
 }
 """Requests are made again at once, servers are looked at and started again at once."""
 

@@ -16,7 +16,7 @@ from sglang_pool import collect, group, required_environment
 from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import reset
 
-from megatron_daro.engine.sglang import supervision, update
+from megatron_daro.engine.sglang import receiving, supervision
 from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.sync import broadcast
 from megatron_daro.sync.broadcast import BroadcastSender
@@ -28,7 +28,7 @@ BUCKETS = 4
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(supervision, "_DEATH_S", 0.1)
-    monkeypatch.setattr(update, "_FREE_S", 0.5)
+    monkeypatch.setattr(receiving, "_FREE_S", 0.5)
     monkeypatch.setattr(broadcast, "_AFTER_FAILURE_S", 5.0)
 
 

@@ -129,7 +129,7 @@ def test_an_answer_that_does_not_fit_ends_the_run_by_name(answer):
 class Inner:
     """A Rollouter of three groups, the second of which ends first; one rollout was aborted."""
 
-    continues_partial, closed = True, False
+    closed = False
 
     async def generate(self, requests):
         yield (rollout(index=1),)

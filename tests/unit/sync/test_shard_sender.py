@@ -17,7 +17,7 @@ from shard_fleets import CASE, SECONDS, Fleet, Module, asked, case_of, fails_alo
 
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import EngineError, RefusedError, SyncError
-from megatron_daro.sync import shard_tcp
+from megatron_daro.sync import shard_sender
 from megatron_daro.sync.in_server import FOLDER, megatron_daro_shards
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     checksum_of,
@@ -26,7 +26,7 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     send_frame,
 )
 from megatron_daro.sync.plan import SendPlan
-from megatron_daro.sync.shard_tcp import ShardSender
+from megatron_daro.sync.shard_sender import ShardSender
 
 LOADER = TRANSPORTS["shards"].loader
 
@@ -35,7 +35,7 @@ LOADER = TRANSPORTS["shards"].loader
     "case", map(case_of, ("wider_server", "etp_tp", "dp_attention_and_head")), ids=lambda case: case.name
 )
 def test_every_rank_of_every_server_has_what_the_plan_says(case, monkeypatch):
-    monkeypatch.setattr(shard_tcp, "_PIECE_BYTES", 2048)  # tensors of this size are cut in pieces, too
+    monkeypatch.setattr(shard_sender, "_PIECE_BYTES", 2048)  # tensors of this size are cut in pieces, too
     fleet = Fleet(case)
     reports = synced(case, fleet)
     assert failures(reports) == {}

@@ -1,0 +1,143 @@
+"""Rules of `lora`: what adapters can stand beside, which of them servers can get, and what a published one must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_daro.config.lora import (
+    ALL,
+    CONFIG_FILE,
+    EXPERTS,
+    WEIGHTS_FILE,
+    LoraSection,
+    differing,
+    matrix_names,
+    peft_config,
+    shorter_sides,
+)
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.sections import Config
+
+_SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
+"""Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
+
+
+def unserved(config: Config, shape: ModelShape) -> str:
+    """Why servers cannot get the adapters alone; empty where they can.
+
+    Source: sglang 0.5.23, srt/lora/lora.py: it fuses q, k, v where there is a q, and reads v then; gate and up where
+    there is a gate. What it does not find it takes for zeros, and what it does not fuse it leaves out.
+    """
+    engine, sglang, step = config.engine, config.engine.sglang, 32 * config.engine.sglang.tensor_parallel
+    if engine.kind != "sglang":
+        return f"engine.kind is {engine.kind}"
+    if shape.family not in _SERVED:
+        return f"this was not tried with a model of type {shape.family}"
+    targets = config.lora.target_names(shape)
+    of_qkv, of_mlp = targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj", "down_proj"}
+    padded = sglang.named_arguments.get("device") == "cpu" and of_mlp and shape.ffn % step
+    reasons = {
+        "SGLang takes one of q, k or v only with those of q and v": of_qkv and not of_qkv >= {"q_proj", "v_proj"},
+        "SGLang takes one of up_proj only with one of gate_proj": of_mlp & {"up_proj"} and not of_mlp & {"gate_proj"},
+        f"on a CPU SGLang pads an MLP, but no adapter, to a multiple of {step}": padded,
+        "servers read model.path, not model.megatron_weights": config.model.megatron_weights is not None,
+        "with engine.colocate servers lose their weights in the trainer's turn": engine.colocate,
+        "servers are quantized": sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def with_adapter_sync(config: Config, shape: ModelShape | None) -> Config:
+    """Return the Config whose servers get adapters alone, where they can and `engine.sglang.sync` is not given."""
+    engine, given = config.engine, "sync" in config.engine.sglang.model_fields_set
+    if not config.lora.rank or given or shape is None or unserved(config, shape):
+        return config
+    sglang = engine.sglang.model_copy(update={"sync": "adapters"})
+    return config.model_copy(update={"engine": engine.model_copy(update={"sglang": sglang})})
+
+
+def merging(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Warn that engines get whole weights. Args: config: as `with_adapter_sync` returns it."""
+    if config.lora.rank and shape is not None and not config.engine.sglang.transport.adapters:
+        got = f"adapters, of which engines get none ({unserved(config, shape) or 'engine.sglang.sync is given'})"
+        allowed = "whole weights, with the adapters added to them in fp32 and rounded to the weights' type"
+        yield Problem("lora.rank", got, allowed, "none needed (docs/lora.md)")
+
+
+def served_config(config: Config) -> dict[str, Any]:
+    """Return adapter_config.json for servers that get adapters; empty where they get whole weights. SGLang 0.5.23
+    multiplies by lora_alpha / r, whatever it says of rslora."""
+    section, path = config.lora, config.model.path
+    if not config.engine.sglang.transport.adapters:
+        return {}
+    adapter = peft_config(section, read_model_shape(path), str(path))
+    return {**adapter, "lora_alpha": section.scale * section.rank, "use_rslora": False}
+
+
+def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Yield why these adapters cannot be trained. Args: shape: of the model, where it is known."""
+    section = config.lora
+    if shape is not None and config.engine.sglang.transport.adapters:
+        reason = unserved(config, shape) if section.rank else "lora.rank is 0"
+        fix = "set engine.sglang.sync=distributed, or remove it"
+        if reason:
+            yield Problem("engine.sglang.sync", f"adapters, but {reason}", "adapters that servers can take", fix)
+    if not section.rank:
+        if config.trainer.export_adapter:
+            fix = "set lora.rank, or trainer.export_adapter=false"
+            yield wrong(config, "trainer.export_adapter", "false without adapters", fix, beside="lora.rank")
+        return
+    if config.actor.precision == "fp8":
+        fix = "set actor.precision=bf16, or lora.rank=0"
+        yield wrong(config, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
+    if shape is not None and shape.takes_adapters:
+        yield from _target_problems(config, section, shape)
+    if section.path is not None:
+        yield from _path_problems(section, shape)
+
+
+def _target_problems(config: Config, section: LoraSection, shape: ModelShape) -> Iterator[Problem]:
+    sides = shorter_sides(shape)
+    names, of_experts = ", ".join(sides), matrix_names(shape, EXPERTS)
+    if shape.experts is not None and ALL in section.targets:
+        allowed = f"names out of {names} for a model with experts, whose own matrices get none"
+        yield wrong(config, "lora.targets", allowed, f"set lora.targets=[{names}]")
+        return
+    for target in section.targets:
+        if target in sides or target == ALL:
+            continue
+        why = ", which is an expert's" if target in of_experts else ""
+        yield Problem("lora.targets", f"{target}{why}", f"{ALL}, or names out of {names}", "remove or correct it")
+    wanted = [name for name in section.target_names(shape) if name in sides]
+    smallest = min(wanted, key=lambda name: sides[name], default=None)
+    if smallest is not None and section.rank > sides[smallest]:
+        allowed = f"at most {sides[smallest]}, the shorter side of {smallest}"
+        yield wrong(config, "lora.rank", allowed, "lower it")
+
+
+def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[Problem]:
+    assert section.path is not None
+    try:
+        content = json.loads(Path(section.path, CONFIG_FILE).read_text(encoding="utf-8"))
+        lacking = "" if Path(section.path, WEIGHTS_FILE).is_file() else f"no {WEIGHTS_FILE}"
+    except (OSError, ValueError) as error:
+        content, lacking = {}, str(error)
+    if lacking or not isinstance(content, dict):
+        allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
+        return
+    for name, value in differing(section, content):
+        yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
+    targets = content.get("target_modules")
+    if shape is None or not shape.takes_adapters or not isinstance(targets, list):
+        return
+    if {*targets} != section.target_names(shape):
+        got = f"an adapter of {', '.join(sorted(targets))}"
+        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
+
+
+_FIX = "set lora.rank, lora.alpha, lora.rslora and lora.targets as the adapter has them, or name another adapter"

@@ -1,0 +1,325 @@
+"""The servers' end of each weight transport: what a server is told before and after the ranks send, and what the ranks
+are told for it. update.py takes all servers through these phases together, and gives up one that fails a phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_daro.config.sections import SGLangSection
+from megatron_daro.engine.sglang import fp8_blocks
+from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, UnreachableError
+from megatron_daro.engine.sglang.fleet import Server
+from megatron_daro.engine.sglang.memory import MemoryTag, resume
+from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
+from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport
+
+if TYPE_CHECKING:
+    from megatron_daro.sync.shard_layouts import ServerLayout
+
+# Longest time in which a server does what is still queued on its GPUs, which is at most the loading of one bucket.
+_FREE_S = 30.0
+_FLUSHES, _FLUSH_PAUSE_S = 20, 0.25
+
+Phase = tuple[str, Callable[[Server], Awaitable[object]]]
+"""Its name, for messages, and what is done with each server. EngineError: the server is given up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServersEnd:
+    """What the updates of one fleet have in common at the servers' end.
+
+    fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
+    for `sync: shards`. sync_dir: where files are written. adapter: PEFT's configuration of what servers get, where that
+    are adapters; new_name: that none has yet. written: directories of files, oldest first. last_checksums: of each
+    server.
+    """
+
+    options: SGLangSection
+    fp8_blocks: tuple[str, ...]
+    layout: ServerLayout | None
+    sync_dir: Path
+    adapter: Mapping[str, Any]
+    new_name: Callable[[], str]
+    files: Iterator[int] = field(default_factory=itertools.count)
+    written: list[Path] = field(default_factory=list)
+    last_checksums: dict[str, LastChecksums] = field(default_factory=dict)
+
+
+class Buckets:
+    """One update with weights that servers load as they come. What the other transports have in common with it."""
+
+    def __init__(self, end: ServersEnd, version: int) -> None:
+        """Call nobody. Args: version: what the weights are stamped with."""
+        self._end, self._version = end, version
+        self._limit_s = end.options.sync_timeout_s
+        self.verified: set[str] = set()
+        """Servers whose checksums showed that they have the weights."""
+
+    def opening(self) -> tuple[Phase, ...]:
+        """Return the phases before the ranks send."""
+        return (
+            ("take the memory of the weights", lambda server: resume(server, "weights", timeout_s=self._limit_s)),
+            ("pause", self._pause),
+            ("begin", self._open),
+        )
+
+    def planned(self, plan: SendPlan) -> SendPlan:
+        """Add to a plan what the sender of this transport must know."""
+        return replace(plan, fp8_blocks=self._end.fp8_blocks)
+
+    async def held_up(self, server: Server) -> str:
+        """Why a server that answers cannot take part again after a sending failed; empty where it can."""
+        return ""
+
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+        """Yield the phases after the ranks sent, up to the first request.
+
+        Args:
+            report: of all ranks. fresh: servers that were started since their last update.
+        """
+        yield "end", self._close
+        yield "flush the cache", self._flush
+        if self._end.fp8_blocks:
+            yield "compare fp8 blocks", lambda server: self._compare_blocks(server, report.fp8_blocks, fresh)
+        if report.digests:
+            yield "compare checksums", lambda server: self.compare_checksums(server, report.digests)
+        yield "set the version", self._stamp
+        cache: tuple[MemoryTag, ...] = "kv_cache", "cuda_graph"
+        yield "take the memory of the cache", lambda server: resume(server, *cache, timeout_s=self._limit_s)
+        yield "continue", lambda server: self._post(server, "/continue_generation")
+
+    async def compare_checksums(self, server: Server, digests: Mapping[str, Digest]) -> None:
+        """Check that a server has what was sent, as far as its checksums of unfused tensors tell (0.5.21 refuses).
+        Raises EngineError."""
+        if not facts_of(server).has_checksums:
+            return
+        body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
+        try:
+            answer = await self._post(server, "/weights_checker", body)
+        except RefusedError:
+            return
+        last = self._end.last_checksums
+        shown, last[server.name] = compare_checksums(
+            _read_checksums(server, answer), digests, facts_of(server), last.get(server.name, LastChecksums())
+        )
+        if shown:
+            self.verified.add(server.name)
+
+    def _opens_update(self, server: Server) -> bool:
+        """Whether the server is told that buckets come, and that all have come."""
+        return facts_of(server).has_sessions
+
+    async def _post(self, server: Server, path: str, body: Mapping[str, Any] | None = None) -> object:
+        try:
+            return await server.client.post(path, body, timeout_s=self._limit_s)
+        except DisconnectedError:  # a kept connection that the server had closed; all of these may be said twice
+            return await server.client.post(path, body, timeout_s=self._limit_s)
+
+    async def _pause(self, server: Server) -> None:
+        # A request that still runs goes on with the new weights, its cache computed anew. Where nothing runs the modes
+        # differ in one thing: in "abort" the paused scheduler waits for work; in "retract" it asks for work without a
+        # rest, on a core that the sender of the weights may need (0.5.23).
+        mode = "retract" if server.tokens_in_flight else "abort"
+        await self._post(server, "/pause_generation", {"mode": mode})
+
+    async def _open(self, server: Server) -> None:
+        if not self._opens_update(server):
+            return
+        try:
+            await self._post(server, "/begin_weight_update")
+        except RefusedError:  # one is open already: that of an update whose sending failed
+            await self._post(server, "/end_weight_update")
+            await self._post(server, "/begin_weight_update")
+
+    async def _close(self, server: Server) -> None:
+        if self._opens_update(server):
+            await self._post(server, "/end_weight_update")
+
+    async def _flush(self, server: Server) -> None:
+        """Empty the cache that the old weights made. 0.5.20 refuses while retracted requests wait: these are ended
+        then, and come back to the engine, which goes on with them from where they were."""
+        for _ in range(_FLUSHES):
+            try:
+                await self._post(server, "/flush_cache")
+                return
+            except RefusedError:
+                pass
+            await self._post(server, "/abort_request", {"abort_all": True})
+            await asyncio.sleep(_FLUSH_PAUSE_S)
+        raise RefusedError(f"{server.url}/flush_cache: refused {_FLUSHES} times, also after its requests were ended")
+
+    async def _stamp(self, server: Server) -> None:
+        server.versions.add(self._version)  # before answers can carry it
+        body = {"new_version": str(self._version), "abort_all_requests": False}
+        await self._post(server, "/update_weight_version", body)
+
+    async def _compare_blocks(self, server: Server, sent: Sequence[str], fresh: Collection[str]) -> None:
+        """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
+        if server.name not in fresh:
+            return
+        answer = await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)
+        for matrices in _read_checksums(server, answer):
+            problem = fp8_blocks.fp8_disagreement(sent, matrices)
+            if problem:
+                raise EngineError(problem)
+
+
+class Broadcasts(Buckets):
+    """Buckets through a group of which the servers' ranks are members."""
+
+    async def held_up(self, server: Server) -> str:
+        """Ask whether what its GPUs were given is done. One that waits in a broadcast that nobody ends answers every
+        call that leaves the GPUs alone, also those of a new group, and never gets further (SGLang 0.5.23,
+        model_runner_components/weight_updater.py: it waits on the stream only).
+
+        Hashes nothing: each name contains the empty pattern. But each rank synchronizes its device
+        (srt/utils/weight_checker.py, _compute_checksum), and the answer is gathered from all. One that is too old to
+        tell checksums counts as free."""
+        body = {"action": "checksum", "skip_tensor_list": [""]}
+        if facts_of(server).has_checksums and not await answers(
+            server.client.post("/weights_checker", body, timeout_s=_FREE_S)
+        ):
+            return f"it still waits for the broadcast that broke, after {_FREE_S:g} s"
+        return ""
+
+
+class Shards(Buckets):
+    """Parts of parameters, from rank to rank."""
+
+    def planned(self, plan: SendPlan) -> SendPlan:
+        return replace(plan, layout=self._end.layout, shards_over=self._end.options.shards_over)
+
+
+class Files(Buckets):
+    """A checkpoint, which servers read when all of it is there; that of the update before goes then."""
+
+    def planned(self, plan: SendPlan) -> SendPlan:
+        self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
+        return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")
+
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+        body = {"model_path": str(self._directory.absolute()), "flush_cache": False}
+        yield "read the files", lambda server: self._post(server, "/update_weights_from_disk", body)
+        written = self._end.written
+        written.append(self._directory)
+        while len(written) > 1:
+            await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
+        async for phase in super().installing(report, fresh):
+            yield phase
+
+    def _opens_update(self, server: Server) -> bool:
+        return False
+
+
+class NamedAdapters(Buckets):
+    """Adapters under a name of their own, which requests give from now on: what a server does goes on."""
+
+    def opening(self) -> tuple[Phase, ...]:
+        return ()
+
+    def planned(self, plan: SendPlan) -> SendPlan:
+        self._name = f"{self._end.new_name()}-version-{self._version}"
+        details = {"lora_name": self._name, "config_dict": self._end.adapter}
+        return replace(plan, what="adapter", digest_dtype="", details=details)
+
+    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+        yield "name the adapter", self._offer
+
+    async def _offer(self, server: Server) -> None:
+        server.versions.add(self._version)
+        server.adapter = self._name
+        server.adapters[self._name] += 0  # it has it, and no request names it yet
+
+
+RECEIVING: Mapping[str, type[Buckets]] = {
+    "distributed": Broadcasts,
+    "shards": Shards,
+    "disk": Files,
+    "tensor": Buckets,
+    "adapters": NamedAdapters,
+}
+"""By the name of the transport."""
+
+
+def facts_of(server: Server) -> ServerFacts:
+    """What a server said of itself."""
+    assert server.facts is not None, f"{server.name} takes part in an update before it said what it is"
+    return server.facts
+
+
+async def answers(call: Awaitable[object]) -> bool:
+    """Whether a server answers a call; a refusal is an answer, too."""
+    try:
+        await call
+    except UnreachableError:
+        return False
+    except RefusedError:
+        pass
+    return True
+
+
+def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
+    """Read the answer of /weights_checker: of each rank, name -> checksum."""
+    try:
+        return read_checksums(answer)
+    except BadAnswerError as error:
+        raise EngineError(f"{server.url}/weights_checker: {error}") from None
+
+
+_FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
+"""Parts of the names that a server is not asked for: tensors that it fuses, or that are large."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastChecksums:
+    """Of a server's last update. digests: of what was sent, by name. checksums: of what it had, by rank and name."""
+
+    digests: Mapping[str, Digest] = field(default_factory=dict)
+    checksums: Mapping[tuple[int, str], str] = field(default_factory=dict)
+
+
+def compare_checksums(
+    ranks: Sequence[Mapping[str, str]], digests: Mapping[str, Digest], facts: ServerFacts, last: LastChecksums
+) -> tuple[bool, LastChecksums]:
+    """Compare the checksums of a server's ranks with what was sent.
+
+    Args:
+        ranks: name -> checksum, of each rank. digests: of what was sent. facts: of the server. last: of its last
+            update.
+
+    Returns:
+        Whether anything showed that it has the new weights, and what the next update compares with.
+
+    Raises:
+        EngineError: it has others.
+    """
+    if facts.quantization:  # a small change of a matrix may round away
+        digests = {name: digest for name, digest in digests.items() if name.endswith("norm.weight")}
+    same_bytes: list[str] = []
+    if _hashes_as_sender(facts):
+        same_bytes = [n for n, d in digests.items() if d.dtype == facts.dtype and n in ranks[0] and not d.on_device]
+        wrong = [name for name in same_bytes if ranks[0][name] != digests[name].sent]
+        if wrong:
+            raise EngineError(f"{len(wrong)} tensors are not those that were sent, the first: {wrong[0]}")
+    checksums = {(rank, name): held[name] for rank, held in enumerate(ranks) for name in digests if name in held}
+    changed = {n for n, d in digests.items() if n in last.digests and last.digests[n].received != d.received}
+    compared = [key for key in checksums if key[1] in changed and key in last.checksums]
+    if compared and all(checksums[key] == last.checksums[key] for key in compared):
+        raise EngineError(
+            f"it kept its weights: of {len(changed)} tensors that changed since the last update, such as "
+            f"{min(changed)}, none changed in it"
+        )
+    return bool(same_bytes or compared), LastChecksums(digests, checksums)
+
+
+def _hashes_as_sender(facts: ServerFacts) -> bool:
+    """Whether checksums are of the bytes as they were sent: on a CPU, unsharded."""
+    return facts.device == "cpu" and facts.tensor_parallel == 1
