@@ -25,6 +25,7 @@ from megatron_daro.actor.megatron import (
     ProcessGroupCollection,
     RotaryEmbedding,
     RowParallelLinear,
+    SelfAttention,
     TopKRouter,
     TransformerConfig,
     YarnRotaryEmbedding,
@@ -121,6 +122,20 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: object) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose output is multiplied by a gate, also on more ranks than there are key-value heads.
+
+    Upstream: 0.16.1. Reason: such a rank takes its own query heads out of their group, and leaves the gates of all of
+    them (transformer/attention.py, `get_query_key_value_tensors`). Can go: with 0.16.
+    """
+
+    def get_query_key_value_tensors(self, *arguments: object, **options: object) -> tuple[torch.Tensor, ...]:
+        query, key, value, gate = super().get_query_key_value_tensors(*arguments, **options)
+        heads, sharing = query.shape[2], gate.shape[2] // query.shape[2]
+        first = parallel_state.get_tensor_model_parallel_rank() % sharing * heads
+        return query, key, value, gate[:, :, first : first + heads]
 
 
 class _WholeLinear(torch.nn.Linear):
@@ -305,6 +320,21 @@ def schedule_groups() -> ProcessGroupCollection:
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
     return groups
+
+
+def order_by_dtype(optimizer: MegatronOptimizer) -> None:
+    """Let a distributed optimizer find the state of parameters of which some are fp32 in a bf16 model.
+
+    Upstream: 0.16.1 to 0.19.2. Reason: it notes the place of each parameter within its group, and then puts those in
+    fp32 before the others (optimizer/distrib_optimizer.py, `_build_model_and_main_param_groups`): the state of another
+    one would be saved. Can go: when the places are those after that.
+    """
+    for part in optimizer_parts(optimizer):
+        if hasattr(part, "model_param_group_index_map") and getattr(part, "optimizer", None) is not None:
+            groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+            for group, (fp32, others) in enumerate(groups):
+                for place, parameter in enumerate([*fp32, *others]):
+                    part.model_param_group_index_map[parameter] = group, place
 
 
 def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -12,22 +12,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_daro.actor.compat import LatentAttention
+from megatron_daro.actor.compat import GatedAttention, LatentAttention
+from megatron_daro.actor.linear_attention import GatedDeltaNet
 from megatron_daro.actor.megatron import (
     GPTModel,
     IdentityOp,
     MegatronModule,
+    ModuleSpec,
     PackedSeqParams,
     TransformerBlockSubmodules,
     TransformerConfig,
     copy_to_tensor_model_parallel_region,
     get_gpt_decoder_block_spec,
+    get_transformer_layer_offset,
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
     parallel_state,
@@ -41,16 +46,19 @@ MAX_PADDING_RATIO = 1.25
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension; its weight is marked for the sequence-parallel all-reduce.
 
-    Statistics are taken in fp32 and the result is cast back before the weight, as Hugging Face's models do.
+    Statistics are taken in fp32 and the result is cast back before the weight, as Hugging Face's models do; with a
+    weight that is centred at 0 (`layernorm_zero_centered_gamma`) after it, as theirs do too.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.centered:
+            return F.rms_norm(x.float(), (x.shape[-1],), 1 + self.weight.float(), self.eps).to(x.dtype)
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
@@ -411,9 +419,9 @@ def layer_spec(
         submodules.self_attention.module = LatentAttention
         if not transformer_engine:
             submodules.sharded_state_dict_keys_map = _LATENT_KEYS
-    if transformer_engine:
-        return block
-    for submodules in distinct:
+    for submodules in distinct if config.attention_output_gate else ():
+        submodules.self_attention.module = GatedAttention
+    for submodules in () if transformer_engine else distinct:
         submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp if post_norm else RMSNorm
         attention = submodules.self_attention.submodules
         attention.core_attention = PackedAttention
@@ -421,4 +429,21 @@ def layer_spec(
             attention.q_layernorm = WholeQueryNorm if whole_qk_norm else RMSNorm
             key_norm = WholeKeyNorm if whole_qk_norm else RMSNorm
             setattr(attention, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", key_norm)
+    if config.linear_attention_freq:
+        first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+        block.layer_specs = [
+            _with_linear_attention(spec) if config.linear_attention_freq[first + place] else spec
+            for place, spec in enumerate(block.layer_specs)
+        ]
+    if transformer_engine:
+        return block
     return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)
+
+
+def _with_linear_attention(spec: ModuleSpec) -> ModuleSpec:
+    """Return a layer with linear attention in the place of its own, and a norm before it that no linear layer holds."""
+    submodules = copy(spec.submodules)
+    submodules.input_layernorm, submodules.self_attention = RMSNorm, ModuleSpec(module=GatedDeltaNet)
+    keys = submodules.sharded_state_dict_keys_map
+    submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("input_layernorm")}
+    return replace(spec, submodules=submodules)

@@ -52,13 +52,20 @@ with warnings.catch_warnings():
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.utils import (
+        is_layer_window_attention,
+        make_sharded_tensors_for_checkpoint,
+        sharded_state_dict_default,
+    )
 
 __all__ = [
     "CheckpointingException",
@@ -71,6 +78,7 @@ __all__ = [
     "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "P2PCommunicator",
@@ -78,6 +86,7 @@ __all__ = [
     "ProcessGroupCollection",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "SelfAttention",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -100,6 +109,7 @@ __all__ = [
     "get_gpt_decoder_block_spec",
     "get_megatron_optimizer",
     "get_schedule_table",
+    "get_transformer_layer_offset",
     "is_layer_window_attention",
     "is_main_replica",
     "load_preprocess",
@@ -113,6 +123,7 @@ __all__ = [
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "save_preprocess",
+    "sharded_state_dict_default",
     "tensor_parallel",
     "validate_sharding_integrity",
 ]

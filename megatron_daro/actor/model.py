@@ -29,6 +29,7 @@ from megatron_daro.actor.compat import (
     upstream_config,
 )
 from megatron_daro.actor.layers import layer_spec, norm_outputs
+from megatron_daro.actor.linear_attention import GatedDeltaNet
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -124,6 +125,7 @@ def transformer_config(
         **_expert_options(shape, grouped=transformer_engine),
         **_attention_options(shape),
         **_latent_options(shape),
+        **_linear_options(shape),
     }
     yarn = shape.rope_scaling if isinstance(shape.rope_scaling, YarnScaling) and not shape.latent else None
     if yarn:
@@ -156,6 +158,8 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.rms_eps,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+        "layernorm_zero_centered_gamma": shape.centered_norms,
+        "attention_output_gate": shape.gated,
     }
 
 
@@ -166,6 +170,21 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
         "window_size": (shape.window - 1, 0) if shape.windowed else None,
         "window_attn_skip_freq": [int(i in shape.windowed) for i in range(shape.layers)] if shape.windowed else None,
         "add_bias_linear": shape.biases,
+    }
+
+
+def _linear_options(shape: ModelShape) -> dict[str, Any]:
+    """Linear attention. Without upstream's name of a variant, which is for layers of its own."""
+    linear = shape.linear
+    if linear is None:
+        return {}
+    return {
+        "linear_attention_freq": [int(layer in linear.layers) for layer in range(shape.layers)],
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key,
+        "linear_value_head_dim": linear.value,
+        "linear_conv_kernel_dim": linear.kernel,
     }
 
 
@@ -235,6 +254,7 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
         "moe_router_group_topk": shape.experts.chosen_groups if limited else None,
         "moe_router_topk_scaling_factor": None if shape.experts.scale == 1 else shape.experts.scale,
         "moe_shared_expert_intermediate_size": shape.experts.shared_ffn or None,
+        "moe_shared_expert_gate": shape.experts.shared_gate,
         # Transformer Engine would multiply fp32 weights in TF32; those of its own layers are bf16, which TF32 holds.
         "moe_router_dtype": "fp64" if not grouped and device.has_transformer_engine() else "fp32",
         "moe_router_load_balancing_type": "none",
@@ -363,6 +383,8 @@ def _bare_chunk(
         bound_rotary_tables(model.rotary_pos_emb)
     if config.bf16:
         model = model.bfloat16()  # rotary frequencies are a plain attribute and stay fp32
+        for layer in (module for module in model.modules() if isinstance(module, GatedDeltaNet)):
+            layer.A_log.data = layer.A_log.data.float()
     freeze(model)
     return model
 

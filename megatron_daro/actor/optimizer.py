@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_daro.actor import device
-from megatron_daro.actor.compat import inner_optimizers, optimizer_parts, upstream_config
+from megatron_daro.actor.compat import inner_optimizers, optimizer_parts, order_by_dtype, upstream_config
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
     MegatronOptimizer,
@@ -46,7 +46,9 @@ def build_optimizer(
     config = optimizer_config(section, dtype=dtype, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    order_by_dtype(optimizer)
+    return optimizer
 
 
 def optimizer_config(section: OptimizerSection, *, dtype: str, options: Mapping[str, Any]) -> OptimizerConfig:

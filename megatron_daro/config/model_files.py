@@ -20,6 +20,7 @@ from megatron_daro.config.model_shape import (
     quantization,
     read_model_shape,
     require_regular_files,
+    text_part,
 )
 from megatron_daro.config.problems import Problem
 from megatron_daro.config.safetensors_header import GIT_LFS, HeaderError, read_header
@@ -72,16 +73,19 @@ def read_model(directory: Path) -> ModelFiles:
         )
         problem = Problem(_FIELD, f"a config.json that cannot be used ({error})", allowed, fix)
         return ModelFiles(problems=(problem, *problems))
-    if method := quantization(_read_json(directory / "config.json")[0] or {}):
-        fix = (
-            f"run `megatron-daro convert --hf {directory} --out A`, then `megatron-daro convert --megatron A --out B`, "
-        )
-        got, allowed = (
-            f"{str(directory)!r}, a model in {method}",
-            "weights in bf16, which the policy has and engines begin with",
-        )
-        problems.insert(0, Problem(_FIELD, got, allowed, fix + "and train B"))
+    config = _read_json(directory / "config.json")[0] or {}
+    allowed = "weights in bf16, which the policy has and engines begin with"
+    if method := quantization(text_part(config)):
+        problems.insert(0, Problem(_FIELD, f"{str(directory)!r}, a model in {method}", allowed, _converted(directory)))
+    if text_part(config) != config:
+        got, allowed = f"{str(directory)!r}, a model that sees images too", "a model of text, such as its text part"
+        problems.insert(0, Problem(_FIELD, got, allowed, _converted(directory)))
     return ModelFiles(shape, _has_end_token(directory), tuple(problems))
+
+
+def _converted(directory: Path) -> str:
+    commands = f"`megatron-daro convert --hf {directory} --out A`, then `megatron-daro convert --megatron A --out B`"
+    return f"run {commands}, and train B"
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:

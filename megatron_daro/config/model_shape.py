@@ -95,8 +95,10 @@ _KEYS = names(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings low_freq_factor
     high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate finetuned
+    mrope_section mrope_interleaved
     """
 )
+"""The last two are of images: a token of text has the same position in each section."""
 
 
 def read_rope(
@@ -248,6 +250,12 @@ _READ = names(
 _READ_OF_EXPERTS = names("num_experts_per_tok output_router_logits router_aux_loss_coef")
 _READ_OF_DENSE_LAYERS = names("decoder_sparse_step mlp_only_layers")
 _READ_OF_SIGMOID = names("n_group topk_group routed_scaling_factor")
+_READ_OF_LINEAR = names(
+    """
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
+    full_attention_interval
+    """
+)
 _READ_OF_LATENT = names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim")
 _ONLY: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
@@ -296,7 +304,8 @@ class ExpertShape:
     the width of the MLP that sees every token beside the experts; 0: there is none. limit: of gate and up, as
     `ExpertKeys` has it; 0: there is none, and experts are as dense MLPs are. scores: of the router's logits;
     with sigmoid a bias is added to choose the experts, and their weights are those without it. groups: the experts are
-    in so many, and a token chooses from the best chosen_groups of them. scale: of the weights.
+    in so many, and a token chooses from the best chosen_groups of them. scale: of the weights. shared_gate: a gate
+    multiplies what the MLP that sees every token answers.
     """
 
     number: int
@@ -311,6 +320,7 @@ class ExpertShape:
     chosen_groups: int = 1
     scale: float = 1.0
     limit: float = 0.0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +337,30 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearShape:
+    """Linear attention by a gated delta rule (arXiv 2412.06464), in these layers. key, value: entries of a head of
+    queries and keys, and of values; each key head serves value_heads / key_heads of the others. kernel: tokens that the
+    convolution before it sees, its own among them."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Entries of all heads of keys."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        """Entries of all heads of values."""
+        return self.value_heads * self.value
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Everything about a decoder that decides its parameters and its forward pass.
 
@@ -337,7 +371,9 @@ class ModelShape:
     latent attention, where `head_dim` is that of queries and keys. sinks: heads have a logit to which no token belongs.
     biases: all linear layers have one, the router's and the experts' too. window: in `windowed` layers a token sees so
     many, itself among them; plain_windows: these do without `rope_scaling`. post_norm: norms come after attention and
-    MLP. whole_qk_norm: those of queries and keys are over all heads at once.
+    MLP. whole_qk_norm: those of queries and keys are over all heads at once. linear: of linear attention; gated: other
+    attention's output is multiplied by a gate. centered_norms: norms multiply by 1 + weight, but that of linear
+    attention.
     """
 
     family: str
@@ -367,6 +403,19 @@ class ModelShape:
     plain_windows: bool = False
     post_norm: bool = False
     whole_qk_norm: bool = False
+    linear: LinearShape | None = None
+    gated: bool = False
+    centered_norms: bool = False
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers with linear attention."""
+        return self.linear.layers if self.linear else ()
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether there are places for adapters; rules/latent.py and rules/linear.py refuse them otherwise."""
+        return self.latent is None and self.linear is None
 
     @property
     def local_layers(self) -> bool:
@@ -405,7 +454,7 @@ class ModelShape:
 
     def _count(self, experts_counted: int) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * query + 2 * key) + (query + 2 * key) * self.qkv_bias
+        attention = self.hidden * ((2 + self.gated) * query + 2 * key) + (query + 2 * key) * self.qkv_bias
         attention += self.hidden * self.biases + self.heads * self.sinks
         normed = query + key if self.whole_qk_norm else 2 * self.head_dim
         norms = 2 * self.hidden + normed * self.qk_norm
@@ -420,9 +469,15 @@ class ModelShape:
             router = (self.hidden + (self.experts.scores == "sigmoid" or self.biases)) * self.experts.number
             width = experts_counted * self.experts.ffn + self.experts.shared_ffn
             biases = experts_counted * (2 * self.experts.ffn + self.hidden) * self.biases
+            biases += self.hidden * self.experts.shared_gate
             mlps += self.expert_layers * (router + 3 * self.hidden * width + biases)
         outside = self.hidden + self.vocab * self.hidden * (1 if self.tie else 2)
-        return self.layers * (attention + norms) + mlps + outside
+        whole = (self.layers - len(self.linear_layers)) * (attention + norms)
+        if linear := self.linear:
+            own = self.hidden * (2 * linear.keys + 3 * linear.values + 2 * linear.value_heads + 2)
+            own += linear.kernel * (2 * linear.keys + linear.values) + 2 * linear.value_heads + linear.value
+            whole += len(linear.layers) * own
+        return whole + mlps + outside
 
 
 def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[str] = (LM_HEAD,)) -> ModelShape:
@@ -444,7 +499,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         config, where = dict(source), "the model configuration"
     else:
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-        config, where = read_json(file), str(file)
+        config, where = text_part(read_json(file)), str(file)
     family = _family(config, where, endings)
     config = _completed(config, family)
     _refuse_unsupported(config, family, where)
@@ -463,7 +518,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         heads=heads,
         kv_heads=kv_heads,
         head_dim=latent.plain + latent.rotary if latent else _head_dim(config, hidden, heads, where),
-        ffn=integer(config, "intermediate_size", where),
+        ffn=integer(config, _width(config, family), where),
         vocab=integer(config, "vocab_size", where),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -481,10 +536,24 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
         biases="router_logit_bias" in family.tensors,
         window=integer(config, "sliding_window", where) if windowed else 0,
         windowed=windowed,
+        linear=_linear(config, where) if family.linear else None,
+        gated="gated_qkv" in family.tensors,
+        centered_norms=family.centered_norms,
         plain_windows=family.plain_windows,
         post_norm="attention_post_norm" in family.tensors,
         whole_qk_norm=family.whole_qk_norm,
     )
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the model of text: all of it; or, of one that sees images too, its `text_config`,
+    where that is of a family here."""
+    text = config.get("text_config")
+    family = families().get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
+    if family is None or not isinstance(text, Mapping):
+        return dict(config)
+    outside = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {**text, **outside, "architectures": [family.architecture]}
 
 
 def without_further_layers(config: Mapping[str, Any]) -> dict[str, int]:
@@ -555,6 +624,12 @@ def _completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {**family.defaults, **{key: value for key, value in config.items() if value is not None or key in telling}}
 
 
+def _width(config: Mapping[str, Any], family: Family) -> str:
+    """Return the key of a dense MLP's width; of a family without such, that may leave it out, an expert's."""
+    key = "intermediate_size"
+    return key if key in config or "gate_up" in family.tensors or not family.experts else family.experts.width
+
+
 def _has(config: Mapping[str, Any], family: Family, role: str, where: str) -> bool:
     switch = family.switches.get(role)
     return role in family.tensors if switch is None else flag(config, switch, where)
@@ -611,10 +686,12 @@ def _own_keys(family: Family) -> frozenset[str]:
     own |= {"partial_rotary_factor"} if family.partial_rotary else set()
     if keys := family.experts:
         own |= _READ_OF_EXPERTS | {*keys.number, keys.width, keys.chosen, keys.dense, keys.shared, keys.limit}
+        own |= {keys.shared_width}
         own |= {keys.normalize} if isinstance(keys.normalize, str) else set()
         own |= _READ_OF_SIGMOID if keys.scores == "sigmoid" else set()
         own |= _READ_OF_DENSE_LAYERS if "gate_up" in family.tensors and not keys.dense else set()
     own |= _READ_OF_LATENT if family.latent else set()
+    own |= _READ_OF_LINEAR if family.linear else set()
     return frozenset(own - {""})
 
 
@@ -625,9 +702,10 @@ def _windows(config: Mapping[str, Any], family: Family, where: str) -> list[str]
         raise ModelError(f"{where}: layer_types must be a list of names, one for each layer; got {show(kinds)}.")
     if family.window in _PERIODS:
         return []
-    others = sorted(set(kinds or ()) - {"full_attention"})
+    allowed = ["full_attention", *(["linear_attention"] if family.linear else [])]
+    others = sorted(set(kinds or ()) - set(allowed))
     if others:
-        return [f"layers of {' and '.join(others)} (allowed: layer_types full_attention throughout)"]
+        return [f"layers of {' and '.join(others)} (allowed: layer_types {' and '.join(allowed)} throughout)"]
     width = config.get("sliding_window")
     windowed = width is not None
     if family.window.startswith("switched"):
@@ -659,6 +737,34 @@ def _windowed_layers(config: Mapping[str, Any], period: int, where: str) -> tupl
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _LAYER_TYPES[0])
 
 
+def _linear(config: Mapping[str, Any], where: str) -> LinearShape:
+    """Return the sizes of linear attention, and its layers: those that `layer_types` names, or all but each
+    full_attention_interval-th."""
+    layers = integer(config, "num_hidden_layers", where)
+    interval = integer(config, "full_attention_interval", where, default=4)
+    usual = [("linear" if (layer + 1) % interval else "full") + "_attention" for layer in range(layers)]
+    kinds = config.get("layer_types") or usual
+    if len(kinds) != layers or (kinds != usual and config.get("full_attention_interval") is not None):
+        raise ModelError(
+            f"{where}: layer_types {show(kinds)} for {layers} layers with full_attention_interval {interval}; allowed: "
+            "one kind for each layer, and what the interval says where it is given. Remove full_attention_interval."
+        )
+    shape = LinearShape(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+        key_heads=integer(config, "linear_num_key_heads", where),
+        value_heads=integer(config, "linear_num_value_heads", where),
+        key=integer(config, "linear_key_head_dim", where),
+        value=integer(config, "linear_value_head_dim", where),
+        kernel=integer(config, "linear_conv_kernel_dim", where),
+    )
+    if shape.value_heads % shape.key_heads:
+        raise ModelError(
+            f"{where}: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
+            f"{shape.key_heads}."
+        )
+    return shape
+
+
 def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where: str) -> ExpertShape:
     given = {key: integer(config, key, where) for key in keys.number if key in config}
     if len(set(given.values())) > 1:
@@ -688,12 +794,15 @@ def _experts(config: Mapping[str, Any], family: Family, keys: ExpertKeys, where:
         normalize=normalize,
         dense_layers=_dense_layers(config, keys, where) if "gate_up" in family.tensors else (),
         balancing=0.0 if sigmoid else _balancing(config, where),
-        shared_ffn=width * integer(config, keys.shared, where) if keys.shared else 0,
+        shared_ffn=width * integer(config, keys.shared, where)
+        if keys.shared
+        else (integer(config, keys.shared_width, where) if keys.shared_width else 0),
         scores=keys.scores,
         groups=groups,
         chosen_groups=chosen_groups,
         scale=number(config, "routed_scaling_factor", where) if sigmoid else 1.0,
         limit=number(config, keys.limit, where) if keys.limit else 0.0,
+        shared_gate="shared_gate" in family.tensors,
     )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.config.model_files import ADAPTER, ADAPTER_FILE
-from megatron_daro.config.model_shape import dangling_link, read_json, without_further_layers
+from megatron_daro.config.model_shape import dangling_link, read_json, text_part, without_further_layers
 from megatron_daro.config.precision import FP8_BLOCK as BLOCK
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.pieces import Piece, PieceStore
@@ -61,7 +61,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
     def __init__(self, directory: str | Path, *, as_stored: bool = False) -> None:
         self.directory = Path(directory)
-        pieces = self._locate()
+        located = self._locate()
+        pieces = {own: located[name] for own, name in self._names_of_text(located).items()}
         blocks = [n for n, piece in pieces.items() if piece.dtype == torch.float8_e4m3fn and n + _SCALES in pieces]
         self._scales = _WholePieces({name: pieces.pop(name + _SCALES) for name in blocks})
         self._experts = {} if as_stored else self._taken_apart(pieces)
@@ -93,7 +94,10 @@ class HFCheckpoint(Mapping[str, Tensor]):
         dims = self.shape(name)
         if name in self._experts:
             place, _ = self._experts[name]
-            values = self._of_expert(place.stack, place.expert)[place.part :: place.parts][start:stop]
+            values = self._of_expert(place)
+            rows, in_turns = len(values) // place.parts, slice(place.part, None, place.parts)
+            own = slice(place.part * rows, (place.part + 1) * rows) if place.packed else in_turns
+            values = values[own][start:stop]
             values = values if columns is None else values[:, slice(*columns)]
             return values.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(values)
         offset, size = [start, *[0] * (len(dims) - 1)], [stop - start, *dims[1:]]
@@ -147,14 +151,24 @@ class HFCheckpoint(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._pieces.by_name) + len(self._experts)
 
-    def _taken_apart(self, found: Mapping[str, Piece]) -> dict[str, tuple[Place, tuple[int, ...]]]:
+    def _config(self) -> dict[str, Any]:
         file = self.directory / "config.json"
-        family = families().get(str(read_json(file).get("model_type"))) if file.is_file() else None
+        return read_json(file) if file.is_file() else {}
+
+    def _names_of_text(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names, by those of the model of text alone where the checkpoint is of one that sees images too."""
+        config = self._config()
+        inner = "model.language_model." if text_part(config) != config else "model."
+        return {name.replace(inner, "model.", 1) if name.startswith(inner) else name: name for name in names}
+
+    def _taken_apart(self, found: Mapping[str, Piece]) -> dict[str, tuple[Place, tuple[int, ...]]]:
+        family = families().get(str(text_part(self._config()).get("model_type")))
         return taken_apart(family, {name: piece.shape for name, piece in found.items()}) if family else {}
 
-    def _of_expert(self, stack: str, expert: int) -> Tensor:
+    def _of_expert(self, place: Place) -> Tensor:
         """Return what a stack has of one expert, [rows, columns] or [rows], and keep it: gate and up are read one after
         the other."""
+        stack, expert = place.stack, place.expert
         if self._last is None or self._last[0] != (stack, expert):
 
             def read(name: str) -> Tensor:
@@ -163,7 +177,7 @@ class HFCheckpoint(Mapping[str, Tensor]):
 
             if stack in self._stacks.by_name:
                 values = read(stack)
-                values = values.t() if values.dim() > 1 else values
+                values = values.t() if values.dim() > 1 and not place.packed else values
             else:
                 values = dequantized(read(stack + BLOCKS), read(stack + SCALES))
             self._last = (stack, expert), values
@@ -468,12 +482,13 @@ def copy_model_files(
     changes: what else config.json shall say. A source that is no folder is the content of config.json."""
     folder = source if isinstance(source, Path) else None
     text = json.dumps(source) if folder is None else (folder / "config.json").read_text(encoding="utf-8")
-    config = json.loads(text)
+    given = json.loads(text)
+    config = text_part(given)
     was_quantized = config.pop("quantization_config", None) is not None  # the weights beside it are not
     keys = [key for key in _DTYPE_KEYS if key in config] or (_DTYPE_KEYS[1:] if always else ())
     named = {**({} if dtype is None else dict.fromkeys(keys, dtype)), **changes}
     named |= {} if further_layers else without_further_layers(config)
-    if folder is not None and not was_quantized and config == {**config, **named}:
+    if folder is not None and not was_quantized and given == {**config, **named}:
         shutil.copyfile(folder / "config.json", target / "config.json")
     else:
         _write_json(target / "config.json", {**config, **named})

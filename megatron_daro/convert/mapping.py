@@ -9,7 +9,9 @@ Layouts (Megatron-core 0.16.1): linear_qkv holds, for each key/value group, [its
 tensor parallelism cuts these rows into equal runs, also where there are fewer groups than ranks
 (transformer/attention.py, `get_query_key_value_tensors`); linear_fc1 holds [gate rows; up rows] per rank
 (transformer/mlp.py, `glu`); linear_proj and linear_fc2 are cut along their columns. Experts are cut over the
-expert-tensor-parallel ranks.
+expert-tensor-parallel ranks. With a gate of attention's output a group of linear_qkv is [its query heads | their gates
+| key | value]; in_proj of linear attention holds per rank [queries; keys; values; gates; betas; decays], conv1d the
+first three (ssm/gated_delta_net.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from megatron_daro.convert.parameters import (
     EXPERT,
     FINAL_NORM,
     LATENT_ATTENTION,
+    LINEAR_ATTENTION,
     OUTPUT,
     ROUTER,
     Kind,
@@ -61,9 +64,11 @@ class Slice:
 class TensorRule:
     """One Megatron parameter and the HF tensors it is made of.
 
-    kind: see `Kind`. groups: key/value groups, for qkv. vocab rows are those of the HF tensor, unpadded.
-    layer, expert: of the whole model, from 0; None outside the layers, and for what is not an expert's. The
-    tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism. fp32: see `Parameter`.
+    kind: see `Kind`. groups: key/value groups, for qkv; key heads, for heads. sections: slices of the whole parameter,
+    of which each rank has a run of every section; empty where kind and groups say it all. vocab rows are those of the
+    HF tensor, unpadded. layer, expert: of the whole model, from 0; None outside the layers, and for what is not an
+    expert's. The tensor-parallel rank and size of an expert's rule are those of expert tensor parallelism. fp32: see
+    `Parameter`.
     """
 
     megatron_name: str
@@ -71,6 +76,7 @@ class TensorRule:
     hf_shapes: tuple[tuple[int, ...], ...]
     kind: Kind
     groups: int = 1
+    sections: tuple[tuple[Slice, ...], ...] = ()
     layer: int | None = None
     expert: int | None = None
     fp32: bool = False
@@ -99,6 +105,8 @@ class TensorRule:
                 f"{self.megatron_name}: {self.groups} key/value heads and actor.tensor_parallel {tp_size}: "
                 "one must be a multiple of the other. Choose another tensor_parallel."
             )
+        if self.kind == "heads":
+            self._divide(self.groups, tp_size, "key heads of linear attention")
         if self.kind == "gate_up":
             return (2 * self._divide(rows, tp_size, "rows of gate"), *rest)
         return (self._divide(sum(shape[0] for shape in self.hf_shapes), tp_size, "rows"), *rest)
@@ -125,10 +133,17 @@ class TensorRule:
         if self.kind == "gate_up":
             half = size // 2
             return tuple(Slice(i, tp_rank * half, (tp_rank + 1) * half) for i in range(2))
+        if self.kind == "heads":
+            lengths = [sum(run.stop - run.start for run in runs) // tp_size for runs in self.sections]
+            own = zip(self.sections, lengths, strict=True)
+            return tuple(s for runs, size in own for s in _window(runs, tp_rank * size, (tp_rank + 1) * size))
         return tuple(_window(self._runs(), tp_rank * size, (tp_rank + 1) * size))
 
     def _runs(self) -> Iterator[Slice]:
         """Yield the slices of the whole parameter in order."""
+        if self.sections:
+            yield from self.sections[0]
+            return
         sizes = [shape[self.dim] // self.groups for shape in self.hf_shapes]
         for group in range(self.groups):
             for i, size in enumerate(sizes):
@@ -227,9 +242,9 @@ def unknown_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 
 def further_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Return which tensors are of the layers that predict tokens after the next."""
+    """Return which tensors are of the layers that predict tokens after the next, or others that are not trained."""
     layers = range(shape.layers, shape.layers + shape.further_layers)
-    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    starts = (*(f"model.layers.{layer}." for layer in layers), *families()[shape.family].untrained)
     return [name for name in names if name.startswith(starts)]
 
 
@@ -339,8 +354,47 @@ def _take(rule: TensorRule, hf_tensors: Mapping[str, Tensor], i: int) -> Tensor:
     return tensor
 
 
+def _sections(role: str, shape: ModelShape) -> tuple[tuple[Slice, ...], ...]:
+    """Return the sections of a parameter, as `TensorRule` has them."""
+    linear, head = shape.linear, shape.head_dim
+    if role == "gated_qkv":
+        number, runs = shape.heads // shape.kv_heads, []
+        for group in range(shape.kv_heads):
+            query_and_gate = [2 * head * i for i in range(group * number, (group + 1) * number)]
+            runs += [Slice(0, start + part, start + part + head) for part in (0, head) for start in query_and_gate]
+            runs += [Slice(source, group * head, (group + 1) * head) for source in (1, 2)]
+        return (tuple(runs),)
+    if linear is None:
+        return ()
+    serves, convolved = linear.value_heads // linear.key_heads, (linear.keys, linear.keys, linear.values)
+    by_role: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {
+        "linear_in": [(0, 1, convolved), (1, 1, (linear.values,)), *((i, 1, (linear.value_heads,)) for i in (2, 3))],
+        "linear_in_by_head": [
+            (0, linear.key_heads, (linear.key, linear.key, serves * linear.value, serves * linear.value)),
+            (1, linear.key_heads, (serves, serves)),
+        ],
+        "linear_conv": [(0, 1, convolved)],
+    }
+    return tuple(section for of_tensor in by_role.get(role, ()) for section in _striped(*of_tensor))
+
+
+def _striped(source: int, heads: int, sizes: Sequence[int]) -> Iterator[tuple[Slice, ...]]:
+    """Yield the sections of a tensor that has rows of these numbers, one after the other, for each head."""
+    start = 0
+    for size in sizes:
+        first = range(start, heads * sum(sizes), sum(sizes))
+        yield tuple(Slice(source, row, row + size) for row in first)
+        start += size
+
+
+def _attention(shape: ModelShape, layer: int | None) -> tuple[Parameter, ...]:
+    if layer in shape.linear_layers:
+        return LINEAR_ATTENTION
+    return LATENT_ATTENTION if shape.latent else ATTENTION
+
+
 def _layer_rules(rules: _Rules, fused_norms: bool, grouped: bool) -> Iterator[TensorRule]:
-    yield from rules.all_of(LATENT_ATTENTION if rules.shape.latent else ATTENTION, fused_norms)
+    yield from rules.all_of(_attention(rules.shape, rules.layer), fused_norms)
     experts = rules.shape.experts
     if experts is None or not rules.shape.has_experts(rules.layer or 0):
         yield from rules.all_of(DENSE_MLP, fused_norms)
@@ -365,6 +419,10 @@ class _Rules:
         self._names: Names = families()[shape.family].tensors
         self._sizes = dimensions(shape)
 
+    def _groups(self, kind: Kind) -> int:
+        by_head = self.shape.linear.key_heads if self.shape.linear else 1
+        return {"qkv": self.shape.kv_heads, "heads": by_head}.get(kind, 1)
+
     def all_of(self, table: Iterable[Parameter], fused: bool) -> Iterator[TensorRule]:
         """Yield the rules of those parameters that the model has."""
         return (self.of(one, fused=fused) for one in self.known(table))
@@ -384,7 +442,8 @@ class _Rules:
             hf_names=tuple(name.format(layer=self.layer, expert=expert) for name in hf_names),
             hf_shapes=tuple(tuple(self._sizes[size] for size in sizes) for sizes in parameter.sizes),
             kind=parameter.kind,
-            groups=self.shape.kv_heads if parameter.kind == "qkv" else 1,
+            groups=self._groups(parameter.kind),
+            sections=_sections(parameter.role, self.shape),
             layer=self.layer,
             expert=expert,
             fp32=parameter.fp32,

@@ -12,9 +12,10 @@ from typing import Literal
 
 from megatron_daro.config.model_shape import ModelShape
 
-Kind = Literal["copy", "vocab", "qkv", "gate_up", "rows", "columns"]
+Kind = Literal["copy", "vocab", "qkv", "gate_up", "heads", "rows", "columns"]
 """How tensor parallelism cuts a parameter: copy (whole on every rank), vocab (rows, padded), qkv (rows, interleaved by
-key-value group), gate_up (rows of each of the two), rows, columns."""
+key-value group), gate_up (rows of each of the two), heads (rows of each section, key head by key head), rows,
+columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ ATTENTION = (
         fused_name="self_attention.linear_qkv.layer_norm_weight",
     ),
     Parameter("qkv", "self_attention.linear_qkv.weight", "qkv", _QKV),
+    Parameter("gated_qkv", "self_attention.linear_qkv.weight", "qkv", (("query_and_gate", "hidden"), *_QKV[1:])),
     Parameter("qkv_bias", "self_attention.linear_qkv.bias", "qkv", (("query",), ("key",), ("key",))),
     Parameter("query_norm", "self_attention.q_layernorm.weight", "copy", (("normed_query",),)),
     Parameter("key_norm", "self_attention.k_layernorm.weight", "copy", (("normed_key",),)),
@@ -57,6 +59,26 @@ ATTENTION = (
     Parameter("attention_post_norm", "self_attention.post_layernorm.weight", "copy", (("hidden",),)),
     Parameter("attention_output_bias", "self_attention.linear_proj.bias", "copy", (("hidden",),)),
     Parameter("sinks", "self_attention.core_attention.softmax_offset", "rows", (("heads",),)),
+)
+LINEAR_ATTENTION = (
+    Parameter("attention_norm", "input_layernorm.weight", "copy", (("hidden",),)),
+    Parameter(
+        "linear_in",
+        "self_attention.in_proj.weight",
+        "heads",
+        (("convolved", "hidden"), ("linear_values", "hidden"), *(("linear_heads", "hidden"),) * 2),
+    ),
+    Parameter(
+        "linear_in_by_head",
+        "self_attention.in_proj.weight",
+        "heads",
+        (("convolved_and_gate", "hidden"), ("two_linear_heads", "hidden")),
+    ),
+    Parameter("linear_conv", "self_attention.conv1d.weight", "heads", (("convolved", "one", "kernel"),)),
+    Parameter("linear_decay", "self_attention.A_log", "rows", (("linear_heads",),), fp32=True),
+    Parameter("linear_decay_bias", "self_attention.dt_bias", "rows", (("linear_heads",),)),
+    Parameter("linear_norm", "self_attention.gated_norm.weight", "copy", (("linear_value",),)),
+    Parameter("linear_output", "self_attention.out_proj.weight", "columns", (("hidden", "linear_values"),)),
 )
 LATENT_ATTENTION = (
     Parameter("attention_norm", "input_layernorm.weight", "copy", (("hidden",),)),
@@ -100,6 +122,7 @@ ROUTER = (
     Parameter("router_logit_bias", "mlp.router.bias", "copy", (("experts",),)),
     Parameter("shared_gate_up", "mlp.shared_experts.linear_fc1.weight", "gate_up", (("shared_ffn", "hidden"),) * 2),
     Parameter("shared_down", "mlp.shared_experts.linear_fc2.weight", "columns", (("hidden", "shared_ffn"),)),
+    Parameter("shared_gate", "mlp.shared_experts.gate_weight", "copy", (("one", "hidden"),)),
 )
 EXPERT = (
     Parameter(
@@ -146,8 +169,25 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
         if latent
         else {}
     )
+    linear = shape.linear
+    of_linear = (
+        {
+            "convolved": 2 * linear.keys + linear.values,
+            "convolved_and_gate": 2 * linear.keys + 2 * linear.values,
+            "linear_values": linear.values,
+            "linear_value": linear.value,
+            "linear_heads": linear.value_heads,
+            "two_linear_heads": 2 * linear.value_heads,
+            "kernel": linear.kernel,
+        }
+        if linear
+        else {}
+    )
     return {
         **of_latents,
+        **of_linear,
+        "one": 1,
+        "query_and_gate": 2 * shape.heads * shape.head_dim,
         "hidden": shape.hidden,
         "query": shape.heads * shape.head_dim,
         "key": shape.kv_heads * shape.head_dim,

@@ -30,24 +30,28 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of an expert stands: in which stack, of which expert, and which of how many parts in turns."""
+    """Where a tensor of an expert stands: in which stack, of which expert, and which of how many parts: in turns, or
+    one after the other where they are packed (`Family.packed`)."""
 
     stack: str
     expert: int
     part: int
     parts: int
+    packed: bool = False
 
     def stored_as(self, names: Container[str]) -> tuple[str, ...]:
         """Return what holds the stack among the tensors of a checkpoint: itself, or its blocks and scales."""
         return (self.stack,) if self.stack in names else (self.stack + BLOCKS, self.stack + SCALES)
 
 
-def _members(family: Family, role: str, layer: int | str, experts: int) -> Iterator[tuple[str, Place]]:
+def _members(
+    family: Family, role: str, layer: int | str, experts: int, *, packed: bool = False
+) -> Iterator[tuple[str, Place]]:
     names = family.tensors[role]
-    stack = family.stacked[role].format(layer=layer)
+    stack = (family.packed if packed else family.stacked)[role].format(layer=layer)
     for expert in range(experts):
         for part, name in enumerate(names):
-            yield name.format(layer=layer, expert=expert), Place(stack, expert, part, len(names))
+            yield name.format(layer=layer, expert=expert), Place(stack, expert, part, len(names), packed)
 
 
 @lru_cache(maxsize=4)
@@ -83,6 +87,12 @@ def taken_apart(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
                 continue
             for member, place in _members(family, role, match[1], dims[0]):
                 apart[member] = place, (rows // place.parts, *columns)
+    for role, template in family.packed.items():
+        pattern = re.compile(re.escape(template).replace(r"\{layer\}", r"(\d+)"))
+        for name, dims in shapes.items():
+            if (match := pattern.fullmatch(name)) and len(dims) > 1:
+                for member, place in _members(family, role, match[1], dims[0], packed=True):
+                    apart[member] = place, (dims[1] // place.parts, *dims[2:])
     return apart
 
 

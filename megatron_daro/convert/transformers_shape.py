@@ -45,6 +45,8 @@ def read_compared_shape(directory: Path | Mapping[str, Any]) -> ModelShape:
             f"{directory}: transformers {transformers.__version__} cannot read config.json ({type(error).__name__}: "
             f"{error}); correct it, or copy the one that came with the model"
         ) from error
+    if resolved.model_type != shape.family:
+        resolved = resolved.get_text_config()
     differences = [
         f"{name} is {ours!r} here and {theirs!r} there"
         for name, ours, theirs in _readings(shape, resolved, f"{directory}, as transformers reads it")
@@ -79,7 +81,7 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
         yield "rope_interleave", True, theirs("rope_interleave")
     else:
         yield "head_dim", shape.head_dim, theirs("head_dim") or resolved.hidden_size // resolved.num_attention_heads
-    yield "intermediate_size", shape.ffn, theirs("intermediate_size")
+    yield "intermediate_size", shape.ffn, theirs("intermediate_size", shape.ffn)
     yield "vocab_size", shape.vocab, theirs("vocab_size")
     yield "rms_norm_eps", shape.rms_eps, theirs("rms_norm_eps")
     yield "tie_word_embeddings", shape.tie, theirs("tie_word_embeddings", False)
@@ -94,6 +96,15 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
     yield "mlp_bias", False, theirs("mlp_bias", False)
     yield "is_causal", True, theirs("is_causal", True)
     yield "layers with a window", list(shape.windowed), _windowed_layers(resolved)
+    if linear := shape.linear:
+        kinds = getattr(resolved, "layer_types", None) or []
+        linear_layers = [layer for layer, kind in enumerate(kinds) if kind == "linear_attention"]
+        yield "layers with linear attention", list(linear.layers), linear_layers
+        yield "linear_num_key_heads", linear.key_heads, theirs("linear_num_key_heads")
+        yield "linear_num_value_heads", linear.value_heads, theirs("linear_num_value_heads")
+        yield "linear_key_head_dim", linear.key, theirs("linear_key_head_dim")
+        yield "linear_value_head_dim", linear.value, theirs("linear_value_head_dim")
+        yield "linear_conv_kernel_dim", linear.kernel, theirs("linear_conv_kernel_dim")
     if shape.windowed:
         yield "sliding_window", shape.window, theirs("sliding_window")
     for key, allowed in family.only.items():
@@ -119,6 +130,8 @@ def _readings(shape: ModelShape, resolved: PreTrainedConfig, where: str) -> Iter
             yield keys.limit, experts.limit, theirs(keys.limit, experts.limit)
         if keys.shared:
             yield keys.shared, experts.shared_ffn // experts.ffn, theirs(keys.shared)
+        if keys.shared_width:
+            yield keys.shared_width, experts.shared_ffn, theirs(keys.shared_width)
         if keys.scores == "sigmoid":
             yield "routed_scaling_factor", experts.scale, theirs("routed_scaling_factor")
             groups, chosen = theirs("n_group"), theirs("topk_group")
@@ -135,7 +148,8 @@ def _windowed_layers(resolved: PreTrainedConfig) -> list[int]:
     layers, kinds = range(resolved.num_hidden_layers), getattr(resolved, "layer_types", None) or ()
     if not hasattr(type(resolved), "layer_types") and getattr(resolved, "sliding_window", None) is not None:
         return list(layers)
-    return [layer for layer, kind in zip(layers, kinds, strict=False) if kind != "full_attention"]
+    others = ("full_attention", "linear_attention")
+    return [layer for layer, kind in zip(layers, kinds, strict=False) if kind not in others]
 
 
 def _dense_layers(resolved: PreTrainedConfig, keys: ExpertKeys) -> list[int]:

@@ -71,15 +71,25 @@ class CostModel:
         lookup = 0 if shape.tie else shape.vocab * shape.hidden
         cost = cls.transformer(
             num_parameters=shape.num_active_parameters - lookup,
-            num_layers=shape.layers - len(shape.windowed),
+            num_layers=shape.layers - len(shape.windowed) - len(shape.linear_layers),
             attention_width=shape.heads * (shape.head_dim + shape.value_dim) // 2,
         )
         return replace(cost, linear=cost.linear + window_operations(shape))
 
 
+LINEAR_CHUNK = 64
+"""Tokens that linear attention takes at once."""
+
+
 def window_operations(shape: ModelShape) -> float:
-    """Return the floating-point operations, forward and backward, of a token's scores in layers with a window."""
-    return 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim
+    """Return the floating-point operations, forward and backward, of a token's scores in layers with a window, and of
+    its part in the state and in the scores of its chunk in layers with linear attention."""
+    windows = 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim
+    if shape.linear is None:
+        return windows
+    key, value = shape.linear.key, shape.linear.value
+    of_a_head = 3 * key * value + LINEAR_CHUNK * (5 * key + 3 * value) / 2
+    return windows + 6.0 * len(shape.linear.layers) * shape.linear.value_heads * of_a_head
 
 
 @dataclass(frozen=True, slots=True)

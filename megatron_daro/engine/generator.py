@@ -160,7 +160,7 @@ class EmbeddedGenerator:
         """Run each distinct prompt once, all but its last token, and give every row a copy of its keys and values."""
         distinct = {prompt: q for q, prompt in enumerate(dict.fromkeys(prompts))}
         ids_QS, mask_QS = _left_pad(list(distinct))
-        cache = growing_cache(self.model.config.num_hidden_layers)
+        cache = growing_cache(self.model.config)
         rows_N = torch.tensor([distinct[prompt] for prompt in prompts])
         if ids_QS.shape[1] > 1:
             positions_QS = (mask_QS.cumsum(dim=1) - 1).clamp(min=0)

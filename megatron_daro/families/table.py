@@ -8,10 +8,17 @@ A role stands for one parameter of a Megatron-core decoder; a family gives the H
     query_norm, key_norm, attention_output, mlp_norm    where the family has none
     q, or q_down, q_latent_norm, q_up, and              in place of qkv, where attention is latent (multi-head latent
     kv_down, kv_latent_norm, kv_up                      attention, MLA); config.json says which a model has of q
+    gated_qkv (query and gate, key, value)              in place of qkv, where a gate multiplies what attention answers
+    linear_in (query, key and value; gate; beta;        of each layer with linear attention (gated delta rule), in place
+    decay) or linear_in_by_head (query, key, value      of all of attention but its norm
+    and gate; beta and decay; by key head),
+    linear_conv, linear_decay, linear_decay_bias,
+    linear_norm, linear_output
     gate_up (gate, up), down                            of each dense layer; leave out where every layer has experts
     router, expert_gate_up (gate, up), expert_down      of each layer with experts, and of each expert
     router_bias, shared_gate_up (gate, up),             of each layer with experts; leave out where the family has no
-    shared_down                                         bias of the choice, and no expert that sees every token
+    shared_down, shared_gate                            bias of the choice, no expert that sees every token, and no
+                                                        gate of what that one answers
     attention_output_bias, router_logit_bias,           of families whose linear layers all have biases: all of these
     expert_gate_up_bias (gate, up), expert_down_bias    and qkv_bias
     sinks                                               of each layer: a logit for each head, to which no token belongs
@@ -34,7 +41,9 @@ Value = str | int | float | bool | Mapping[str, str | int | float | bool]
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 _PARTS = {
-    **dict.fromkeys(("qkv", "qkv_bias"), _QKV),
+    **dict.fromkeys(("qkv", "gated_qkv", "qkv_bias"), _QKV),
+    "linear_in": ("query, key and value", "gate", "beta", "decay"),
+    "linear_in_by_head": ("query, key, value and gate", "beta and decay"),
     **dict.fromkeys(("gate_up", "expert_gate_up", "expert_gate_up_bias", "shared_gate_up"), _GATE_UP),
 }
 """What the tensors of a role are, in order; of every other role there is one."""
@@ -57,10 +66,13 @@ class Family:
     that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
     partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
     further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
-    checkpoint after the others, and are not trained. only: further keys with the only values that are computed, in
-    place of those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of
-    an export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
-    converted as if they were not, beside fp8 blocks.
+    checkpoint after the others, and are not trained. untrained: how the names of other tensors begin that a checkpoint
+    may hold and that are not trained. packed: role -> the tensor in which published checkpoints hold those of all
+    experts of a layer, [experts, rows, columns], gate before up; read, never written. centered_norms: norms multiply by
+    1 + weight. only: further keys with the only values that are computed, in place of those of all families. harmless:
+    further keys that change nothing. loaded_together: roles, in the order of an export, whose tensors SGLang takes in
+    one call or drops. quantized: the `quant_method` of checkpoints that are converted as if they were not, beside fp8
+    blocks.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """
@@ -77,6 +89,9 @@ class Family:
     switches: Mapping[str, str] = field(default_factory=dict)
     partial_rotary: bool = False
     further_tokens: str = ""
+    untrained: tuple[str, ...] = ()
+    packed: Mapping[str, str] = field(default_factory=dict)
+    centered_norms: bool = False
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     loaded_together: tuple[str, ...] = ()
@@ -86,6 +101,11 @@ class Family:
     def latent(self) -> bool:
         """Whether queries, keys and values are made of latents of lower rank."""
         return "kv_down" in self.tensors
+
+    @property
+    def linear(self) -> bool:
+        """Whether there are layers with linear attention."""
+        return "linear_conv" in self.tensors
 
     def __post_init__(self) -> None:
         for role, names in self.tensors.items():
@@ -110,8 +130,8 @@ class ExpertKeys:
     experts may be chosen from some groups only (`n_group`, `topk_group`), and the weights are multiplied with
     `routed_scaling_factor`. dense: the number of first layers without experts; empty: `decoder_sparse_step` and
     `mlp_only_layers` say it, where the family has dense layers. shared: the number of experts, each as wide as the
-    others, that see every token. limit: up to which gate and up of an expert are taken; it then multiplies gate *
-    sigmoid(1.702 * gate) with up + 1, no SiLU with up.
+    others, that see every token. shared_width: how wide the one is that sees every token. limit: up to which gate and
+    up of an expert are taken; it then multiplies gate * sigmoid(1.702 * gate) with up + 1, no SiLU with up.
     """
 
     number: tuple[str, ...]
@@ -121,6 +141,7 @@ class ExpertKeys:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     dense: str = ""
     shared: str = ""
+    shared_width: str = ""
     limit: str = ""
 
 
@@ -180,6 +201,23 @@ SHARED_EXPERTS: Names = {
     "router_bias": ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
     "shared_gate_up": tuple(f"model.layers.{{layer}}.mlp.shared_experts.{part}_proj.weight" for part in _GATE_UP),
     "shared_down": ("model.layers.{layer}.mlp.shared_experts.down_proj.weight",),
+}
+GATED_ATTENTION: Names = {
+    **{"gated_qkv" if role == "qkv" else role: names for role, names in ATTENTION.items()},
+    **QK_NORM,
+}
+_LINEAR = "model.layers.{layer}.linear_attn."
+LINEAR_ATTENTION: Names = {
+    "linear_conv": (_LINEAR + "conv1d.weight",),
+    "linear_decay": (_LINEAR + "A_log",),
+    "linear_decay_bias": (_LINEAR + "dt_bias",),
+    "linear_norm": (_LINEAR + "norm.weight",),
+    "linear_output": (_LINEAR + "out_proj.weight",),
+}
+SHARED_EXPERT: Names = {
+    "shared_gate_up": tuple(f"model.layers.{{layer}}.mlp.shared_expert.{part}_proj.weight" for part in _GATE_UP),
+    "shared_down": ("model.layers.{layer}.mlp.shared_expert.down_proj.weight",),
+    "shared_gate": ("model.layers.{layer}.mlp.shared_expert_gate.weight",),
 }
 DECODER: Names = {**OUTSIDE, **ATTENTION, **DENSE_MLP}
 """A dense decoder with Llama's names."""

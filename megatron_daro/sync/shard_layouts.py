@@ -252,11 +252,11 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
             "ranks for each",
             "an ep_size that divides the experts, and whose ranks for each divide its columns",
         )
-    if shape.local_layers:
-        raise refuse(
-            f"model type {shape.family}",
-            "models without sinks and norms behind their layers, or engine.sglang.sync distributed, disk or tensor",
+    if shape.local_layers or shape.linear:
+        allowed = (
+            "models without sinks, norms behind their layers and linear attention, or engine.sglang.sync distributed"
         )
+        raise refuse(f"model type {shape.family}", f"{allowed}, disk or tensor")
     if experts and (experts.dense_layers or experts.shared_ffn):
         got = "a mixture of experts with dense layers or shared experts"
         raise refuse(got, "experts in each layer and no others, as qwen3_moe.py makes them")

@@ -77,15 +77,35 @@ def test_it_trains_alike_in_two_layouts_and_its_router_keeps_its_bias(tiny, tmp_
         assert len(biases) == 3 and all(torch.equal(exported[bias], biases[bias]) for bias in biases)
 
 
+QWEN_NEXT = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+OWN_PARTS = {
+    "GptOssConfig": (GPT_OSS, ("sinks", "proj_bias", "router.bias")),
+    "Qwen3NextConfig": (QWEN_NEXT, ("A_log", "dt_bias", "conv1d.weight", "attn.norm.weight", "expert_gate.weight")),
+}
+
+
 @pytest.mark.heavy
-def test_gpt_oss_trains_alike_in_two_layouts_and_its_sinks_with_it(tiny, tmp_path):
-    model = tmp_path / "model"
+@pytest.mark.parametrize("family", OWN_PARTS)
+def test_it_trains_alike_in_two_layouts_and_parts_of_its_own_with_it(tiny, tmp_path, family):
+    model, (sizes, own) = tmp_path / "model", OWN_PARTS[family]
     tiny_task.save_tokenizer(model, tiny_task.SYMBOLS)
-    tiny_task.pretrain(model, family="GptOssConfig", **GPT_OSS)
+    tiny_task.pretrain(model, family=family, **sizes)
     first = load_file(model / "model.safetensors")
     for exported in trains_alike(tiny, model, tmp_path):
         moved = {name for name in first if not torch.equal(exported[name], first[name])}
-        assert {name for name in first if name.endswith(("sinks", "proj_bias", "router.bias"))} <= moved
+        assert {name for name in first if name.endswith(own)} <= moved
 
 
 @pytest.mark.heavy

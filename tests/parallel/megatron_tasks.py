@@ -182,7 +182,7 @@ def train(
             save_policy(policy, save_to)
     weights = policy.train_state.algorithm.weights
     return {
-        "parameters": {n: t.clone().numpy() for n, t in policy.export()},
+        "parameters": {n: t.clone().float().numpy() for n, t in policy.export()},
         "weights": None if weights is None else weights.numpy(),
         "metrics": metrics,
         "state": policy.train_state.algorithm.state_dict(),

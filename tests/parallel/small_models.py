@@ -71,6 +71,19 @@ DEEPSEEK = {
     "num_nextn_predict_layers": 0,
     "rope_parameters": {**YARN, "attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
+# Two value heads for a key head, more ranks than key-value heads with TP 4; every second layer has full attention.
+QWEN_NEXT = {
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED_EXPERT |= {"shared_expert_intermediate_size": 48}
 # Windows that are shorter than most samples, in three of four layers; the fourth has YaRN.
 OLMO3 = {
     "pad_token_id": None,  # with one, the reference gives a row of the embedding no gradient
@@ -112,6 +125,9 @@ MODELS = {
     ),
     "glm4_moe_normed": ("Glm4MoeConfig", {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "qwen3_next": ("Qwen3NextConfig", {**QWEN_NEXT, **SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5TextConfig", QWEN_NEXT),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_NEXT, **SHARED_EXPERT}),
     "olmo3": ("Olmo3Config", OLMO3),
     "olmo3_one_group": ("Olmo3Config", {**OLMO3, "num_key_value_heads": 1}),
 }
@@ -128,6 +144,9 @@ def save_model(family: str, directory: Path, *, seed: int = 0):
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms must differ from 0 and 1 to be tested
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # a state that outlives many tokens
+                parameter.sub_(3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # large enough to choose other experts
                 buffer.add_(torch.randn_like(buffer) * 0.05)

@@ -13,7 +13,18 @@ from test_gradients_exact import layout_for
 from megatron_daro.convert import plan
 from megatron_daro.workshop.convert.conversion import convert
 
-MODELS = ["qwen2_tied", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3"]
+MODELS = [
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "olmo3",
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -42,7 +53,7 @@ def assert_is(found: dict[str, np.ndarray] | dict[str, torch.Tensor], model) -> 
 
 
 def has_experts(model) -> bool:
-    return any(name in str(model) for name in ("moe", "deepseek", "gpt_oss"))
+    return any(name in str(model) for name in ("moe", "deepseek", "gpt_oss", "qwen3_next"))
 
 
 def joined(results):

@@ -23,6 +23,8 @@ CASES = [(layout, family) for family in FAMILIES for layout in LAYOUTS] + [
     ("cp2", "glm4_moe"),
     ("cp2", "deepseek_v3"),
     ("cp2", "gpt_oss"),
+    ("single", "qwen3_next"),
+    ("tp2", "qwen3_5"),
 ]
 TOLERANCE, PACKED_TOLERANCE = 1e-5, 1e-6
 # Measured: 0.013 at most and 0.003 on average between two bf16 implementations, and 0.016 from bf16 to fp32 for
@@ -104,11 +106,14 @@ def test_equal_to_transformers_and_the_weights_come_out_as_they_went_in(rank_poo
 @pytest.mark.parametrize(
     "family",
     mostly_heavy(
-        [*FAMILIES, "glm4_moe", "deepseek_v3", "gpt_oss"], "qwen2_tied", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss"
+        [*FAMILIES, "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"],
+        *("qwen2_tied", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next"),
     ),
 )
 @pytest.mark.parametrize("layout", ["single", "tp2", "cp2"])
 def test_unpacked_equals_packed(rank_pool, models, batch, layout, family):
+    if family == "qwen3_next" and layout == "cp2":
+        pytest.skip("linear attention is not cut over a sequence")
     directory, hf = models[family]
     few = batch.select(range(8))
     one_each, _ = run(rank_pool, layout, directory, few, len(few))

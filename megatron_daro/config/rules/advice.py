@@ -31,6 +31,12 @@ def model(shape: ModelShape | None) -> Iterator[Problem]:
         allowed = "training without them: no checkpoint of the run has them, and no server gets them"
         yield Problem("model.path", got, allowed, "none needed; start servers without speculative decoding by them")
 
+    if shape and (starts := families()[shape.family].untrained):
+        start = " or ".join(starts)
+        got = f"a model of type {shape.family}, which may hold tensors that begin with {start}"
+        allowed = "training without them: no server gets them, and no checkpoint of the run has them"
+        yield Problem("model.path", got, allowed, "none needed; start servers without speculative decoding by them")
+
 
 def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
     """GPUs that idle, and CPU cores that several ranks share."""

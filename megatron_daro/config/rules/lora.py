@@ -94,7 +94,7 @@ def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]
     if config.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"
         yield wrong(config, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
-    if shape is not None and not shape.latent:  # which rules/latent.py refuses
+    if shape is not None and shape.takes_adapters:
         yield from _target_problems(config, section, shape)
     if section.path is not None:
         yield from _path_problems(section, shape)
@@ -133,7 +133,7 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
     for name, value in differing(section, content):
         yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
     targets = content.get("target_modules")
-    if shape is None or shape.latent or not isinstance(targets, list):
+    if shape is None or not shape.takes_adapters or not isinstance(targets, list):
         return
     if {*targets} != section.target_names(shape):
         got = f"an adapter of {', '.join(sorted(targets))}"

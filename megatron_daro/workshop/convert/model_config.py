@@ -200,7 +200,8 @@ def _model_type(arguments: Mapping[str, Any]) -> str:
     excluded = {"mixtral"} if arguments.get("moe_router_pre_softmax") else set()
     for name, family in sorted(families().items()):
         # `_FIXED` refuses what these have.
-        if family.switches or family.latent or family.stacked or family.whole_qk_norm or name in excluded:
+        others = family.switches or family.latent or family.linear or family.stacked or family.whole_qk_norm
+        if others or name in excluded:
             continue
         if ["query_norm" in family.tensors, "qkv_bias" in family.tensors, family.experts is not None] == wanted:
             return name

@@ -50,7 +50,7 @@ def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, 
     """Return the elements of each parameter of one layer on one rank, those of experts left out, and
     what has no gradient."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    columns = (query + 2 * key) // cut.tensor
+    columns = (query * (1 + shape.gated) + 2 * key) // cut.tensor
     sizes = [shape.hidden, shape.hidden * columns, query // cut.tensor * shape.hidden, shape.hidden]
     sizes += [columns] if shape.qkv_bias else []
     sizes += ([query, key] if shape.whole_qk_norm else [shape.head_dim] * 2) if shape.qk_norm else []
@@ -63,8 +63,13 @@ def layer_parameters(shape: ModelShape, cut: Cut, layer: int = 0) -> tuple[int, 
         )
         sizes += [down * shape.hidden, latent.kv_rank, heads * (latent.plain + latent.value) * latent.kv_rank]
         sizes += [heads * latent.value * shape.hidden, shape.hidden, shape.hidden]
+    if (linear := shape.linear) and layer in linear.layers:
+        keys, values, heads = (n // cut.tensor for n in (linear.keys, linear.values, linear.value_heads))
+        sizes = [shape.hidden, (2 * keys + 2 * values + 2 * heads) * shape.hidden, (2 * keys + values) * linear.kernel]
+        sizes += [heads, heads, linear.value, values * shape.hidden, shape.hidden]
     if shape.experts and shape.has_experts(layer):
         shared = shape.experts.shared_ffn // cut.tensor * shape.hidden
+        sizes += [shape.hidden] if shape.experts.shared_gate else []
         return (*sizes, shape.experts.number * shape.hidden, *((2 * shared, shared) if shared else ()))
     width = shape.ffn // cut.tensor
     return (*sizes, 2 * width * shape.hidden, width * shape.hidden)

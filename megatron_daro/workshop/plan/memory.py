@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron_daro.config.actor import KEPT_LOGITS_BYTES, LOGPROB_TILES
-from megatron_daro.config.model_shape import ExpertShape
+from megatron_daro.config.model_shape import ExpertShape, LinearShape
+from megatron_daro.data.schedule import LINEAR_CHUNK
 from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import (
@@ -103,10 +104,25 @@ def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     mlp = dense * kinds.ffn * shape.ffn
     if shape.experts:
         mlp += mixed * _expert_elements(shape.experts, shape.hidden, kinds)
-    elements = kinds.hidden * shape.hidden + kinds.query * query + kinds.key * key + mlp / shape.layers
+    elements = kinds.hidden * shape.hidden + mlp / shape.layers
+    own = (kinds.query + shape.gated) * query + kinds.key * key
+    own += (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
+    if linear := shape.linear:
+        share = len(linear.layers) / shape.layers
+        own = own * (1 - share) + share * _linear_elements(linear, workload.dtype_bytes)
     if shape.latent:  # of each latent what comes in and goes out of its norm
         elements += 2 * ((shape.latent.query_rank or 0) + shape.latent.kv_rank)
-    return elements + (kinds.query_norm * query + kinds.key_norm * key) * shape.qk_norm
+    return elements + own
+
+
+def _linear_elements(linear: LinearShape, dtype_bytes: int) -> float:
+    """Return what linear attention keeps for a token in torch: of its projections, the convolution's input and output;
+    in fp32, queries and keys of each value head in four forms, values in five, two rows of a chunk's scores in two
+    forms each, and its part of the state that each chunk begins with."""
+    convolved = 2 * linear.keys + linear.values
+    scores = 4 * LINEAR_CHUNK + linear.key * linear.value / LINEAR_CHUNK
+    own = linear.value_heads * (8 * linear.key + 5 * linear.value + scores)
+    return 3 * convolved + 3 * linear.values + own * 4 / dtype_bytes
 
 
 def _expert_elements(experts: ExpertShape, hidden: int, kinds: LayerActivations) -> float:
@@ -307,7 +323,12 @@ def _groups(layout: ModelLayout, shards: int) -> int:
 def largest_tensor_bytes(workload: Workload) -> float:
     """Return the bytes of the model's largest tensor under its Hugging Face name."""
     shape = workload.shape
-    widest = max(shape.vocab, shape.heads * shape.head_dim, shape.ffn, shape.experts.ffn if shape.experts else 0)
+    widest = max(
+        shape.vocab,
+        shape.heads * shape.head_dim * (1 + shape.gated),
+        shape.ffn,
+        shape.experts.ffn if shape.experts else 0,
+    )
     if shape.experts and families()[shape.family].stacked:
         widest = max(widest, 3 * shape.experts.ffn * shape.experts.number)  # gate, up and down at once
     return widest * shape.hidden * workload.dtype_bytes
@@ -328,7 +349,13 @@ def kv_bytes_per_token(workload: Workload, tensor: int) -> float:
     if shape.latent:  # the latent and the rotary key, whole on every GPU
         return shape.layers * (shape.latent.kv_rank + shape.latent.rotary) * num_bytes
     heads = max(shape.kv_heads / tensor, 1)
-    return 2 * shape.layers * heads * shape.head_dim * num_bytes
+    return 2 * (shape.layers - len(shape.linear_layers)) * heads * shape.head_dim * num_bytes
+
+
+def state_bytes(workload: Workload, tensor: int) -> float:
+    """Return the bytes of the state of linear attention, in fp32, that an answer has on one GPU of a server."""
+    linear = workload.shape.linear
+    return 4 * len(linear.layers) * linear.value_heads * linear.key * linear.value / tensor if linear else 0.0
 
 
 def server_weight_bytes(workload: Workload) -> float:

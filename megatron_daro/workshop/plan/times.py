@@ -25,6 +25,7 @@ from megatron_daro.workshop.plan.memory import (
     layer_elements,
     server_memory,
     server_weight_bytes,
+    state_bytes,
     static_bytes,
 )
 from megatron_daro.workshop.plan.workload import Workload
@@ -310,7 +311,8 @@ def generation_s(
     kv_token = kv_bytes_per_token(workload, tensor)
     each = max(workload.generated / servers, 1.0)
     mean_context = workload.mean_prompt / 2 + workload.mean_response / 2
-    held = memory.kv_cache / kv_token / max(mean_context, 1)
+    state = state_bytes(workload, tensor)
+    held = memory.kv_cache / (kv_token * max(mean_context, 1) + state)
     at_once = min(each * max(batches_at_once, 1), constants.max_running, held)
     if at_once < 1:
         return float("inf")
@@ -326,7 +328,7 @@ def generation_s(
     weights = (rest + experts * constants.decoding / constants.expert_decoding) * width / tensor / bandwidth
     windowed = len(shape.windowed) / shape.layers
     seen = context * (1 - windowed) + np.minimum(context, shape.window) * windowed
-    cache = running * seen * kv_token / bandwidth
+    cache = running * (seen * kv_token + 2 * state) / bandwidth  # a state is read and written
     arithmetic = running * 2 * active_parameters(shape) / tensor / _server_rate(workload, gpu, constants)
     talk = _decode_traffic(workload, running, tensor, gpu, constants)
     own = constants.decode_step_s + shape.layers * constants.decode_layer_s
@@ -436,11 +438,19 @@ def _num_tensors(shape: ModelShape) -> int:
         each = 9 if shape.latent.query_rank else 7
     mixed = 0
     if shape.experts:
-        others = 1 + 3 * (shape.experts.shared_ffn > 0) + (shape.experts.scores == "sigmoid")
+        others = (
+            1 + 3 * (shape.experts.shared_ffn > 0) + (shape.experts.scores == "sigmoid") + shape.experts.shared_gate
+        )
         mixed = shape.expert_layers * (others + 3 * shape.experts.number)
         if families()[shape.family].stacked:
             mixed = shape.expert_layers * (2 + len(families()[shape.family].stacked))
-    return shape.layers * each + 3 * (shape.layers - shape.expert_layers) + mixed
+    linear = len(shape.linear_layers) * (_linear_tensors(shape) - each)
+    return shape.layers * each + linear + 3 * (shape.layers - shape.expert_layers) + mixed
+
+
+def _linear_tensors(shape: ModelShape) -> int:
+    tensors = families()[shape.family].tensors
+    return 2 + sum(len(names) for role, names in tensors.items() if role.startswith("linear_"))
 
 
 def weight_bytes(shape: ModelShape, dtype_bytes: int) -> tuple[float, float]:

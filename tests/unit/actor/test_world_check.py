@@ -42,6 +42,8 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "kv_lora_rank": 20,
 }
+NEXT = {**DENSE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+NEXT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
 MIXTRAL = {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 # The embedding and the loss count as layers: the first part of the first stage and the last of the last have none.
 BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -65,6 +67,8 @@ WORLD = Layout(tensor=2, pipeline=2, data=4, expert=4)
         ({**GLM, "use_qk_norm": True, "attention_bias": True}, WORLD, {}),
         ({**GLM, "n_group": 2}, Layout(data=4, expert=2), {}),
         (DEEPSEEK, replace(WORLD, virtual_pipeline=2), {}),
+        ({**NEXT, "model_type": "qwen3_next"}, replace(WORLD, virtual_pipeline=2), {}),
+        ({**NEXT, "model_type": "qwen3_5_moe_text"}, Layout(tensor=4, expert=4), {}),  # more ranks than key-value heads
         ({**DEEPSEEK, "q_lora_rank": None}, Layout(data=4, expert=2), {}),
     ],
 )
@@ -73,8 +77,8 @@ def test_a_layout_that_fits(config, layout, options):
     report = check_world(shape, layout, options=options)
     assert [share.rank for share in report.ranks] == list(range(layout.world_size))
     assert {share.stage for share in report.ranks} == set(range(layout.pipeline))
-    biased = shape.experts is not None and shape.experts.scores == "sigmoid"
-    assert biased or all(share.size_bytes == 2 * share.parameters for share in report.ranks)
+    in_fp32 = shape.linear or (shape.experts is not None and shape.experts.scores == "sigmoid")
+    assert in_fp32 or all(share.size_bytes == 2 * share.parameters for share in report.ranks)
     assert report.parameters == shape.num_parameters
     if layout.world_size == layout.data:  # whole replicas: of experts, each rank has its part
         padding = 12 * 64 * (1 if shape.tie else 2)

@@ -122,6 +122,26 @@ def test_training_without_the_layers_that_predict_further_tokens_is_a_warning(ru
     assert [f"num_nextn_predict_layers {layers}" in warning.got for warning in warnings] == [True] * layers
 
 
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [
+        ("actor.precision=fp8", "actor.precision"),
+        ("actor.context_parallel=2", "actor.context_parallel"),
+        ("actor.tensor_parallel=4", "actor.tensor_parallel"),
+        ("lora.rank=4", "lora.rank"),
+        ("engine.sglang.sync=shards", "engine.sglang.sync"),
+        ("engine.sglang.fp8_blocks=true", "engine.sglang.fp8_blocks"),
+    ],
+)
+def test_what_linear_attention_does_not_have_is_refused(run_files, option, field):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    run_files.set_shape(model_type="qwen3_next", **experts, linear_num_key_heads=2, linear_num_value_heads=4)
+    gpus = Hardware("gpu", 8, capability=9.0)
+    assert report(run_files, "engine.kind=sglang", gpus).problems == ()
+    problems = report(run_files, f"engine.kind=sglang {option}", gpus).problems
+    assert field in [problem.field for problem in problems if "linear attention" in problem.allowed]
+
+
 LATENT = {
     "model_type": "deepseek_v3",
     "n_routed_experts": 4,

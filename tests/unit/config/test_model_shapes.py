@@ -11,6 +11,7 @@ from megatron_daro.config.model_shape import (
     CRITIC_HEADS,
     ExpertShape,
     LatentShape,
+    LinearShape,
     Llama3Scaling,
     ModelShape,
     YarnScaling,
@@ -91,6 +92,17 @@ MIXED = ExpertShape(number=8, chosen=2, ffn=48, normalize=True, dense_layers=())
             ),
         ),
         (
+            {"model_type": "qwen3_next", "moe_intermediate_size": 24},
+            replace(
+                LLAMA, family="qwen3_next", kv_heads=2, head_dim=256, qk_norm=True, max_positions=32768,
+                rotary_share=0.25, gated=True, centered_norms=True,
+                linear=LinearShape(layers=(0, 1, 2), key_heads=16, value_heads=32, key=128, value=128, kernel=4),
+                experts=ExpertShape(
+                    number=512, chosen=10, ffn=24, normalize=True, dense_layers=(), shared_ffn=512, shared_gate=True
+                ),
+            ),
+        ),
+        (
             {"model_type": "olmo3"},
             replace(
                 LLAMA, family="olmo3", rope_theta=5e5, rms_eps=1e-5, qk_norm=True, window=4096, windowed=(0, 1, 2),
@@ -105,8 +117,9 @@ def test_a_config_with_nothing_but_sizes_has_what_transformers_assumes(model, sh
 
 
 def test_a_family_has_its_heads_and_refuses_fused_tensors():
-    others = ["llama", "mistral", "mixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe"]
-    assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others]
+    others = ["llama", "mistral", "mixtral", "olmo3", "qwen2", "qwen3"]
+    of_qwen = ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"]
+    assert sorted(families()) == ["deepseek_v3", "glm4_moe", "gpt_oss", *others, *of_qwen]
     assert families()["qwen2"].with_head("ForTokenClassification") == "Qwen2ForTokenClassification"
     for tensors in ({"qkv": ("a",)}, {"down": ("a", "b")}, {"expert_gate_up": ("a", "b", "c")}):
         with pytest.raises(ModelError, match=next(iter(tensors)).split("_")[-1]):

@@ -36,6 +36,7 @@ from megatron_daro.errors import ModelError
 from megatron_daro.sync import fp8_cast
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3")
+FAMILIES += ("qwen3_next", "qwen3_5_text")
 FORMATS = ("daro", "torch_dist")
 
 
@@ -90,6 +91,32 @@ def test_layers_that_predict_further_tokens_go_along_as_they_are(tmp_path, forma
     to_hf(tmp_path / "again", tmp_path / "without", config=tmp_path / "hf")
     assert_equal(tensors_of(tmp_path / "without"), given_)
     assert json.loads((tmp_path / "without/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("experts", [True, False])
+def test_the_text_part_of_a_model_that_sees_images_is_read_and_the_rest_kept_as_it_is(tmp_path, format_, experts):
+    family = f"qwen3_5{'_moe' * experts}"
+    text = config_of("qwen3_next") if experts else config_of("qwen3_5_text")
+    text |= {"model_type": f"{family}_text", "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1}
+    given_ = make_hf(tmp_path / "text", text)
+    others = {name: torch.randn(3, 4).bfloat16() for name in ("model.visual.patch_embed.weight", "mtp.fc.weight")}
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in given_.items()}
+    for start in {name.partition("experts.")[0] + "experts." for name in stored if ".experts." in name}:
+        parts = {
+            part: [stored.pop(f"{start}{i}.{part}_proj.weight") for i in range(4)] for part in ("gate", "up", "down")
+        }
+        both = zip(parts["gate"], parts["up"], strict=True)
+        stored[f"{start}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+        stored[f"{start}down_proj"] = torch.stack(parts["down"])
+    whole = {"model_type": family, "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    write_hf_checkpoint(tmp_path / "hf", (stored | others).items(), whole, tmp_path / "text")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", format_=format_)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), given_ | others)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert {key: config[key] for key in text} == text and "vision_config" not in config
+    assert "images" in read_model(tmp_path / "hf").problems[0].got
 
 
 @pytest.mark.parametrize("format_", FORMATS)

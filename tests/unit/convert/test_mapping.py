@@ -75,6 +75,26 @@ EXPERTS = {
         "v_head_dim": 2,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_5_text": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
 }
 
 
@@ -230,7 +250,7 @@ def test_the_vocabulary_is_padded_with_zero_rows_that_export_drops():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "olmo3"]),
+    family=st.sampled_from(["qwen2", "qwen3", "llama", "olmo3", *EXPERTS]),
     kv_heads=st.sampled_from([1, 2, 4]),
     per_group=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 4]),

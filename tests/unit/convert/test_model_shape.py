@@ -7,7 +7,17 @@ import math
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45, GLM_45_AIR, GPT_OSS_20B, GPT_OSS_120B, OLMO_3_7B
+from published_configs import (
+    DEEPSEEK_V3,
+    GLM_45,
+    GLM_45_AIR,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    OLMO_3_7B,
+    QWEN3_5_27B,
+    QWEN3_5_35B_A3B,
+    QWEN3_NEXT_80B_A3B,
+)
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -248,10 +258,12 @@ def test_a_published_yarn_scales_the_scores_of_latents_and_leaves_the_rest_as_it
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [(GLM_45_AIR, 106_852_251_264), (GLM_45, 352_797_829_024), (DEEPSEEK_V3, 671_026_419_200)]
-    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672), (OLMO_3_7B, 7_298_011_136)],
+    + [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672), (OLMO_3_7B, 7_298_011_136)]
+    + [(QWEN3_NEXT_80B_A3B, 79_674_391_296), (QWEN3_5_27B, 26_895_998_464), (QWEN3_5_35B_A3B, 34_660_610_688)],
 )
-def test_a_model_has_its_published_size(config, parameters):
-    assert read_model_shape(config).num_parameters == parameters
+def test_a_model_has_its_published_size(config, parameters, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_shape(tmp_path).num_parameters == parameters
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,16 @@ CLASSES["gpt_oss"] = (
     "GptOssConfig",
     {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.3},
 )
+CLASSES["qwen3_next"] = (
+    "Qwen3NextConfig",
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+)
+CLASSES["qwen3_5_text"] = "Qwen3_5TextConfig", {k: v for k, v in CLASSES["qwen3_next"][1].items() if k[0] == "l"}
+CLASSES["qwen3_5_moe_text"] = ("Qwen3_5MoeTextConfig", CLASSES["qwen3_next"][1])
+MROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+MROPE |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
 CLASSES["olmo3"] = "Olmo3Config", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -161,6 +171,21 @@ EQUAL = {
     ),
     "windows in other layers": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
     "no windows": ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
+    "keys of published Qwen3-Next": (
+        "qwen3_next",
+        {"layer_types": ..., "full_attention_interval": 2, "rope_parameters": ..., "rope_scaling": None}
+        | {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "use_sliding_window": False},
+    ),
+    "no word of layers, nor of the rotated share": (
+        "qwen3_next",
+        {"layer_types": ..., "num_hidden_layers": 5, "rope_parameters": ..., "decoder_sparse_step": 2},
+    ),
+    "keys of the text part of published Qwen3.5": (
+        "qwen3_5_text",
+        {"attn_output_gate": True, "full_attention_interval": 2, "mamba_ssm_dtype": "float32"}
+        | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "rope_parameters": MROPE},
+    ),
+    "the same with experts": ("qwen3_5_moe_text", {"rope_parameters": MROPE, "intermediate_size": ...}),
     "keys that change nothing": ("llama", {"pretraining_tp": 2, "temperature": 0.5, "is_llama_config": True}),
 }
 
@@ -220,6 +245,10 @@ REFUSED = {
     "too few kinds of layers": ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
     "no width of windows": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
     "no limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+    "linear attention elsewhere": ("qwen3", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+    "two words of layers": ("qwen3_next", {"full_attention_interval": 3}, "full_attention_interval 3"),
+    "uneven heads": ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads 3"),
+    "yarn of a part of a head": ("qwen3_next", {"rope_scaling": YARN}, "partial_rotary_factor"),
     "another quantization": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a new key": ("gpt_oss", {"sink_scale": 2.0}, "sink_scale"),
     "truncate null": ("qwen3", {"rope_scaling": {**YARN, "truncate": None}}, "truncate"),

@@ -14,6 +14,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
@@ -29,6 +30,12 @@ EXPERTS = {
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
 EXPERTS["gpt_oss"] = GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
+EXPERTS["qwen3_next"] = (
+    Qwen3NextConfig,
+    {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 6, "linear_value_head_dim": 5},
+)
 EXPERTS["olmo3"] = Olmo3Config, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 VOCAB = 31
 

@@ -27,7 +27,7 @@ STOPS = (3, 17)
 def small_models(tmp_path_factory):
     """family -> checkpoint directory."""
     directories = {}
-    for family in (*CONFIGS, "gpt_oss", "olmo3"):
+    for family in (*CONFIGS, "gpt_oss", "olmo3", "qwen3_next"):
         directories[family] = tmp_path_factory.mktemp(family)
         save_small_model(directories[family], family)
     return directories
@@ -53,7 +53,7 @@ def responses(rollouts):
     return {key: r.tokens[r.prompt_length :].tolist() for key, r in rollouts.items()}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gpt_oss", "olmo3", "qwen3_next"])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.8), (0.0, 1.0)])
 def test_logprobs_are_those_of_a_plain_forward_of_the_whole_sequence(family, temperature, top_p, small_models):
     generator = EmbeddedGenerator(small_models[family], seed=1, batch_size=64)
@@ -310,7 +310,7 @@ def test_updated_weights_answer_as_a_model_loaded_with_them(tie, tmp_path):
         assert responses(run(generator, requests())) == responses(after)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_experts_arrive_one_by_one_under_the_names_of_the_checkpoint(family, tmp_path):
     """As the actor exports them; transformers keeps all experts of a layer in one parameter."""
     save_small_model(tmp_path / "old", family, seed=0)

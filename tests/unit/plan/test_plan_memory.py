@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B, OLMO_3_7B
+from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B, OLMO_3_7B, QWEN3_NEXT_80B_A3B
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
@@ -126,8 +126,11 @@ def test_latents_shared_experts_and_the_first_dense_layer_are_those_of_megatron(
     assert [sum(counts(shape, cut_of(4, 2, 8), stage)) for stage in (0, 1)] == found
 
 
-@pytest.mark.parametrize(("config", "expert"), [(GPT_OSS_120B, 8), (OLMO_3_7B, 1)])
-def test_biases_sinks_and_norms_are_those_of_megatron(measured, tmp_path, config, expert):
+NEXT = {**QWEN3_NEXT_80B_A3B, "num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize(("config", "expert"), [(GPT_OSS_120B, 8), (OLMO_3_7B, 1), (NEXT, 8)])
+def test_biases_sinks_norms_and_linear_attention_are_those_of_megatron(measured, tmp_path, config, expert):
     (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = {"config": str(tmp_path / "config.json"), "tensor": 4, "pipeline": 2, "expert": expert}
     found = measured([("static", {**sizes, "stage": stage}) for stage in (0, 1)])

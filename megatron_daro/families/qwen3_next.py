@@ -1,0 +1,58 @@
+"""Qwen3-Next-80B-A3B: three of four layers with linear attention, gated attention, experts beside one that is gated.
+
+Source: transformers 5.24, models/qwen3_next; config.json of Qwen/Qwen3-Next-80B-A3B-Instruct.
+"""
+
+from __future__ import annotations
+
+from megatron_daro.families.table import (
+    DENSE_MLP,
+    EXPERTS,
+    GATED_ATTENTION,
+    LINEAR_ATTENTION,
+    OUTSIDE,
+    SHARED_EXPERT,
+    ExpertKeys,
+    Family,
+)
+
+_IN = "model.layers.{layer}.linear_attn.in_proj_"
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    tensors={
+        **OUTSIDE,
+        **GATED_ATTENTION,
+        "linear_in_by_head": (_IN + "qkvz.weight", _IN + "ba.weight"),
+        **LINEAR_ATTENTION,
+        **DENSE_MLP,
+        **EXPERTS,
+        **SHARED_EXPERT,
+    },
+    defaults={
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 32768,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": 512,
+    },
+    experts=ExpertKeys(
+        number=("num_experts", "num_local_experts"),
+        width="moe_intermediate_size",
+        normalize="norm_topk_prob",
+        shared_width="shared_expert_intermediate_size",
+    ),
+    window="switched",
+    partial_rotary=True,
+    untrained=("mtp.",),
+    centered_norms=True,
+)
