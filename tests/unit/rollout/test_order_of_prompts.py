@@ -66,9 +66,9 @@ def test_a_run_that_crashed_resumes_bit_for_bit(tmp_path, make):
 
 def test_priorities_change_what_is_drawn(tmp_path):
     drawn = []
-    for memory in (0.0, 50.0):
-        source = Prioritised(prompts(), {}, PrioritisedSection(memory=memory, floor=0.0), seed=3)
-        stack = make_stack(tmp_path / str(memory), source=source)
+    for floor in (0.0, 1.0):
+        source = Prioritised(prompts(), {}, PrioritisedSection(floor=floor), seed=3)
+        stack = make_stack(tmp_path / str(floor), source=source)
         run_stack(stack)
         drawn.append([group.prompt.id for request in stack.engine.requests for group in request])
     assert drawn[0] != drawn[1]
