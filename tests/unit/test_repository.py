@@ -56,6 +56,7 @@ NOT_REQUIRED = {
     "slime": "the host of plugins/slime.py",
     "roll": "the host of plugins/roll.py",
     "dacite": "ROLL's configuration",
+    "fla": "kernels of linear attention on GPUs, installed by whoever wants them",
     "mooncake": "what carries weights over RDMA, and its package depends on the CUDA version",
     "hydra": "ROLL's configuration",
     "omegaconf": "ROLL's configuration",
@@ -208,7 +209,7 @@ FOLDER = re.compile(r"(?<![\w/.*<>-])([\w./-]*\w/)(?![\w.*])")
 MAP_LINE = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*)  +\S", re.MULTILINE)
 NOT_OURS = re.compile(
     r"(python/)?(torch|triton|megatron/core|sglang|srt|verl|NEMO_RL)/"
-    r"|(moe|transformer)/|(layers|managers|configs|models|clients|envs)/"
+    r"|(moe|ssm|transformer)/|(layers|managers|configs|models|clients|envs)/"
     r"|(train|train_rl|(examples/)?(run_grpo|run_grpo_single_controller|start_rlvr_pipeline))\.py$"
     r"|(SEQLEN_BALANCING|conversion_mapping|fp8_utils|patch_torch|qwen3_moe|runtime_context)\.py$"
     r"|(loss_functions|megatron_policy_worker)\.py$"
