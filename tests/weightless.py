@@ -9,13 +9,16 @@ import struct
 from pathlib import Path
 
 import tiny_task
-from published_configs import GLM_45_AIR
+from published_configs import GLM_45_AIR, QWEN3_5_27B
 
 from megatron_daro.config import resolve
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import read_model_shape, text_part
 from megatron_daro.convert.mapping import hf_tensor_shapes
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+# The tokenizer that is at hand has fewer ids than that of Qwen3.5, whose end is not among them.
+PUBLISHED = {"GLM-4.5-Air": GLM_45_AIR, "Qwen3.5-27B-text": {**text_part(QWEN3_5_27B), "eos_token_id": None}}
 
 
 def save_weights(directory: Path) -> None:
@@ -45,8 +48,8 @@ def save_recipe_model(recipe: Path, place: Path) -> Path:
     directory = place / resolve(recipe).model.path
     directory.mkdir(parents=True)
     name = directory.name.removesuffix("-Instruct")  # which has the sizes of its base model
-    if name == "GLM-4.5-Air":
-        (directory / "config.json").write_text(json.dumps(GLM_45_AIR))
+    if config := PUBLISHED.get(name):
+        (directory / "config.json").write_text(json.dumps(config))
     else:
         shutil.copy(SHARED / "configs" / f"{name}.json", directory / "config.json")
     shutil.copy(SHARED / "tokenizer" / "tokenizer.qwen2.5.json", directory / "tokenizer.json")
