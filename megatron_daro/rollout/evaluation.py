@@ -6,7 +6,7 @@ keeps what it measures: workshop/evaluate/measuring.py.
 The controller asks `Evaluations` for one after a weight sync. Beside generation it goes on while the run does; the next
 sync and the next checkpoint wait until it ended, so every answer of it is of one version, and a checkpoint never lacks
 its line. Lines of metrics keep their order: that of the evaluated step, and those after it, are written when the
-evaluation is there. At most one is under way.
+evaluation ends, however it does. At most one is under way.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ class Evaluations:
         self._every, self._steps = (section.eval_every_steps, section.steps) if section else (0, 0)
         self._evaluate = evaluate if self._every else None
         self._beside, self._phases, self._deadlines = beside, phases or Phases(), deadlines or Deadlines()
-        self._task: asyncio.Task[dict[int, Mapping[str, float]]] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._under_way = False
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._held: list[tuple[int, Line]] = []
 
@@ -205,38 +206,45 @@ class Evaluations:
     async def run(self, step: int) -> None:
         """Evaluate the weights of this step, whose line gets the numbers. Beside generation it only begins here."""
         if not self._beside:
-            self._metrics = await self._measured(step)
+            await self._measure(step)
             return
         assert self._task is None, "the one before was waited for"
-        self._task = asyncio.ensure_future(self._measured(step))
+        self._under_way = True
+        self._task = asyncio.ensure_future(self._measure(step))
 
     def write(self, step: int, line: Line) -> None:
-        """Write the line of a step, with the numbers of its evaluation if it has one: now, or after the evaluation
-        that is under way."""
-        if self._task is None:
-            line(self._metrics.pop(step, {}))
-        else:
-            self._held.append((step, line))
+        """Write the line of a step, with the numbers of its evaluation if it has one: now, or when the evaluation that
+        is under way ends."""
+        self._held.append((step, line))
+        if not self._under_way:
+            self._end()
 
     def cancel(self) -> None:
-        """End the one under way without a result; `ended` still writes the lines."""
+        """End the one under way without a result."""
         if self._task is not None:
             self._task.cancel()
 
     async def ended(self) -> None:
-        """Wait for the end of the one under way, and write the lines that waited. Raises what it raised."""
+        """Wait for the end of the one under way. Raises what it raised."""
         if self._task is None:
             return
-        task = self._task
+        task, self._task = self._task, None
         await asyncio.wait({task})
-        self._task = None
-        held, self._held = self._held, []
-        self._metrics = {} if task.cancelled() else task.result()
-        for step, line in held:
-            self.write(step, line)
+        self._end()  # one that was cancelled before it began has not
+        if not task.cancelled():
+            task.result()
 
-    async def _measured(self, step: int) -> dict[int, Mapping[str, float]]:
+    async def _measure(self, step: int) -> None:
         assert self._evaluate is not None, "it is due"
         what = f"step {step}" if step else "before training"
-        with self._phases.measure("evaluate"):
-            return {step: await self._deadlines.within("evaluate", self._evaluate(step), what=what)}
+        try:
+            with self._phases.measure("evaluate"):
+                self._metrics = {step: await self._deadlines.within("evaluate", self._evaluate(step), what=what)}
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._under_way = False
+        held, self._held = self._held, []
+        for step, line in held:
+            line(self._metrics.pop(step, {}))

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books
 from loop_fakes import FAST, Crash, digest, make_stack, resume_stack, run_stack, with_parts
 
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.evaluation import Evaluations
@@ -73,6 +73,28 @@ def test_generation_and_training_go_on_and_the_next_sync_waits(tmp_path):
     assert lines == [0, 1]  # that of step 2 waits for its evaluation
     assert [line["step"] for line in read_metrics(tmp_path) if KEY in line] == [0, 2, 4, 6]
     check_books(tmp_path)
+
+
+def test_a_line_waits_for_its_evaluation_and_not_for_the_next_batch(tmp_path):
+    stack, more = make_stack(tmp_path, evaluate_beside=True, trainer=EVALUATE), asyncio.Event()
+    generate = stack.engine.generate
+
+    async def slow(requests):
+        if ("evaluate", 2) in stack.events:
+            await more.wait()
+        async for rollouts in generate(requests):
+            yield rollouts
+
+    async def go():
+        gate, stack.engine.generate = gated(stack, of_step=2), slow
+        run = asyncio.ensure_future(stack.controller.run())
+        await until(lambda: ("evaluate", 2) in stack.events)
+        gate.set()
+        await until(lambda: read_metrics(tmp_path)[-1]["step"] == 2)
+        more.set()
+        await run
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -150,3 +172,17 @@ def test_an_evaluation_that_fails_ends_the_run(tmp_path):
     with pytest.raises(EngineError, match="all servers are gone"):
         run_stack(stack)
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
+    assert [line["step"] for line in read_metrics(tmp_path)][:3] == [0, 1, 2]
+
+
+def test_a_failure_beside_an_evaluation_loses_no_line(tmp_path):
+    stack = make_stack(tmp_path, evaluate_beside=True, trainer=EVALUATE)
+
+    async def go():
+        gated(stack, of_step=2)
+        stack.policy.nonfinite_steps = {3: "raise"}
+        await stack.controller.run()
+
+    with pytest.raises(NonFiniteError):
+        asyncio.run(go())
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2]
