@@ -5,6 +5,6 @@ the actor's loss (objective, with surrogate and corrections) with one coefficien
 learns (difficulty_weights, histories). `algorithm` says what an algorithm is; `weighting` has the table of them, with
 GRPO, its relatives and DARO, and makes one by its name; pass_rate_rules, histories and ppo have the others.
 
-Pure torch, one process: totals over ranks are handed in. Imports torch, numpy, the standard library and the error tree
-only, so that another framework can take the loss alone.
+Pure torch, one process: totals over ranks are handed in. Imports only torch, what that installs (typing_extensions),
+numpy, and of this package the error tree and options.py, so that another framework can take the loss alone.
 """

@@ -129,7 +129,8 @@ class BatchFiller:
         self._warn_incomplete(flight)
         return tuple(sorted((*flight.to_resume, *flight.unfinished), key=lambda group: group.group_id))
 
-    # Decisions: these, `may_leave_unfinished` and nothing else depend on how the batch is filled.
+    # Decisions: when a batch is complete depends on these and on `may_leave_unfinished` alone; how groups begin and are
+    # asked for depends on `_in_rounds` too (`_begin_groups`, `_attempt`).
 
     def _is_complete(self, batch: BatchSoFar, flight: _Flight) -> bool:
         """Whether the batch waits for nothing any more. What is in flight then is aborted.

@@ -38,7 +38,7 @@ class Deadlines:
     """Until an engine acknowledged an abort."""
     score: float = 600.0
     """Until the verdicts of one group arrive."""
-    engine_free: float = 14400.0
+    engine_free: float = 28800.0
     """Until the generation of a batch ends, so that weights may be replaced."""
     turn: float = 28800.0
     """Until training has caught up, so that the next batch may be generated."""

@@ -167,7 +167,7 @@ class Sampler:
         self._discard(batch, [group for group in self._unfinished if group not in usable])
         if self._unfinished and not self._filler.may_leave_unfinished:
             count = len(self._unfinished)
-            self._notices.notice(f"{count} unfinished groups are dropped: rollout.finish_batch is all now")
+            self._notices.notice(f"{count} unfinished groups are dropped: rollout.finish_batch keeps none now")
         self._unfinished = tuple(usable)
 
     def _discard(self, batch: BatchSoFar, groups: Sequence[UnfinishedGroup]) -> None:

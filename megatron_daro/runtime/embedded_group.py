@@ -1,7 +1,7 @@
 """Replicas of the embedded engine as Ray actors, behind the Engine Protocol; one whose process ends is started again.
 
-Requests are dealt out to the replicas in turn (a function of their order alone, so a repeated run repeats its
-batches); the policy's ranks hand buckets of weights to every replica.
+The requests of a call are dealt out to the replicas in turn, a single one by its group's id (so a repeated run repeats
+its batches); the policy's ranks hand buckets of weights to every replica.
 
 A replica that was started again gets the weights as they are now, and is asked for all of its requests once more, those
 that it had answered too: rows that are decoded together decide each other's last bits. What was handed on is not handed
@@ -100,7 +100,11 @@ class EngineGroup:
             raise EngineError(
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
             )
-        shares = [(replica, requests[replica.number :: len(self._replicas)]) for replica in self._replicas]
+        number = len(self._replicas)
+        first = (
+            requests[0].group_id if len(requests) == 1 else 0
+        )  # calls of one group go to one replica after the other
+        shares = [(replica, requests[(replica.number - first) % number :: number]) for replica in self._replicas]
         finished = False
         try:
             async with contextlib.aclosing(merged(self._ask(*pair) for pair in shares if pair[1])) as answers:

@@ -51,10 +51,10 @@ class VerdictWorker:
         await asyncio.to_thread(self._pool.start)
         return own_place()
 
-    async def score(self, *pairs: tuple[str, str, str]) -> tuple[list[Verdict], int, int]:
-        """Verdicts in order, this process, and its failed starts so far. An argument for each pair, since Ray sends
+    async def score(self, *pairs: tuple[str, str, str]) -> tuple[list[Verdict], tuple[str, int], int]:
+        """Verdicts in order, node and process, and its failed starts so far. An argument for each pair, since Ray sends
         small ones along with the call. Raises RewardError."""
-        return await self._pool.score_async(pairs), os.getpid(), self._pool.failed_starts
+        return await self._pool.score_async(pairs), own_place(), self._pool.failed_starts
 
     async def counters(self) -> dict[str, int]:
         """Return what the pool did so far."""
@@ -288,7 +288,7 @@ class VerifierPools:
         self.workers = NodeWorkers("verifier pool", make, run)
         self.pool: RewardPool | None = None
         self._started = False
-        self._failed_starts: dict[int, int] = {}
+        self._failed_starts: dict[tuple[str, int], int] = {}  # by node and process
 
     async def start(self) -> None:
         """Start the processes; again is nothing. Raises DaroError."""
@@ -319,8 +319,8 @@ class VerifierPools:
         while True:
             try:
                 verdicts: list[Verdict]
-                verdicts, process, failed_starts = await self.workers.call("score", *pairs)
-                self._failed_starts[process] = failed_starts
+                verdicts, place, failed_starts = await self.workers.call("score", *pairs)
+                self._failed_starts[place] = failed_starts
                 return verdicts
             except WorkerDiedError:
                 continue  # bounded: every loss counts towards the worker's last start
