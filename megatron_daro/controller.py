@@ -328,16 +328,13 @@ class Controller:
         self._resolve(unused, "dropped")
         last = minibatches[-1].step if minibatches else self.step
         self._pace.shortened(last_step(batch, self.step, self._section) - last)
-        dropped = (*batch.dropped, *unused)
         if not minibatches:
-            self._unrecorded = batch.filtered, dropped
+            self._unrecorded = batch.filtered, (*batch.dropped, *unused)
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if self._parts.colocation:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
-        first = next(minibatch for minibatch in minibatches if minibatch.first)
-        first.dropped = dropped
         self._unrecorded = (), ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
@@ -345,34 +342,37 @@ class Controller:
             for minibatch in minibatches
             if minibatch.epoch == 1
         }
-        first_epoch = tuple(prepared.batch for prepared in prepared_of_step.values())
+        first_epoch = tuple(prepared.batch for prepared, _ in prepared_of_step.values())
         for minibatch in minibatches:
             if not minibatch.trains:
                 self._resolve(minibatch.groups, "dropped")
                 continue
-            prepared = prepared_of_step.pop(minibatch.step, None)
-            if prepared is None:
-                prepared = PreparedBatch(await self._build_columns(batch, minibatch, first_epoch))
-            await self._train_step(minibatch, prepared)
+            if minibatch.step in prepared_of_step:
+                prepared, metrics = prepared_of_step.pop(minibatch.step)
+            else:
+                columns, metrics = await self._build_columns(batch, minibatch, first_epoch)
+                prepared = PreparedBatch(columns)
+            await self._train_step(minibatch, prepared, metrics)
 
-    async def _with_logprobs(self, batch: SampledBatch, minibatch: MiniBatch) -> PreparedBatch:
-        """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs."""
-        step_batch = await self._build_columns(batch, minibatch)
+    async def _with_logprobs(
+        self, batch: SampledBatch, minibatch: MiniBatch
+    ) -> tuple[PreparedBatch, Mapping[str, float]]:
+        """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs, and their
+        metrics."""
+        step_batch, metrics = await self._build_columns(batch, minibatch)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(step_batch)
-            return await self._within("logprob", work, what=f"step {minibatch.step}")
+            return await self._within("logprob", work, what=f"step {minibatch.step}"), metrics
 
     async def _build_columns(
         self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
-    ) -> StepBatch:
-        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and note
-        what they say in numbers."""
+    ) -> tuple[StepBatch, Mapping[str, float]]:
+        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and what
+        they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
             columns = asyncio.to_thread(self._make_columns, batch, minibatch, first_epoch)
-            step_batch, metrics = await self._within("build", columns, what=f"step {minibatch.step}")
-        minibatch.metrics |= metrics
-        return step_batch
+            return await self._within("build", columns, what=f"step {minibatch.step}")
 
     def _make_columns(
         self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
@@ -384,30 +384,30 @@ class Controller:
         groups = sampled_groups(batch, columns.rollouts_per_prompt)
         return columns, metrics | environment_metrics(groups, self._parts.environment_of_source)
 
-    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch) -> None:
-        """One optimizer step and everything that belongs to it."""
+    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch, of_batch: Mapping[str, float]) -> None:
+        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its columns."""
         with self._parts.phases.measure("train"):
-            await self._optimizer_step(prepared, minibatch)
+            of_step = await self._optimizer_step(prepared, minibatch)
         if minibatch.epoch == 1:
             self._resolve(minibatch.groups, minibatch.outcome)
         self.step = minibatch.step
-        minibatch.metrics |= self._book_metrics()
+        metrics = {**of_step, **of_batch, **self._book_metrics()}
         if minibatch.last:
-            minibatch.metrics |= await self._sync_weights(minibatch.version)
+            metrics |= await self._sync_weights(minibatch.version)
         with self._parts.phases.measure("write"):
-            await self._write(minibatch, len(prepared.batch.tokens_T))
+            await self._write(minibatch, metrics, len(prepared.batch.tokens_T))
 
-    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> None:
-        """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
+    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> Mapping[str, float]:
+        """Ask the policy for a step, and return its metrics. One that is not finite stops the run or is skipped, and is
+        written out."""
         try:
             work = self._parts.policy.train(prepared, minibatch.step)
             result = await self._within("train", work, what=f"step {minibatch.step}")
         except NonFiniteError as error:
             result = StepResult(minibatch.step, {}, skipped=True, reason=str(error))
-        minibatch.metrics = dict(result.metrics) | minibatch.metrics
         if not result.skipped:
             self._batch_trained, self._lost_in_a_row = True, 0
-            return
+            return result.metrics
         minibatch.outcome = "dropped"
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
@@ -422,6 +422,7 @@ class Controller:
         self._parts.progress.warn(message)
         if minibatch.last and not self._batch_trained:
             self._count_lost(message)
+        return result.metrics
 
     def _count_lost(self, message: str) -> None:
         self._lost_in_a_row += 1
@@ -456,7 +457,7 @@ class Controller:
         await self._pace.batch_done(self.step)
         return metrics
 
-    async def _write(self, minibatch: MiniBatch, num_tokens: int) -> None:
+    async def _write(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
             groups = {
@@ -468,10 +469,10 @@ class Controller:
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
-        minibatch.metrics |= self._parts.phases.collect()
-        if train_s := minibatch.metrics.get("timing/train_s", 0.0):
-            minibatch.metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch))
+        metrics |= self._parts.phases.collect()
+        if train_s := metrics.get("timing/train_s", 0.0):
+            metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
+        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch, metrics))
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -481,8 +482,10 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(self, minibatch: MiniBatch, of_evaluation: Mapping[str, float]) -> None:
-        metrics = {**minibatch.metrics, **of_evaluation}
+    def _write_line(
+        self, minibatch: MiniBatch, of_step: Mapping[str, float], of_evaluation: Mapping[str, float]
+    ) -> None:
+        metrics = {**of_step, **of_evaluation}
         self._parts.metrics.write(minibatch.step, metrics)
         self._parts.progress.step(minibatch.step, metrics)
         drift = self._parts.drift.observe(minibatch.step, metrics)

@@ -8,7 +8,7 @@ from seed, batch and epoch. A replayed batch has the steps that were recorded. I
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -43,7 +43,6 @@ class MiniBatch:
     filtered: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
     outcome: Outcome = "trained"
-    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def record(self) -> RecordedMiniBatch:
@@ -80,10 +79,11 @@ def plan_minibatches(
     for minibatch in reversed(plan):
         minibatch.again = later
         later |= {group.group_id for group in minibatch.groups}
+    unused = tuple(group for group in batch.groups if group.group_id not in later)
     if trained := [minibatch for minibatch in plan if minibatch.trains]:
         trained[0].first = trained[-1].last = True
-        trained[0].filtered = batch.filtered
-    return plan, tuple(group for group in batch.groups if group.group_id not in later)
+        trained[0].filtered, trained[0].dropped = batch.filtered, (*batch.dropped, *unused)
+    return plan, unused
 
 
 def _minibatches(groups: Sequence[Group], step: int, section: TrainerSection) -> list[MiniBatch]:
