@@ -402,8 +402,8 @@ class EnvironmentSection(Section):
     """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether `kind` is another than single_turn."""
+    def has_turns(self) -> bool:
+        """Whether rollouts are conversations: `kind` is another than single_turn."""
         return self.kind != "single_turn"
 
     @property

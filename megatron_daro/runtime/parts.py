@@ -184,7 +184,7 @@ def _rollouter(
     scorer: VerifierPools,
 ) -> Rollouter:
     config = run.config
-    if not section.is_own:
+    if not section.has_turns:
         return SingleTurn(engine, scorer)
     chat = config.data.prompt_template == "chat"
     environment = make_environment(

@@ -223,7 +223,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
     for section in config.all_environments:
-        if generates and section.is_own:
+        if generates and section.has_turns:
             try_environment(section)
     if generates and config.engine.kind == "sglang":
         check_environments(config.engine.sglang)

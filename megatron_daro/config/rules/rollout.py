@@ -76,7 +76,7 @@ def segments(config: Config) -> Iterator[Problem]:
     rollout, needed = config.rollout, config.rollout.batches_kept
     if rollout.segment_tokens is not None:
         several = bool(config.environments)
-        owns = (("engine", config.engine.is_own), ("environment", config.environment.is_own and not several))
+        owns = (("engine", config.engine.is_own), ("environment", config.environment.has_turns and not several))
         for beside in [*(f"{section}.kind" for section, own in owns if own), *(["environments"] if several else [])]:
             section = beside.partition(".")[0]
             allowed = f"unset with an {section} of your own, whose answers begin anew and do not go on"

@@ -34,7 +34,7 @@ def environments(config: Config) -> Iterator[Problem]:
     several = config.environments
     for i, section in enumerate(config.all_environments):
         yield from _environment(config, f"environments.{i}" if several else "environment", section)
-    if config.algorithm.turn_rewards and not any(one.is_own for one in config.all_environments):
+    if config.algorithm.turn_rewards and not any(one.has_turns for one in config.all_environments):
         allowed = "false, or an environment of several turns"
         beside = "environments" if several else "environment.kind"
         yield wrong(config, "algorithm.turn_rewards", allowed, "remove it", beside=beside)
@@ -66,7 +66,7 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
     if section.host in ("0.0.0.0", "::"):
         allowed = "an address that agents reach: it is part of their base URL"
         yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")
-    if not section.is_own:
+    if not section.has_turns:
         for name in ("options", "reward_weights"):
             if getattr(section, name):
                 allowed = f"{name} of module:Class only"

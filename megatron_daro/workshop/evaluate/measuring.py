@@ -88,7 +88,7 @@ def configuration(
     config = resolve_tree(tree, [*overrides, *fixed], source=source)
     if problems := list(templates(config)):
         raise config_error(source, problems)
-    kinds = [section.kind for section in config.all_environments if section.is_own]
+    kinds = [section.kind for section in config.all_environments if section.has_turns]
     if kinds:
         raise ConfigError(
             f"environment.kind: got {kinds[0]}; allowed: single_turn, since {source} measures single "

@@ -127,7 +127,7 @@ def test_what_is_of_ones_own_has_a_colon():
     assert [EngineSection(kind=kind).is_own for kind in ("sglang", "my:Own")] == [False, True]
     assert [RewardSection(verifier=name).is_own for name in ("math", "my:Own")] == [False, True]
     kinds = ("single_turn", "my:Own", "verifiers:word")
-    assert [EnvironmentSection(kind=kind).is_own for kind in kinds] == [False, True, True]
+    assert [EnvironmentSection(kind=kind).has_turns for kind in kinds] == [False, True, True]
     assert [EnvironmentSection(kind=kind).of_verifiers for kind in kinds] == [False, False, True]
 
 
