@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
@@ -83,6 +83,11 @@ class _Flight:
         return sorted(group_id for groups in self.calls.values() for group_id in groups)
 
 
+# Of each `rollout.finish_batch`: whether groups begin in rounds, each of which is one call; and whether a batch may be
+# complete before all that were begun are.
+_WAYS: Mapping[FinishBatch, tuple[bool, bool]] = {"all": (True, False), "enough": (False, True)}
+
+
 class BatchFiller:
     """Keeps groups in flight until the batch is complete."""
 
@@ -90,8 +95,7 @@ class BatchFiller:
         """Start nothing."""
         self._context, self._section = context, context.section
         self._size = context.section.rollouts_per_prompt
-        self._in_rounds = finish_batch == "all"  # how groups begin, and which of them are one call
-        self._ends_early = finish_batch == "enough"
+        self._in_rounds, self._ends_early = _WAYS[finish_batch]
         self._keep_rate = 1.0
 
     @property
