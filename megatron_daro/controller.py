@@ -103,7 +103,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: all done, the export too; stopped with a checkpoint; interrupted at once (the second Ctrl-C)."""
+    """How a run ended: all done that there was to do, the export too; stopped with a checkpoint; interrupted at once, by
+    the second Ctrl-C."""
 
     status: Literal["finished", "stopped", "interrupted"]
     step: int
@@ -257,7 +258,7 @@ class Controller:
                 await self._saving.end(self._parts.progress, at_once=self._stop_at_once)
         if self._stop.is_set() and self.step < self._section.steps:
             return False
-        export, what = self._parts.export, "all steps are trained and saved"
+        export, what = self._parts.export, "training is done and saved"
         # A stop ends the export at once: the run that is resumed from the checkpoint writes it.
         return not export or await self.unless_stopped(self._within("export", export(self.step), what=what))
 

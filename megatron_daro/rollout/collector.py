@@ -26,8 +26,8 @@ class RolloutCounters:
     """What sampling has cost since the run began: metrics of these names below rollout/, kept in checkpoints.
 
     aborted_tokens: response tokens that were thrown away because a rollout or its group was not finished.
-    groups_aborted: unfinished when their batch was full. groups_resumed: begun again after that. batches_empty: without
-    a trainable group.
+    groups_aborted: unfinished when their batch was full. groups_resumed: unfinished ones that went on, those that
+    were only set aside too. batches_empty: without a trainable group.
     """
 
     batches_empty: int = 0

@@ -6,6 +6,7 @@ Rollouts: generation.py. Servers: supervision.py, and memory.py where the traine
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ class SGLangEngine:
         self._generation = ServerGeneration(
             self.fleet, self._supervision, asker, options, self._adapters, vocabulary=expected.vocabulary, warn=warn
         )
-        end = ServersEnd(
+        self._end = ServersEnd(
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
             layout=layout_of_servers(options, expected.model_path) if options.transport.shard_plan else None,
@@ -90,7 +91,7 @@ class SGLangEngine:
         self._updates = UpdateContext(
             fleet=self.fleet,
             options=options,
-            receiving=partial(RECEIVING[options.sync], end),
+            receiving=partial(RECEIVING[options.sync], self._end),
             probe=self._probe,
             death_of=self._supervision.death_of,
             adapters=self._adapters,
@@ -194,6 +195,8 @@ class SGLangEngine:
         await self._adapters.close(s for s in self.fleet.servers if not self._handles[s.name].restartable)
         await self._supervision.close()
         await self._asker.close()
+        for directory in self._end.written:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         self._started = False
 
     async def _join(self, server: Server) -> None:

@@ -199,9 +199,12 @@ class Shards(Receiving):
 
 
 class Files(Receiving):
-    """A checkpoint, which servers read when all of it is there; that of the update before goes then."""
+    """A checkpoint, which servers read when all of it is there; that of the update before goes then, and before the
+    first what an earlier process left in the run's own directory."""
 
     def planned(self, plan: SendPlan) -> SendPlan:
+        if self._end.options.sync_dir is None and not self._end.written:
+            shutil.rmtree(self._end.sync_dir, ignore_errors=True)
         self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
         return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")
 

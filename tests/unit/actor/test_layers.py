@@ -74,7 +74,9 @@ def norm_pair(dtype, eps=1e-6, size=48):
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     torch.manual_seed(0)
-    ours = layers.RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), size, eps=eps)
+    ours = layers.RMSNorm(
+        SimpleNamespace(params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=False), size, eps=eps
+    )
     theirs = Qwen2RMSNorm(size, eps=eps).to(dtype)
     with torch.no_grad():
         theirs.weight.copy_(1 + 0.3 * torch.randn(size))

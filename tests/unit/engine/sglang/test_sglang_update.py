@@ -233,6 +233,18 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
                 read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]
                 assert read == [str(directory) for directory in weights.directories]
                 assert not any(body["flush_cache"] for body in stub.said["/update_weights_from_disk"]), "it is below"
+        assert not any((tmp_path / "elsewhere").iterdir()), "the engine is closed"
+
+    run(scenario())
+
+
+def test_files_that_a_killed_process_of_the_run_left_go(tmp_path, weights):
+    async def scenario():
+        left = tmp_path / "sync" / "version_000002-0"
+        left.mkdir(parents=True)
+        async with rig(tmp_path, sync="disk") as fleet:
+            await fleet.publish(weights, 3)
+            assert list((tmp_path / "sync").iterdir()) == weights.directories
 
     run(scenario())
 
