@@ -103,8 +103,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: all done that there was to do, the export too; stopped with a checkpoint; interrupted by the second
-    Ctrl-C."""
+    """How a run ended: all done that there was to do, the export too; stopped with a checkpoint; or interrupted."""
 
     status: Literal["finished", "stopped", "interrupted"]
     step: int
