@@ -559,7 +559,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 def without_further_layers(config: Mapping[str, Any]) -> dict[str, int]:
     """Return what config.json must say of a checkpoint without the layers that predict tokens after the next."""
     family = families().get(str(config.get("model_type")))
-    return {family.further_tokens: 0} if family and family.further_tokens else {}
+    return {family.further_tokens: 0} if family and family.further_tokens in config else {}
 
 
 def require_regular_files(directory: Path) -> None:

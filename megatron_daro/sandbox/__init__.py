@@ -265,7 +265,8 @@ def confined(command: Sequence[str], *, folder: str, endpoint: str, status: int)
     """
     here = str(Path.cwd())
     prefixes = (sys.prefix, sys.base_prefix, here, *os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    named = [one for one in (*prefixes, *command) if one.startswith("/") and one != "/"]
+    absolute = [one for one in (*prefixes, *command) if one.startswith("/") and one != "/"]
+    named = [*absolute, *map(os.path.realpath, absolute)]  # an environment may be a link
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
     settings = {

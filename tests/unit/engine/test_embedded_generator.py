@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -450,7 +451,7 @@ def test_a_failure_of_torch_says_what_to_lower(small_models, monkeypatch):
 
 
 def test_the_growing_cache_holds_what_dynamic_cache_holds():
-    own, theirs = growing_cache(2), DynamicCache()
+    own, theirs = growing_cache(SimpleNamespace(num_hidden_layers=2)), DynamicCache()
     generator = torch.Generator().manual_seed(0)
     for length, select in ((5, [0, 2, 2, 1]), (1, None), (30, [3, 0]), (1, [1, 1, 1]), (1, None)):
         rows = 3 if own.get_seq_length() == 0 else own.layers[0].keys.shape[0]
