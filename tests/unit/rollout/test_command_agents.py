@@ -153,7 +153,7 @@ def test_what_a_program_writes_into_its_file_counts_before_its_last_line(tokens,
 
 
 def test_a_program_that_hangs_gives_its_place_to_the_next(tokens, tmp_path):
-    section = {"workers": 1, "timeout_s": 2.0, "options": {"how": "hang", "marker": str(tmp_path / "hung")}}
+    section = {"workers": 1, "timeout_s": 8.0, "options": {"how": "hang", "marker": str(tmp_path / "hung")}}
     rollouts, _, counts, _ = held(tokens, tmp_path, "hang", (0, 1), **section)
     assert sorted(rollout.finish_reason for rollout in rollouts) == ["abort", "stop"]
     assert counts["environment/timeouts"] == 1 and not alive("3601")
