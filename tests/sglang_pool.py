@@ -297,7 +297,7 @@ def scheduler_of(server: PooledServer) -> psutil.Process:
 
 def section(**options: Any) -> SGLangSection:
     """engine.sglang with limits that a busy machine of two cores keeps."""
-    return SGLangSection(**{"stall_timeout_s": 120, "sync_timeout_s": 60, "request_timeout_s": 120, **options})
+    return SGLangSection(**{"stall_timeout_s": 120, "sync_timeout_s": 60, "request_timeout_s": 300, **options})
 
 
 def expected(model: Path, **changes: Any) -> Expected:
