@@ -159,6 +159,8 @@ def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel
                             assert not (await policy.train(PreparedBatch(batch_of(earlier)), version)).skipped
                         metrics = await sync.publish(version)
                         assert (metrics["sync/servers"], metrics["engine/fenced"]) == (len(servers), 0)
+                        if mode == "disk":
+                            assert len([*(tmp_path / "sync").iterdir()]) == 1, "that of the update before goes"
                         rollouts = await sampled(engine)
                         assert {r.weight_version for r in rollouts} == {version}
                         assert await worst_difference(policy, rollouts) <= TOLERANCE, (mode, version)
@@ -170,5 +172,4 @@ def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel
             placement.close()  # the next test needs the room
 
     asyncio.run(asyncio.wait_for(scenario(), 500))
-    last = f"version_{2 * len(modes) - 1:06d}-1"
-    assert [path.name for path in (tmp_path / "sync").iterdir()] == [last]
+    assert not any((tmp_path / "sync").iterdir()), "the engines are closed"
