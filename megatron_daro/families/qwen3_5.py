@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_daro.families.table import DENSE_MLP, GATED_ATTENTION, LINEAR_ATTENTION, OUTSIDE, Family, Names, Value
+from megatron_daro.families.table import (
+    DENSE_MLP,
+    GATED_ATTENTION,
+    LINEAR_ATTENTION,
+    LINEAR_DEFAULTS,
+    OUTSIDE,
+    Family,
+    Names,
+    Value,
+)
 
 _IN = "model.layers.{layer}.linear_attn.in_proj_"
 
@@ -19,11 +28,7 @@ TENSORS: Names = {
 }
 DEFAULTS: Mapping[str, Value] = {
     "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
+    **LINEAR_DEFAULTS,
     "max_position_embeddings": 32768,
     "mtp_num_hidden_layers": 0,
     "partial_rotary_factor": 0.25,

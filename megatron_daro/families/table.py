@@ -214,6 +214,13 @@ LINEAR_ATTENTION: Names = {
     "linear_norm": (_LINEAR + "norm.weight",),
     "linear_output": (_LINEAR + "out_proj.weight",),
 }
+LINEAR_DEFAULTS: Mapping[str, Value] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
 SHARED_EXPERT: Names = {
     "shared_gate_up": tuple(f"model.layers.{{layer}}.mlp.shared_expert.{part}_proj.weight" for part in _GATE_UP),
     "shared_down": ("model.layers.{layer}.mlp.shared_expert.down_proj.weight",),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config
+from megatron_daro.config.transports import sglang_transports
 
 
 def linear(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
@@ -27,8 +28,9 @@ def linear(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     if config.engine.kind != "sglang":
         return
     if config.engine.sglang.transport.shard_plan:
+        ways = sglang_transports(lambda way: not way.shard_plan and not way.adapters)
         fix = "set engine.sglang.sync=distributed"
-        yield wrong(config, "engine.sglang.sync", f"distributed, disk or tensor {model}", fix, beside="model.path")
+        yield wrong(config, "engine.sglang.sync", f"{ways} {model}", fix, beside="model.path")
     if config.engine.sglang.fp8_blocks:
         fix = "set engine.sglang.fp8_blocks=false"
         yield wrong(config, "engine.sglang.fp8_blocks", f"false {model}", fix, beside="model.path")
