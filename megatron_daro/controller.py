@@ -33,9 +33,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +42,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
+from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
@@ -126,6 +126,7 @@ class Controller:
         self._pace = Pace(section.steps, batches_ahead)
         self.step = 0
         self._skipped_steps = 0
+        self._lines = StepLines(parts.metrics.write)
         self._signal = SignalWatch()
         self._batch_trained, self._lost_in_a_row = False, 0
         self._saved_step, self._save_due = 0, False
@@ -204,8 +205,9 @@ class Controller:
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
-        """Close engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
-        closers: dict[str, Callable[[], Awaitable[None]]] = {}
+        """Write the lines that are held, and close engine, policy and the closers. One that fails is reported and does
+        not keep the next from closing."""
+        closers: dict[str, Callable[[], Awaitable[None]]] = {"metrics": self._lines.close}
         if self._parts.engine:
             closers["engine"] = self._parts.engine.close
         closers["policy"] = self._parts.policy.close
@@ -241,8 +243,8 @@ class Controller:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
-            await self._parts.evaluations.run(0)
-            self._parts.evaluations.write(0, partial(self._parts.metrics.write, 0))
+            await self._parts.evaluations.run(0, self._lines)
+            self._lines.add(0, {})
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -447,13 +449,15 @@ class Controller:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
         the sync. Args: before: the weight version that the batch began with."""
         metrics: Mapping[str, float] = {}
-        await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
-        async with self._engine_use():
+        async with AsyncExitStack() as engine:
+            with self._parts.phases.measure("sync_wait"):
+                await self._parts.evaluations.ended()  # its answers are all of the version that the engine has
+                await engine.enter_async_context(self._engine_use())
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")
             if self._parts.evaluations.due(before, self.step):
-                await self._parts.evaluations.run(self.step)
+                await self._parts.evaluations.run(self.step, self._lines)
         await self._pace.batch_done(self.step)
         return metrics
 
@@ -472,7 +476,8 @@ class Controller:
         metrics |= self._parts.phases.collect()
         if train_s := metrics.get("timing/train_s", 0.0):
             metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch, metrics))
+        self._lines.add(minibatch.step, metrics)
+        self._show(minibatch, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -482,11 +487,8 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(
-        self, minibatch: MiniBatch, of_step: Mapping[str, float], of_evaluation: Mapping[str, float]
-    ) -> None:
-        metrics = {**of_step, **of_evaluation}
-        self._parts.metrics.write(minibatch.step, metrics)
+    def _show(self, minibatch: MiniBatch, metrics: Mapping[str, float]) -> None:
+        """Show the step, and what a person should look at."""
         self._parts.progress.step(minibatch.step, metrics)
         drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):

@@ -20,6 +20,7 @@ from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_
 
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.observe.phases import Phases
 from megatron_daro.rollout.minibatches import epoch_order
 from megatron_daro.rollout.recorder import read_minibatch, read_step
 from megatron_daro.routed_experts import ExpertsFolder
@@ -130,6 +131,32 @@ def test_staleness_one_generates_the_next_batch_while_this_one_trains(tmp_path):
     for step in range(2, 7):
         versions = {r.weight_version for g, used in read_step(tmp_path, step) if used == "trained" for r in g.rollouts}
         assert versions == {step - 2}
+
+
+def test_what_a_sync_waits_for_the_batch_under_way_is_a_metric(tmp_path):
+    stack, phases = make_stack(tmp_path, rollout={"max_staleness": 1}), Phases()
+    with_parts(stack, phases=phases)
+    generate = stack.engine.generate
+
+    async def go():
+        more = asyncio.Event()
+
+        async def slow(requests):
+            if ("sync", 1) in stack.events:
+                await more.wait()
+            async for rollouts in generate(requests):
+                yield rollouts
+
+        stack.engine.generate = slow
+        run = asyncio.ensure_future(stack.controller.run())
+        async with asyncio.timeout(20):
+            while ("trained", 2) not in stack.events or "sync_wait" not in phases.active():
+                await asyncio.sleep(0)
+        more.set()
+        await run
+
+    asyncio.run(go())
+    assert all(line["timing/sync_wait_s"] > 0 for line in read_metrics(tmp_path))
 
 
 def test_weights_are_never_replaced_during_generation_or_evaluation(tmp_path):
