@@ -39,7 +39,7 @@ class Snapshot:
     @property
     def handed_over(self) -> frozenset[int]:
         """Ids of the groups that the controller had: of this batch, and of those before that were not used up yet."""
-        waiting = {group.group_id for group in (*self.surplus, *self.unfinished)}
+        waiting = {group.group_id for group in self.surplus} | {group.group_id for group in self.unfinished}
         return frozenset(group_id for group_id, _ in self.ledger["outstanding"] if group_id not in waiting)
 
     def to_json(self, outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
