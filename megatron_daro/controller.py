@@ -31,8 +31,8 @@ comparison at a time), and that of the policy (`hold`: the ranks work on one thi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -286,15 +286,10 @@ class Controller:
             raise
         self._queue.put_nowait(None)
 
-    @asynccontextmanager
-    async def _engine_use(self) -> AsyncIterator[None]:
+    def _engine_use(self) -> AbstractAsyncContextManager[None]:
         """Hold the engine for one user: a batch, a weight sync or an evaluation; one beside generation only begins so,
         and each sync waits for its end by itself."""
-        await self._within("engine_free", self._engine_lock.acquire())
-        try:
-            yield
-        finally:
-            self._engine_lock.release()
+        return self._parts.deadlines.holding("engine_free", self._engine_lock)
 
     async def _train(self) -> None:
         while self.step < self._section.steps and not self._stop.is_set():
@@ -456,7 +451,7 @@ class Controller:
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(before, self.step):
+            if self._parts.evaluations.due(before, self.step) and not self._stop.is_set():
                 await self._parts.evaluations.run(self.step, self._lines)
         await self._pace.batch_done(self.step)
         return metrics

@@ -8,7 +8,8 @@ also for something that ignores being cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -102,6 +103,21 @@ class Deadlines:
             f"deadline '{name}'{detail}: not done after {seconds:g} s. "
             "If this is slow and not hung, raise trainer.deadline_scale; else look at the log of what was awaited"
         )
+
+    @asynccontextmanager
+    async def holding(self, name: str, lock: asyncio.Lock) -> AsyncIterator[None]:
+        """Hold a lock, once it is free. Raises DeadlineError: it is not free under the deadline of this name."""
+        acquired = asyncio.ensure_future(lock.acquire())
+        try:
+            await self.within(name, acquired)
+        except asyncio.CancelledError:
+            if acquired.done() and not acquired.cancelled():  # as the cancellation came
+                lock.release()
+            raise
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 async def _cancel(task: asyncio.Future) -> None:

@@ -204,11 +204,9 @@ class Evaluations:
         evaluation only begins here."""
         assert self._under_way is None, "the one before was waited for"
         lines.hold(step)
-        work = self._measure(step, lines)
-        if self._beside:
-            self._under_way = asyncio.ensure_future(work), partial(lines.release, step, {})
-        else:
-            await work
+        self._under_way = asyncio.ensure_future(self._measure(step, lines)), partial(lines.release, step, {})
+        if not self._beside:
+            await self.ended()
 
     def cancel(self) -> None:
         """End the one under way without a result."""
@@ -219,8 +217,9 @@ class Evaluations:
         """Wait for the end of the one under way. Raises what it raised."""
         if self._under_way is None:
             return
-        (task, release), self._under_way = self._under_way, None
+        task, release = self._under_way
         await asyncio.wait({task})
+        self._under_way = None
         release()  # one that was cancelled before it began has not
         if not task.cancelled():
             task.result()

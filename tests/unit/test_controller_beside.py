@@ -22,13 +22,13 @@ EVALUATE = {"eval_every_steps": 2, "save_every_steps": 3}
 KEY = "eval/held_out/accuracy"
 
 
-def evaluated_by(stack, evaluate):
-    """The loop whose evaluations beside generation are these."""
-    evaluations = Evaluations(evaluate, stack.section, stack.phases, FAST, beside=True)
+def evaluated_by(stack, evaluate, beside=True):
+    """The loop whose evaluations, beside generation or not, are these."""
+    evaluations = Evaluations(evaluate, stack.section, stack.phases, FAST, beside=beside)
     return with_parts(stack, evaluations=evaluations)
 
 
-def gated(stack, *, of_step):
+def gated(stack, *, of_step, beside=True):
     """The evaluation of this step waits for the gate; the result says which weights it saw, before and after."""
     gate = asyncio.Event()
 
@@ -41,7 +41,7 @@ def gated(stack, *, of_step):
         stack.events.append(("evaluated", step))
         return {KEY: digest(before) % 100 / 100}
 
-    evaluated_by(stack, evaluate)
+    evaluated_by(stack, evaluate, beside)
     return gate
 
 
@@ -145,18 +145,21 @@ def test_a_checkpoint_has_the_line_of_its_step(tmp_path):
     assert newest is not None and newest[1]["step"] == 2  # step 4 is saved when its evaluation is there
 
 
-def test_a_stop_ends_the_evaluation_and_writes_the_line_without_it(tmp_path):
-    stack = make_stack(tmp_path, evaluate_beside=True, trainer=EVALUATE)
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("at", ["evaluate", "trained"])
+def test_a_stop_ends_the_evaluation_or_begins_none_and_writes_the_line_without_it(tmp_path, beside, at):
+    stack = make_stack(tmp_path, evaluate_beside=beside, trainer=EVALUATE)
 
     async def go():
-        gated(stack, of_step=2)
+        gated(stack, of_step=2, beside=beside)
         run = asyncio.ensure_future(stack.controller.run())
-        await until(lambda: ("evaluate", 2) in stack.events)
+        await until(lambda: (at, 2) in stack.events)
         stack.controller.request_stop("Ctrl-C")
         return await asyncio.wait_for(run, 20)
 
     outcome = asyncio.run(go())
     assert outcome.status == "stopped" and ("evaluated", 2) not in stack.events
+    assert (("evaluate", 2) in stack.events) == (at == "evaluate")
     assert [line["step"] for line in read_metrics(tmp_path) if KEY in line] == [0]
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(outcome.step + 1))
 
