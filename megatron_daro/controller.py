@@ -52,7 +52,7 @@ from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
-from megatron_daro.rollout.summary import environment_metrics, sampled_groups, step_metrics
+from megatron_daro.rollout.summary import batch_metrics, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
@@ -336,67 +336,68 @@ class Controller:
         self._unrecorded = (), ()
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
-            minibatch.step: await self._with_logprobs(batch, minibatch)
-            for minibatch in minibatches
-            if minibatch.epoch == 1
+            minibatch.step: await self._with_logprobs(minibatch) for minibatch in minibatches if minibatch.epoch == 1
         }
         first_epoch = tuple(prepared.batch for prepared, _ in prepared_of_step.values())
+        of_batch = await self._measure(batch, first_epoch[0].rollouts_per_prompt)
         for minibatch in minibatches:
             if not minibatch.trains:
-                self._resolve_step(minibatch)
+                self._resolve_step(minibatch, trained=False)
                 continue
             if minibatch.step in prepared_of_step:
                 prepared, metrics = prepared_of_step.pop(minibatch.step)
             else:
-                columns, metrics = await self._build_columns(batch, minibatch, first_epoch)
+                columns, metrics = await self._build_columns(minibatch, first_epoch)
                 prepared = PreparedBatch(columns)
-            await self._train_step(minibatch, prepared, metrics)
+            await self._train_step(minibatch, prepared, {**of_batch, **metrics})
 
-    async def _with_logprobs(
-        self, batch: SampledBatch, minibatch: MiniBatch
-    ) -> tuple[PreparedBatch, Mapping[str, float]]:
+    async def _measure(self, batch: SampledBatch, rollouts_per_prompt: int) -> Mapping[str, float]:
+        """Return what all steps of a batch say alike, in numbers."""
+        with self._parts.phases.measure("build"):
+            of_batch = asyncio.to_thread(batch_metrics, batch, rollouts_per_prompt, self._parts.environment_of_source)
+            return await self._within("build", of_batch, what="metrics of a batch")
+
+    async def _with_logprobs(self, minibatch: MiniBatch) -> tuple[PreparedBatch, Mapping[str, float]]:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs, and their
         metrics."""
-        step_batch, metrics = await self._build_columns(batch, minibatch)
+        step_batch, metrics = await self._build_columns(minibatch)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(step_batch)
             return await self._within("logprob", work, what=f"step {minibatch.step}"), metrics
 
     async def _build_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
+        self, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
     ) -> tuple[StepBatch, Mapping[str, float]]:
         """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and what
         they say in numbers."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
-            columns = asyncio.to_thread(self._make_columns, batch, minibatch, first_epoch)
+            columns = asyncio.to_thread(self._make_columns, minibatch, first_epoch)
             return await self._within("build", columns, what=f"step {minibatch.step}")
 
     def _make_columns(
-        self, batch: SampledBatch, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
+        self, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
     ) -> tuple[StepBatch, dict[str, float]]:
         columns = replace(self._parts.build(minibatch.groups, minibatch.step), opens_batch=minibatch.first)
         if first_epoch:
             columns = with_columns_of(columns, first_epoch)
-        metrics = step_metrics(batch, minibatch, columns, self._section.steps_per_batch)
-        groups = sampled_groups(batch, columns.rollouts_per_prompt)
-        return columns, metrics | environment_metrics(groups, self._parts.environment_of_source)
+        return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch, of_batch: Mapping[str, float]) -> None:
         """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its columns."""
         with self._parts.phases.measure("train"):
-            of_step = await self._optimizer_step(prepared, minibatch)
-        self._resolve_step(minibatch)
+            result = await self._optimizer_step(prepared, minibatch)
+        resolved = self._resolve_step(minibatch, trained=not result.skipped)
         self.step = minibatch.step
-        metrics = {**of_step, **of_batch, **self._book_metrics()}
+        metrics = {**result.metrics, **of_batch, **self._book_metrics()}
         if minibatch.last:
             metrics |= await self._sync_weights(minibatch.version)
         with self._parts.phases.measure("write"):
-            await self._write(minibatch, metrics, len(prepared.batch.tokens_T))
+            await self._write_rollouts(minibatch, resolved, applied=not result.skipped)
+            self._write_metrics(minibatch, metrics, len(prepared.batch.tokens_T))
 
-    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> Mapping[str, float]:
-        """Ask the policy for a step, and return its metrics. One that is not finite stops the run or is skipped, and is
-        written out."""
+    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> StepResult:
+        """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
         try:
             work = self._parts.policy.train(prepared, minibatch.step)
             result = await self._within("train", work, what=f"step {minibatch.step}")
@@ -404,8 +405,7 @@ class Controller:
             result = StepResult(minibatch.step, {}, skipped=True, reason=str(error))
         if not result.skipped:
             self._batch_trained, self._lost_in_a_row = True, 0
-            return result.metrics
-        minibatch.trains = False
+            return result
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
             path = await self._to_disk(self._parts.recorder.write_failed, minibatch.step, minibatch.groups)
@@ -419,7 +419,7 @@ class Controller:
         self._parts.progress.warn(message)
         if minibatch.last and not self._batch_trained:
             self._count_lost(message)
-        return result.metrics
+        return result
 
     def _count_lost(self, message: str) -> None:
         self._lost_in_a_row += 1
@@ -456,15 +456,18 @@ class Controller:
         await self._pace.batch_done(self.step)
         return metrics
 
-    async def _write(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
-        """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
+    async def _write_rollouts(self, minibatch: MiniBatch, resolved: Sequence[Group], *, applied: bool) -> None:
+        """Before the metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
-            groups = {minibatch.outcome: minibatch.resolved, "filtered": minibatch.filtered}
-            groups["dropped"] = (*groups.get("dropped", ()), *minibatch.dropped)
-            await self._to_disk(self._parts.recorder.write_step, minibatch.step, groups, minibatch.record)
+            groups = {"trained": resolved if applied else (), "filtered": minibatch.filtered}
+            groups["dropped"] = (*(() if applied else resolved), *minibatch.dropped)
+            record = minibatch.record(applied=applied)
+            await self._to_disk(self._parts.recorder.write_step, minibatch.step, groups, record)
         if self._parts.experts:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
+
+    def _write_metrics(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
         metrics |= self._parts.phases.collect()
         if train_s := metrics.get("timing/train_s", 0.0):
             metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
@@ -489,13 +492,12 @@ class Controller:
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
-    def _resolve_step(self, minibatch: MiniBatch) -> None:
-        """Book groups with the first step that trains them; as dropped once none of their steps did."""
-        outcomes, later = self._parts.source.ledger.outcomes, frozenset() if minibatch.trains else minibatch.again
-        minibatch.resolved = tuple(
-            group for group in minibatch.groups if group.group_id not in outcomes and group.group_id not in later
-        )
-        self._resolve(minibatch.resolved, minibatch.outcome)
+    def _resolve_step(self, minibatch: MiniBatch, *, trained: bool) -> tuple[Group, ...]:
+        """Book groups with the first step that trains them, or as dropped with the last that does not; return them."""
+        outcomes, later = self._parts.source.ledger.outcomes, frozenset() if trained else minibatch.again
+        groups = [g for g in minibatch.groups if g.group_id not in outcomes and g.group_id not in later]
+        self._resolve(groups, "trained" if trained else "dropped")
+        return tuple(groups)
 
     def _resolve(self, groups: Sequence[Group], outcome: Outcome) -> None:
         self._parts.source.ledger.finish([group.group_id for group in groups], outcome)

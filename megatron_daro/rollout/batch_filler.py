@@ -55,11 +55,6 @@ class BatchFiller:
         self._size = context.section.rollouts_per_prompt
         self._filling = FILLINGS[finish_batch](context.section)
 
-    @property
-    def may_leave_unfinished(self) -> bool:
-        """Whether groups may be unfinished when their batch is complete."""
-        return self._filling.aborts or self._section.segment_tokens is not None
-
     async def fill(self, batch: BatchSoFar, unfinished: Sequence[UnfinishedGroup]) -> tuple[UnfinishedGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
 

@@ -19,10 +19,8 @@ filtered group at the beginning would look like a filter that keeps nothing, and
 
 class Filling(Protocol):
     """A way to fill a batch. It is asked at the beginning, and again whenever answers have come or a call has ended; a
-    way that ends a batch at another moment (a time, say) puts None into `flight.arrivals` then."""
-
-    aborts: bool
-    """Whether a batch may be complete while groups are in flight; these are aborted then."""
+    way that ends a batch at another moment (a time, say) puts None into `flight.arrivals` then. Groups that are one
+    call are in the batch when all of them have ended."""
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
         """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
@@ -49,8 +47,6 @@ class InRounds:
     """Groups begin in rounds. A round is one call of the engine, as fits one that works on one batch at a time, and the
     next begins when all of its groups have ended. What is in a batch follows from the saved state alone, so a run
     repeats exactly."""
-
-    aborts = False
 
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""
@@ -83,8 +79,6 @@ class Continuous:
     """Every group is a call of its own, as fits servers. One that the filter takes out is replaced while others are
     still generated. Enough trainable groups end the batch: the rest is aborted, and goes on in the next batch or is
     dropped. A run does not repeat exactly. A round is only a measure of prompts: oversampling x prompts_per_batch."""
-
-    aborts = True
 
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""

@@ -8,31 +8,28 @@ from seed, batch and epoch. A replayed batch has the steps that were recorded. I
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_daro.config.sections import TrainerSection
-from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.recorder import RecordedMiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch
 from megatron_daro.types import Group
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step in the making.
+    """What is planned for one optimizer step.
 
-    version: the policy's weight version when the batch began to train. filtered, dropped: what is recorded with this
-    step although it does not train (the first one of a batch has them all). first, last: whether it is the first and
-    the last of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again: ids of groups
-    that a later one of the batch takes again. trains: false once its step was not finite; in a replay from the
-    beginning. resolved: those of its groups whose outcome it decides: their first step that trains, or else the last.
+    filtered, dropped: what is recorded with this step although it does not train, and generated_tokens of the batch
+    (the first one of a batch has them all). first, last: whether it is the first and the last of its batch, whose first
+    optimizer step is `first_step`. epoch: of the batch, from 1. again: ids of groups that a later one of the batch
+    takes again. trains: false in a replay, of a step that was not finite.
     """
 
     step: int
-    version: int
     groups: tuple[Group, ...]
     first_step: int
     last: bool = False
@@ -42,18 +39,17 @@ class MiniBatch:
     trains: bool = True
     filtered: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
-    resolved: tuple[Group, ...] = ()
+    generated_tokens: int = 0
 
     @property
-    def outcome(self) -> Outcome:
-        """Of the groups that it resolves."""
-        return "trained" if self.trains else "dropped"
+    def version(self) -> int:
+        """The policy's weight version when the batch began to train."""
+        return self.first_step - 1
 
-    @property
-    def record(self) -> RecordedMiniBatch:
-        """What a replay needs of it."""
+    def record(self, *, applied: bool) -> RecordedMiniBatch:
+        """What a replay needs of it. Args: applied: whether the policy was updated."""
         ids = tuple(group.group_id for group in self.groups)
-        return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, self.trains)
+        return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, applied)
 
 
 def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:
@@ -78,16 +74,23 @@ def plan_minibatches(
         everything is stale; else one at least trains, also of a recorded batch (rollout/replay.py).
     """
     fresh = [group for group in batch.groups if group not in stale]
-    plan = _recorded_minibatches(batch, step) if batch.recorded else _minibatches(fresh, step, section)
+    plan = _recorded_minibatches(batch) if batch.recorded else _minibatches(fresh, step, section)
     plan = [minibatch for minibatch in plan if minibatch.step <= section.steps]
     later: frozenset[int] = frozenset()
-    for minibatch in reversed(plan):
-        minibatch.again = later
+    for i, minibatch in reversed([*enumerate(plan)]):
+        plan[i] = replace(minibatch, again=later)
         later |= {group.group_id for group in minibatch.groups}
     unused = tuple(group for group in batch.groups if group.group_id not in later)
-    if trained := [minibatch for minibatch in plan if minibatch.trains]:
-        trained[0].first = trained[-1].last = True
-        trained[0].filtered, trained[0].dropped = batch.filtered, (*batch.dropped, *unused)
+    if trained := [i for i, minibatch in enumerate(plan) if minibatch.trains]:
+        first, last = trained[0], trained[-1]
+        plan[first] = replace(
+            plan[first],
+            first=True,
+            filtered=batch.filtered,
+            dropped=(*batch.dropped, *unused),
+            generated_tokens=batch.response_tokens,
+        )
+        plan[last] = replace(plan[last], last=True)
     return plan, unused
 
 
@@ -97,14 +100,14 @@ def _minibatches(groups: Sequence[Group], step: int, section: TrainerSection) ->
     for epoch in range(1, section.epochs_per_batch + 1):
         ordered = groups if epoch == 1 else [groups[i] for i in epoch_order(len(groups), section.seed, step + 1, epoch)]
         parts += [(epoch, part) for part in _split(ordered, section.minibatches_per_batch)]
-    return [MiniBatch(step + i, step, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
+    return [MiniBatch(step + i, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
 
 
-def _recorded_minibatches(batch: SampledBatch, step: int) -> list[MiniBatch]:
+def _recorded_minibatches(batch: SampledBatch) -> list[MiniBatch]:
     groups = {group.group_id: group for group in batch.groups}
     return [
         MiniBatch(
-            one.step, step, tuple(groups[i] for i in one.group_ids), one.first_step, epoch=one.epoch, trains=one.applied
+            one.step, tuple(groups[i] for i in one.group_ids), one.first_step, epoch=one.epoch, trains=one.applied
         )
         for one in batch.recorded
     ]

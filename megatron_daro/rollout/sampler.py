@@ -154,17 +154,10 @@ class Sampler:
         self._surplus = ()
 
     def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
-        """Drop unfinished groups whose oldest token will be too old, and all where batches leave none any more."""
+        """Drop unfinished groups whose oldest token will be too old."""
         oldest = use_version - self._max_lag
-        usable = [
-            group
-            for group in self._unfinished
-            if self._filler.may_leave_unfinished and (group.weight_version is None or group.weight_version >= oldest)
-        ]
+        usable = [g for g in self._unfinished if g.weight_version is None or g.weight_version >= oldest]
         self._discard(batch, [group for group in self._unfinished if group not in usable])
-        if self._unfinished and not self._filler.may_leave_unfinished:
-            count = len(self._unfinished)
-            self._notices.notice(f"{count} unfinished groups are dropped: rollout.finish_batch keeps none now")
         self._unfinished = tuple(usable)
 
     def _discard(self, batch: BatchSoFar, groups: Sequence[UnfinishedGroup]) -> None:

@@ -57,19 +57,13 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 """Of every run."""
 
 
-def step_metrics(
-    batch: SampledBatch,
-    minibatch: MiniBatch,
-    columns: StepBatch,
-    steps_per_batch: int,
-) -> dict[str, float]:
-    """All of the below for one optimizer step: `columns` are those of `minibatch`, which is of `batch`."""
-    size = columns.rollouts_per_prompt
-    metrics = sample_metrics(batch, size) | group_bins((*minibatch.groups, *minibatch.filtered), size)
+def step_metrics(minibatch: MiniBatch, columns: StepBatch, steps_per_batch: int) -> dict[str, float]:
+    """Measure what one optimizer step trains, which is not the same for all steps of its batch."""
+    metrics = group_bins((*minibatch.groups, *minibatch.filtered), columns.rollouts_per_prompt)
     metrics |= length_metrics(columns)
     metrics |= _divergence(minibatch.groups)
     metrics["rollout/epoch"] = float(minibatch.epoch)
-    metrics["rollout/generated_tokens"] = float(batch.response_tokens if minibatch.first else 0)
+    metrics["rollout/generated_tokens"] = float(minibatch.generated_tokens)
     return metrics | {"rollout/staleness_mean": mean_staleness(minibatch.groups, minibatch.version, steps_per_batch)}
 
 
@@ -81,23 +75,27 @@ def _divergence(groups: Iterable[Group]) -> dict[str, float]:
     return {"distill/reverse_kl": _mean(np.concatenate(parts))} if parts else {}
 
 
-def sample_metrics(batch: SampledBatch, rollouts_per_prompt: int) -> dict[str, float]:
+def batch_metrics(
+    batch: SampledBatch, rollouts_per_prompt: int, environment_of_source: Mapping[str, str]
+) -> dict[str, float]:
     """Measure every complete group that was sampled for the batch, and what sampling them took.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
 
     Args:
-        batch: the sampled batch. rollouts_per_prompt: K.
+        batch: the sampled batch. rollouts_per_prompt: K. environment_of_source: of several environments.
 
     Returns:
-        What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s` and the batch's counters.
+        What GROUP_METRICS give, `rollout/rounds`, `throughput/rollout_tokens_per_s`, the batch's counters, and what
+        `environment_metrics` says.
     """
     groups, metrics = sampled_groups(batch, rollouts_per_prompt), {"rollout/rounds": float(batch.rounds)}
     for measure in GROUP_METRICS:
         metrics |= measure(groups)
     if batch.rollout_s > 0:
         metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
-    return metrics | {key: float(value) for key, value in batch.counters.items()}
+    metrics |= {key: float(value) for key, value in batch.counters.items()}
+    return metrics | environment_metrics(groups, environment_of_source)
 
 
 def sampled_groups(batch: SampledBatch, rollouts_per_prompt: int) -> list[Group]:

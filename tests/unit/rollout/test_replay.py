@@ -62,6 +62,9 @@ def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates
     assert parts.policy.weights == original.policy.weights
     books = [read_metrics(tmp_path / run)[-1] for run in "ab"]
     assert len({(line["rollout/groups_trained"], line["rollout/groups_filtered"]) for line in books}) == 1
+    lines = [{line["step"]: line for line in read_metrics(tmp_path / run)} for run in "ab"]
+    for step, line in lines[1].items():
+        assert line["rollout/staleness_mean"] == lines[0][step]["rollout/staleness_mean"]
     if skipped:
         return
     for key in ("loss/policy", "difficulty/predicted_loss/2", "accuracy/mean", "rollout/epoch"):

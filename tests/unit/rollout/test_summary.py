@@ -13,12 +13,12 @@ from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
 from megatron_daro.rollout.summary import (
+    batch_metrics,
     environment_metrics,
     group_bins,
     length_metrics,
     mean_staleness,
     pass_at_k,
-    sample_metrics,
     step_metrics,
 )
 from megatron_daro.types import Group, Prompt, Verdict
@@ -45,7 +45,7 @@ def test_every_complete_group_of_a_batch_counts():
         group(1, [2, 4, 6, 8], (0,)), filtered=(filtered,), dropped=dropped, rounds=3, rollout_s=2.0,
         response_tokens=60, counters={"rollout/x": 5},
     )  # fmt: skip
-    assert sample_metrics(batch, K) == {
+    assert batch_metrics(batch, K, {}) == {
         "accuracy/mean": 5 / 12,
         "reward/mean": pytest.approx((5 - 3.5) / 12),
         "response/length_mean": pytest.approx(40 / 12),
@@ -108,8 +108,8 @@ def test_an_update_says_all_of_it(first, tokens):
     groups = (group(1, [3] * K, (0,), turns=turns), group(2, [3] * K, (1,), turns=turns))
     filtered = (group(3, [3] * K),)
     batch = sampled(*groups, filtered=filtered, response_tokens=60)
-    update = MiniBatch(8, 7, groups, 8, first=first, epoch=2, filtered=filtered)
-    metrics = step_metrics(batch, update, build_batch(groups, GRPO), 2)
+    update = MiniBatch(8, groups, 8, first=first, epoch=2, filtered=filtered, generated_tokens=tokens)
+    metrics = batch_metrics(batch, K, {}) | step_metrics(update, build_batch(groups, GRPO), 2)
     assert metrics["rollout/epoch"] == 2.0 and metrics["rollout/generated_tokens"] == tokens
     assert metrics["rollout/staleness_mean"] == 2.0 and metrics["accuracy/mean"] == 2 / 12
     assert metrics["difficulty/groups/1"] == 2.0 and metrics["difficulty/groups/0"] == 1.0
@@ -124,9 +124,7 @@ def test_the_divergence_from_a_teacher_is_that_of_the_models_own_tokens():
         1, [3] * K, (0,), loss_mask=mask, logprobs=logprobs, teacher_logprobs=np.array([-1.5, 0, -3.5], np.float32)
     )
     plain = group(2, [3] * K, (0,))
-    metrics = step_metrics(
-        sampled(taught, plain), MiniBatch(1, 1, (taught, plain), 1), build_batch([taught, plain], GRPO), 1
-    )
+    metrics = step_metrics(MiniBatch(1, (taught, plain), 1), build_batch([taught, plain], GRPO), 1)
     assert metrics["distill/reverse_kl"] == 1.0
 
 
