@@ -62,9 +62,6 @@ def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates
     assert parts.policy.weights == original.policy.weights
     books = [read_metrics(tmp_path / run)[-1] for run in "ab"]
     assert len({(line["rollout/groups_trained"], line["rollout/groups_filtered"]) for line in books}) == 1
-    lines = [{line["step"]: line for line in read_metrics(tmp_path / run)} for run in "ab"]
-    for step, line in lines[1].items():
-        assert line["rollout/staleness_mean"] == lines[0][step]["rollout/staleness_mean"]
     if skipped:
         return
     for key in ("loss/policy", "difficulty/predicted_loss/2", "accuracy/mean", "rollout/epoch"):
@@ -102,6 +99,8 @@ def test_replay_keeps_the_step_numbers_when_a_step_trained_nothing(tmp_path):
     parts, _ = replay(tmp_path / "a", tmp_path / "b")
     assert [step for step, _ in parts.policy.batches] == [1, 2, 4, 5, 6]
     assert parts.policy.weights == original.policy.weights
+    staleness = [{line["step"]: line.get("rollout/staleness_mean") for line in read_metrics(tmp_path / r)} for r in "ab"]
+    assert staleness[1].items() <= staleness[0].items()
 
 
 def test_a_replay_can_be_resumed(tmp_path):
