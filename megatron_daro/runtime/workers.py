@@ -37,8 +37,8 @@ from megatron_daro.engine.sglang.client import calls_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
-from megatron_daro.runtime.kept_states import Description, Kept, KeptStates, Source
 from megatron_daro.runtime.shard_export import ShardExport
+from megatron_daro.runtime.snapshot_store import Description, SnapshotSerials, SnapshotStore, Source
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
@@ -110,7 +110,7 @@ class TrainWorker:
         self._shard_export: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
-        self._states = KeptStates()
+        self._states = SnapshotStore()
         self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
         self._reference: HostCopy | None = None
         self._heals = False
@@ -333,7 +333,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     def keep_own_twice(self, twice: bool) -> None:
-        """See `KeptStates.keep_own_twice`."""
+        """See `SnapshotStore.keep_own_twice`."""
         self._states.keep_own_twice(twice)
 
     @ray.method(concurrency_group="work")
@@ -356,33 +356,33 @@ class TrainWorker:
 
     @ray.method(concurrency_group="copies")
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
-        """See `KeptStates.open_copy`."""
+        """See `SnapshotStore.open_copy`."""
         self._states.open_copy(rank, serial, keep)
 
     @ray.method(concurrency_group="copies")
     def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
-        """See `KeptStates.take_block`."""
+        """See `SnapshotStore.take_block`."""
         self._states.take_block(rank, serial, kind, number, block)
 
     @ray.method(concurrency_group="copies")
     def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
-        """See `KeptStates.seal_copy`."""
+        """See `SnapshotStore.seal_copy`."""
         self._states.seal_copy(rank, serial, layout, rest)
 
     @ray.method(concurrency_group="copies")
     def describe(self, owner: int | None, serial: int) -> Description:
-        """See `KeptStates.describe`."""
+        """See `SnapshotStore.describe`."""
         return self._states.describe(owner, serial)
 
     @ray.method(concurrency_group="copies")
     def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
-        """See `KeptStates.block`."""
+        """See `SnapshotStore.block`."""
         return self._states.block(owner, serial, kind, number)
 
     @ray.method(concurrency_group="recover")
-    def kept(self) -> Kept:
+    def snapshots(self) -> SnapshotSerials:
         """Return what this process has of snapshots; it answers whatever else it does."""
-        return self._states.kept
+        return self._states.serials
 
     @ray.method(concurrency_group="recover")
     @logs.failures_logged

@@ -319,9 +319,9 @@ def _note_death(outcome: Outcome, process: Any) -> None:
     else:
         outcome.together = {rank}
         for number, process in enumerate(processes):
-            copies = processes[heal.peers[number]].states.kept.copies.get(number, ())
+            copies = processes[heal.peers[number]].states.serials.copies.get(number, ())
             assert heal.committed in copies, f"snapshot {heal.committed} of rank {number} counts; its peer: {copies}"
-            assert heal.keeps != "both" or heal.committed in process.states.kept.own
+            assert heal.keeps != "both" or heal.committed in process.states.serials.own
     # What docs/recovery.md excepts: where peers alone keep snapshots, a death while one is taken; a death in a meeting.
     outcome.unhealable |= outcome.group.ranks.joining
 
