@@ -33,7 +33,7 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.nccl_environment import nccl_of_rank
-from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
@@ -260,7 +260,7 @@ class TrainWorker:
         from megatron_daro.actor import device
         from megatron_daro.sync.handles import push_buckets, received
 
-        return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
+        return push_buckets(received(self._relays[members], device.prepare()), plan, connect_to_servers)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -280,7 +280,7 @@ class TrainWorker:
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
-            self._sender = Sender(ray.util.get_node_ip_address(), backend, calls_to_servers, RaySender())
+            self._sender = Sender(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
         label = f"stage{parallel.pipeline_parallel_rank()}"
         return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
 
@@ -290,7 +290,7 @@ class TrainWorker:
         """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
         if self._shard_export is None:
             host = ray.util.get_node_ip_address()
-            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
+            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, connect_to_servers)
         return self._shard_export.offer(plan)
 
     @ray.method(concurrency_group="work")
