@@ -31,7 +31,6 @@ comparison at a time), and that of the policy (`hold`: the ranks work on one thi
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -103,7 +102,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: all done that there was to do, the export too; stopped with a checkpoint; or interrupted."""
+    """How a run ended.
+
+    status: finished: at `trainer.steps`, or a replay at the end of its recording, and exported; stopped, with a
+    checkpoint; or interrupted. step: optimizer steps done.
+    """
 
     status: Literal["finished", "stopped", "interrupted"]
     step: int
@@ -134,9 +137,6 @@ class Controller:
         self._last_batch: SampledBatch | None = None
         # Filtered and dropped groups of batches that trained nothing: the next step's record has them.
         self._unrecorded: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()
-        # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
-        # books, without an outcome, when the last one was sampled.
-        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=batches_ahead + 1)
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
@@ -323,8 +323,9 @@ class Controller:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
         filtered, dropped = self._unrecorded
         batch = replace(batch, filtered=(*filtered, *batch.filtered), dropped=(*dropped, *batch.dropped))
-        self._resolved.append({})
         self._last_batch, self._batch_trained = batch, False
+        # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
+        self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
         stale = self._parts.source.stale(batch.groups, self.step)
         minibatches, unused = plan_minibatches(batch, stale, self.step, self._section)
         self._resolve(unused, "dropped")
@@ -347,7 +348,7 @@ class Controller:
         first_epoch = tuple(prepared.batch for prepared, _ in prepared_of_step.values())
         for minibatch in minibatches:
             if not minibatch.trains:
-                self._resolve(minibatch.groups, "dropped")
+                self._resolve_step(minibatch)
                 continue
             if minibatch.step in prepared_of_step:
                 prepared, metrics = prepared_of_step.pop(minibatch.step)
@@ -390,8 +391,7 @@ class Controller:
         """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its columns."""
         with self._parts.phases.measure("train"):
             of_step = await self._optimizer_step(prepared, minibatch)
-        if minibatch.epoch == 1:
-            self._resolve(minibatch.groups, minibatch.outcome)
+        self._resolve_step(minibatch)
         self.step = minibatch.step
         metrics = {**of_step, **of_batch, **self._book_metrics()}
         if minibatch.last:
@@ -410,7 +410,7 @@ class Controller:
         if not result.skipped:
             self._batch_trained, self._lost_in_a_row = True, 0
             return result.metrics
-        minibatch.outcome = "dropped"
+        minibatch.trains = False
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
             path = await self._to_disk(self._parts.recorder.write_failed, minibatch.step, minibatch.groups)
@@ -464,10 +464,7 @@ class Controller:
     async def _write(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
-            groups = {
-                minibatch.outcome: minibatch.groups if minibatch.epoch == 1 else (),
-                "filtered": minibatch.filtered,
-            }
+            groups = {minibatch.outcome: minibatch.resolved, "filtered": minibatch.filtered}
             groups["dropped"] = (*groups.get("dropped", ()), *minibatch.dropped)
             await self._to_disk(self._parts.recorder.write_step, minibatch.step, groups, minibatch.record)
         if self._parts.experts:
@@ -497,10 +494,16 @@ class Controller:
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
+    def _resolve_step(self, minibatch: MiniBatch) -> None:
+        """Book groups with the first step that trains them; as dropped once none of their steps did."""
+        outcomes, later = self._parts.source.ledger.outcomes, frozenset() if minibatch.trains else minibatch.again
+        minibatch.resolved = tuple(
+            group for group in minibatch.groups if group.group_id not in outcomes and group.group_id not in later
+        )
+        self._resolve(minibatch.resolved, minibatch.outcome)
+
     def _resolve(self, groups: Sequence[Group], outcome: Outcome) -> None:
-        ids = [group.group_id for group in groups]
-        self._parts.source.ledger.finish(ids, outcome)
-        self._resolved[-1] |= dict.fromkeys(ids, outcome)
+        self._parts.source.ledger.finish([group.group_id for group in groups], outcome)
 
     def _book_metrics(self) -> dict[str, float]:
         ledger = self._parts.source.ledger
@@ -516,13 +519,12 @@ class Controller:
         await self._parts.evaluations.ended()
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
-        resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}
         state = {
             "format": STATE_FORMAT,
             "step": self.step,
             "batches_done": self._pace.batches_done,
             "skipped_steps": self._skipped_steps,
-            "sampler": self._last_batch.snapshot.to_json(resolved),
+            "sampler": self._last_batch.snapshot.to_json(self._parts.source.ledger.outcomes),
             "identity": dict(self._parts.identity),
         }
         save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step

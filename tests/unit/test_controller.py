@@ -255,15 +255,22 @@ def test_a_run_of_epochs_that_crashed_goes_on_bit_for_bit(tmp_path):
     assert files_of(tmp_path / "crashed") == files_of(tmp_path / "whole")
 
 
-def test_a_group_is_counted_by_its_first_epoch(tmp_path):
-    """A step that was not finite dropped its groups, although a later epoch trained them."""
+@pytest.mark.parametrize("skipped", [(2, 5), (2, 3, 4, 5)])
+def test_a_group_is_booked_with_the_first_step_that_trains_it_and_dropped_where_none_does(tmp_path, skipped):
     trainer = {**EPOCHS["trainer"], "on_nonfinite": "skip", "steps": 6}
     stack = make_stack(tmp_path, **{**EPOCHS, "trainer": trainer})
-    stack.policy.nonfinite_steps = {2: "skip", 5: "skip"}
+    stack.policy.nonfinite_steps = dict.fromkeys(skipped, "skip")
     run_stack(stack)
-    assert [read_minibatch(tmp_path, step).applied for step in range(1, 7)] == [True, False, True, True, False, True]
-    counts, outcomes = stack.sampler.ledger.counts(), [used for *_, used in recorded_once(tmp_path)]
-    assert counts["trained"] == outcomes.count("trained") == 2 and len(read_minibatch(tmp_path, 2).group_ids) == 3
+    expected, ids = {}, {step: read_minibatch(tmp_path, step).group_ids for step in range(1, 7)}
+    for group_id in (*ids[1], *ids[2]):
+        steps = [step for step in ids if group_id in ids[step]]
+        trained = [step for step in steps if step not in skipped]
+        expected[group_id] = (trained[0], "trained") if trained else (steps[-1], "dropped")
+    recorded = {group.group_id: (step, used) for step, group, used in recorded_once(tmp_path)}
+    assert {group_id: recorded[group_id] for group_id in expected} == expected
+    outcomes = [used for _, used in expected.values()]
+    assert stack.sampler.ledger.counts()["trained"] == outcomes.count("trained")
+    assert ("dropped" in outcomes) == (skipped != (2, 5)) and (1, "trained") in expected.values()
     check_books(tmp_path)
 
 
@@ -388,8 +395,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     for step, group, used in recorded:
         if used == "trained":
             assert len(group.rollouts) == K and step not in skips
-            earliest_start_of_its_batch = step - updates
-            assert earliest_start_of_its_batch - group.weight_version <= staleness * updates * epochs
+            assert read_minibatch(run, step).first_step - 1 - group.weight_version <= staleness * updates * epochs
 
 
 def _misbehave(stack, lags, aborts, skips) -> None:
