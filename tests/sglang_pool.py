@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.engine.sglang.asking import DirectAsker
-from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.engine.sglang.command import server_command
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.probe import probe_text
@@ -350,7 +350,7 @@ class ModelWeights:
     def __init__(self, model: Any, *, named: Iterable[tuple[str, Any]] | None = None, bucket_bytes: int = 0) -> None:
         self.model, self.version, self._bucket_bytes = model, 0, bucket_bytes
         self._named = named
-        self._sender = Sender(HOST, "gloo", calls_to_servers)
+        self._sender = Sender(HOST, "gloo", connect_to_servers)
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:

@@ -36,9 +36,9 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
+from megatron_daro.runtime.batch_shards import Shard, joined_column, renumbered
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
-from megatron_daro.runtime.shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import PreparedBatch, Rollout, StepBatch, StepResult

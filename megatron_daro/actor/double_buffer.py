@@ -1,7 +1,7 @@
 """Host memory of snapshots: each slot holds one, and is whole or has no number.
 
 A snapshot that is being taken never overwrites the one that all ranks have, so a rank that dies in between leaves
-nothing torn behind. A process without a model keeps copies too (runtime/kept_states.py).
+nothing torn behind. A process without a model keeps copies too (runtime/snapshot_store.py).
 """
 
 from __future__ import annotations

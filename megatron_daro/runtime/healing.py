@@ -27,9 +27,9 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.kept_states import Kept
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of
+from megatron_daro.runtime.snapshot_store import SnapshotSerials
 from megatron_daro.runtime.supervisor import end_frozen, gather
 from megatron_daro.types import MemoryKind, StepBatch
 
@@ -108,7 +108,7 @@ class Healing:
         def looked_at() -> Mapping[str, ActorHandle]:
             return {} if self._ranks.workers.dismissed else self._ranks.workers
 
-        await end_frozen(looked_at, lambda rank: rank.kept.remote(), hung_s=self._limits.hung_s, warn=self._warn)
+        await end_frozen(looked_at, lambda rank: rank.snapshots.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.
@@ -242,11 +242,11 @@ class Healing:
         await self._look()
         await self._answers(lambda worker: worker.abort.remote(), _LEAVE_S)
         await self._answers(lambda worker: worker.leave.remote(), _LEAVE_S)
-        kept = await self._look()  # by now the snapshots that were being taken are whole
+        serials = await self._look()  # by now the snapshots that were being taken are whole
         workers = self._ranks.workers
         if workers.dismissed:
             return states.Hopeless("a rank died while the run ended")
-        return states.Left(kept, self._ranks.infos, list(workers.values()), time.monotonic())
+        return states.Left(serials, self._ranks.infos, list(workers.values()), time.monotonic())
 
     async def _replace(self, plan: states.Replace) -> states.Event:
         """Start new processes, bring their states to them, and have all meet and go back. Until the next snapshot is
@@ -290,9 +290,9 @@ class Healing:
         what = ", ".join(f"rank {rank}" for rank in dict.fromkeys(ranks))
         self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {steps}")
 
-    async def _look(self) -> dict[int, Kept]:
+    async def _look(self) -> dict[int, SnapshotSerials]:
         """Return what living ranks keep. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""
-        return await self._answers(lambda worker: worker.kept.remote())
+        return await self._answers(lambda worker: worker.snapshots.remote())
 
     async def _answers(self, call: Callable[[ActorHandle], Any], limit_s: float | None = None) -> dict[int, Any]:
         """What living ranks answer; those that are gone, or do not answer in time, are lost."""

@@ -17,8 +17,8 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import peers_of, sources_of
+from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepBatch
 
@@ -80,9 +80,10 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Living ranks have left their process groups. kept: snapshots in their processes. infos, workers: of all ranks."""
+    """Living ranks have left their process groups. serials: of snapshots in their processes. infos, workers: of all
+    ranks."""
 
-    kept: Mapping[int, Kept]
+    serials: Mapping[int, SnapshotSerials]
     infos: Sequence[RankInfo]
     workers: Sequence[ActorHandle]
     now_s: float
@@ -202,7 +203,7 @@ def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:
         return after(state, Hopeless(why))
     missing = 0
     for snapshot in sorted({state.begun, state.committed}, reverse=True):
-        sources = sources_of(snapshot, left.kept, left.infos, left.workers)
+        sources = sources_of(snapshot, left.serials, left.infos, left.workers)
         if not isinstance(sources, int):
             replaced_s, replaced = recent + (left.now_s,) * len(lost), state.replaced + lost
             state = replace(state, phase="replacing", lost=frozenset(), replaced_s=replaced_s, replaced=replaced)

@@ -1,10 +1,10 @@
 """The policy as the controller sees it: what a step asks of the Megatron ranks, behind the Policy Protocol.
 
-A batch is split into one shard per data-parallel rank (shards.py), and each shard is put into the object store once a
-step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of them, a
-column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never through
-the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead ranks are
-replaced, all go back to a snapshot, and what was under way is done again (healing.py).
+A batch is split into one shard per data-parallel rank (batch_shards.py), and each shard is put into the object store
+once a step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of
+them, a column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never
+through the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead
+ranks are replaced, all go back to a snapshot, and what was under way is done again (healing.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_daro.data.batch import contexts_of
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
+from megatron_daro.runtime.batch_shards import Shard, shards_of
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.shards import Shard, shards_of
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
 from megatron_daro.sync.plan import SendPlan, SendReport

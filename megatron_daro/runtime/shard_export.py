@@ -17,7 +17,7 @@ from megatron_daro.config.stages import part_layers
 from megatron_daro.convert.mapping import naming_of
 from megatron_daro.errors import ModelError
 from megatron_daro.sync.digests import noted
-from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, Digest, SendPlan, SendReport
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan, Write
 from megatron_daro.sync.shard_sender import Offer, ShardSender
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 class ShardExport:
     """What one rank holds, to be sent to servers. `close` it with the policy."""
 
-    def __init__(self, policy: MegatronPolicy, actor: ActorSection, rank: int, host: str, calls: Calls) -> None:
+    def __init__(self, policy: MegatronPolicy, actor: ActorSection, rank: int, host: str, connect: Connect) -> None:
         """Send nothing.
 
         Args:
             policy: of this rank. actor: with the sizes that the policy has now. rank: of all of the policy.
-            host: address of this rank as servers reach it. calls: to servers.
+            host: address of this rank as servers reach it. connect: to servers.
         """
         self._policy, self._actor, self._rank = policy, actor, rank
-        self._sender = ShardSender(host, calls)
+        self._sender = ShardSender(host, connect)
         self._planned: tuple[object, int] | None = None
         self._writes: list[Write] = []
         self._entries: tuple[int, ...] = ()

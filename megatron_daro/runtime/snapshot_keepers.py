@@ -11,7 +11,7 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.runtime.kept_states import Kept, Source
+from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import MemoryKind
 
@@ -89,22 +89,22 @@ def affordable(
 
 
 def sources_of(
-    serial: int, kept: Mapping[int, Kept], infos: Sequence[RankInfo], workers: Sequence[ActorHandle]
+    serial: int, serials: Mapping[int, SnapshotSerials], infos: Sequence[RankInfo], workers: Sequence[ActorHandle]
 ) -> dict[int, list[Source]] | int:
     """Return where the ranks that do not have a snapshot get it; or the first rank whose state nobody has.
 
     Args:
-        serial: of the snapshot. kept: what living processes have, by rank. infos, workers: of all ranks.
+        serial: of the snapshot. serials: what living processes have, by rank. infos, workers: of all ranks.
     """
     sources: dict[int, list[Source]] = {}
     for rank, info in enumerate(infos):
-        if rank in kept and serial in kept[rank].own:
+        if rank in serials and serial in serials[rank].own:
             continue
-        holder = next((other for other, has in kept.items() if serial in has.copies.get(rank, ())), None)
+        holder = next((other for other, has in serials.items() if serial in has.copies.get(rank, ())), None)
         if holder is None:
             return rank
         replica = next(
-            (o for o, has in kept.items() if serial in has.own and infos[o].weights_key == info.weights_key), None
+            (o for o, has in serials.items() if serial in has.own and infos[o].weights_key == info.weights_key), None
         )
         if replica is None:
             sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]

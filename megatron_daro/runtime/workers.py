@@ -33,12 +33,12 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.nccl_environment import nccl_of_rank
-from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
-from megatron_daro.runtime.kept_states import Description, Kept, KeptStates, Source
 from megatron_daro.runtime.shard_export import ShardExport
+from megatron_daro.runtime.snapshot_store import Description, SnapshotSerials, SnapshotStore, Source
 from megatron_daro.runtime.supervisor import remote_class, translated
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
@@ -110,7 +110,7 @@ class TrainWorker:
         self._shard_export: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
-        self._states = KeptStates()
+        self._states = SnapshotStore()
         self._snapshot: tuple[int, Any] | None = None  # number, and what waits for it
         self._reference: HostCopy | None = None
         self._heals = False
@@ -260,7 +260,7 @@ class TrainWorker:
         from megatron_daro.actor import device
         from megatron_daro.sync.handles import push_buckets, received
 
-        return push_buckets(received(self._relays[members], device.prepare()), plan, calls_to_servers)
+        return push_buckets(received(self._relays[members], device.prepare()), plan, connect_to_servers)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -280,7 +280,7 @@ class TrainWorker:
             return None
         if self._sender is None:
             backend = "nccl" if device.prepare().type == "cuda" else "gloo"
-            self._sender = Sender(ray.util.get_node_ip_address(), backend, calls_to_servers, RaySender())
+            self._sender = Sender(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
         label = f"stage{parallel.pipeline_parallel_rank()}"
         return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
 
@@ -290,7 +290,7 @@ class TrainWorker:
         """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
         if self._shard_export is None:
             host = ray.util.get_node_ip_address()
-            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, calls_to_servers)
+            self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, connect_to_servers)
         return self._shard_export.offer(plan)
 
     @ray.method(concurrency_group="work")
@@ -333,7 +333,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     def keep_own_twice(self, twice: bool) -> None:
-        """See `KeptStates.keep_own_twice`."""
+        """See `SnapshotStore.keep_own_twice`."""
         self._states.keep_own_twice(twice)
 
     @ray.method(concurrency_group="work")
@@ -356,33 +356,33 @@ class TrainWorker:
 
     @ray.method(concurrency_group="copies")
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
-        """See `KeptStates.open_copy`."""
+        """See `SnapshotStore.open_copy`."""
         self._states.open_copy(rank, serial, keep)
 
     @ray.method(concurrency_group="copies")
     def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
-        """See `KeptStates.take_block`."""
+        """See `SnapshotStore.take_block`."""
         self._states.take_block(rank, serial, kind, number, block)
 
     @ray.method(concurrency_group="copies")
     def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
-        """See `KeptStates.seal_copy`."""
+        """See `SnapshotStore.seal_copy`."""
         self._states.seal_copy(rank, serial, layout, rest)
 
     @ray.method(concurrency_group="copies")
     def describe(self, owner: int | None, serial: int) -> Description:
-        """See `KeptStates.describe`."""
+        """See `SnapshotStore.describe`."""
         return self._states.describe(owner, serial)
 
     @ray.method(concurrency_group="copies")
     def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
-        """See `KeptStates.block`."""
+        """See `SnapshotStore.block`."""
         return self._states.block(owner, serial, kind, number)
 
     @ray.method(concurrency_group="recover")
-    def kept(self) -> Kept:
+    def snapshots(self) -> SnapshotSerials:
         """Return what this process has of snapshots; it answers whatever else it does."""
-        return self._states.kept
+        return self._states.serials
 
     @ray.method(concurrency_group="recover")
     @logs.failures_logged

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_daro.sync.buckets import tensor_bytes
-from megatron_daro.sync.plan import Calls, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender, posted_to_all
 
 _CALL = "/load_lora_adapter_from_tensors"
@@ -29,9 +29,9 @@ _CALL = "/load_lora_adapter_from_tensors"
 class AdapterSender(TransportSender):
     """One rank's calls."""
 
-    def __init__(self, calls: Calls) -> None:
-        """Connect to nothing. Args: calls: to servers."""
-        self._calls = calls
+    def __init__(self, connect: Connect) -> None:
+        """Connect to nothing. Args: connect: to servers."""
+        self._connect = connect
 
     def _send(
         self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
@@ -43,7 +43,7 @@ class AdapterSender(TransportSender):
         return SendReport(num_bytes, 1, time.perf_counter() - started, failures=failures, apart=True)
 
     async def _load(self, body: Mapping[str, Any], encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
-        async with self._calls() as post:  # each rank of a server reads a copy of its own
+        async with self._connect() as post:  # each rank of a server reads a copy of its own
             return await posted_to_all(
                 plan, post, _CALL, lambda ranks: {**body, "serialized_named_tensors": [encoded] * ranks}
             )

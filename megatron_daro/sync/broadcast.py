@@ -40,7 +40,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport, Target
 from megatron_daro.sync.sender import TransportSender
 
 _Result = TypeVar("_Result")
@@ -230,15 +230,15 @@ class BroadcastSender(TransportSender):
 
     _post: Post
 
-    def __init__(self, host: str, backend: str, calls: Calls) -> None:
+    def __init__(self, host: str, backend: str, connect: Connect) -> None:
         """Join nothing.
 
         Args:
             host: address of this rank as servers reach it; the group's store listens on it alone.
             backend: "gloo" or "nccl".
-            calls: to servers.
+            connect: to servers.
         """
-        self._host, self._backend, self._calls = host, backend, calls
+        self._host, self._backend, self._connect = host, backend, connect
         self._group: SendGroup | None = None
         self._name = ""
         self._joined: tuple[Target, ...] = ()
@@ -291,7 +291,7 @@ class BroadcastSender(TransportSender):
         await asyncio.gather(*(end(url, name) for url, name in groups.items()))
 
     async def _send_all(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:
-        async with self._calls() as self._post:  # in this event loop alone
+        async with self._connect() as self._post:  # in this event loop alone
             return await self._send_until_none(mailbox, plan)
 
     async def _send_until_none(self, mailbox: queue.Queue[_Packed | None], plan: SendPlan) -> _Sent:

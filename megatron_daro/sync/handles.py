@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender, posted_to_all, read_to_its_end
 
 # The device, of the arguments that rebuild a tensor from a handle. Source: torch/multiprocessing/reductions.py.
@@ -33,9 +33,9 @@ _DEVICE_ARGUMENT = 6
 class HandleSender(TransportSender):
     """One rank's handles."""
 
-    def __init__(self, calls: Calls) -> None:
-        """Connect to nothing. Args: calls: to servers."""
-        self._calls = calls
+    def __init__(self, connect: Connect) -> None:
+        """Connect to nothing. Args: connect: to servers."""
+        self._connect = connect
 
     def _send(
         self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: dist.ProcessGroup | None
@@ -43,13 +43,13 @@ class HandleSender(TransportSender):
         # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was
         # killed.
         buckets = bucketize(tensors, plan.bucket_bytes, copy_all=True)
-        return push_buckets(buckets if group is None else passed_on(buckets, group), plan, self._calls)
+        return push_buckets(buckets if group is None else passed_on(buckets, group), plan, self._connect)
 
 
-def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
+def push_buckets(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Connect) -> SendReport:
     """Hand out buckets on a GPU that have memory of their own, until a server fails."""
     with read_to_its_end(buckets) as rest:  # `passed_on` sends it to ranks on other hosts
-        return asyncio.run(_push_all(rest, plan, calls))
+        return asyncio.run(_push_all(rest, plan, connect))
 
 
 def passed_on(buckets: Iterable[WeightBucket], group: dist.ProcessGroup) -> Iterator[WeightBucket]:
@@ -90,10 +90,10 @@ def groups_of(members: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.Pr
     return {ranks: group for ranks, group in groups.items() if mine in ranks}
 
 
-async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, calls: Calls) -> SendReport:
+async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Connect) -> SendReport:
     started, num_bytes, num_buckets = time.perf_counter(), 0, 0
     failures: dict[str, SendFailure] = {}
-    async with calls() as post:
+    async with connect() as post:
         for bucket in buckets:  # nothing else is on this event loop that would wait for the gathering
             if not bucket.data.is_cuda:
                 refusal = SendFailure("group", "engine.sglang.sync tensor needs weights on a GPU")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
-Calls = Callable[[], AbstractAsyncContextManager[Post]]
-"""Opens what calls are made through, in one event loop: connections are used again until it is left."""
+Connect = Callable[[], AbstractAsyncContextManager[Post]]
+"""Opens connections to servers, in one event loop: they are used again until it is left."""
 
 ORIGIN_FILE = "megatron_daro.json"
 """In a directory of files that are the result of a run: {"step": optimizer steps}."""

@@ -51,7 +51,7 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     send_frame,
     start_of_checksum,
 )
-from megatron_daro.sync.plan import Calls, Post, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.shard_plan import Box, Write
 
 Receiver = tuple[int, int]
@@ -84,9 +84,9 @@ class Offer:
 class ShardSender:
     """One rank's end. `close` it, or it stays listening."""
 
-    def __init__(self, host: str, calls: Calls) -> None:
-        """Listen to nothing. Args: host: address of this rank as servers reach it. calls: to servers."""
-        self._host, self._calls = host, calls
+    def __init__(self, host: str, connect: Connect) -> None:
+        """Listen to nothing. Args: host: address of this rank as servers reach it. connect: to servers."""
+        self._host, self._connect = host, connect
         self._serving: _Serving | None = None
 
     def offer(self, writes: Iterable[Write], wanted: tuple[int, ...]) -> Offer:
@@ -121,7 +121,7 @@ class ShardSender:
             serving.close()
 
     async def _call_all(self, plan: SendPlan, offers: Sequence[Offer]) -> None:
-        async with self._calls() as post:
+        async with self._connect() as post:
             await asyncio.gather(*(self._call(post, plan, offers, server) for server in range(len(plan.targets))))
 
     async def _call(self, post: Post, plan: SendPlan, offers: Sequence[Offer], server: int) -> None:

@@ -17,7 +17,7 @@ from megatron_daro.sync.digests import noted
 from megatron_daro.sync.files import FileSender
 from megatron_daro.sync.fp8_cast import as_blocks
 from megatron_daro.sync.handles import HandleSender
-from megatron_daro.sync.plan import Calls, Digest, SendPlan, SendReport
+from megatron_daro.sync.plan import Connect, Digest, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """What a sender has of its rank. host: address as servers reach it. backend: of broadcasts, "gloo" or "nccl".
-    calls: to servers. to_actors: sends to embedded engines; None in a process without Ray."""
+    connect: to servers. to_actors: sends to embedded engines; None in a process without Ray."""
 
     host: str
     backend: str
-    calls: Calls
+    connect: Connect
     to_actors: TransportSender | None = None
 
 
@@ -43,10 +43,10 @@ def _to_actors(rank: RankEnd) -> TransportSender:
 
 
 SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
-    "distributed": lambda rank: BroadcastSender(rank.host, rank.backend, rank.calls),
+    "distributed": lambda rank: BroadcastSender(rank.host, rank.backend, rank.connect),
     "disk": lambda rank: FileSender(),
-    "tensor": lambda rank: HandleSender(rank.calls),
-    "adapters": lambda rank: AdapterSender(rank.calls),
+    "tensor": lambda rank: HandleSender(rank.connect),
+    "adapters": lambda rank: AdapterSender(rank.connect),
     "ray": _to_actors,
 }
 """What makes a rank's sending end, by the name of the transport."""
@@ -55,9 +55,9 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
 class Sender:
     """One rank's end of every transport. `close` it, or its threads and sockets stay."""
 
-    def __init__(self, host: str, backend: str, calls: Calls, to_actors: TransportSender | None = None) -> None:
+    def __init__(self, host: str, backend: str, connect: Connect, to_actors: TransportSender | None = None) -> None:
         """Connect to nothing. Args: see `RankEnd`."""
-        self._rank = RankEnd(host, backend, calls, to_actors)
+        self._rank = RankEnd(host, backend, connect, to_actors)
         self._senders: dict[str, TransportSender] = {}
 
     def send(self, stream: Stream, plan: SendPlan, *, label: str, group: ProcessGroup | None = None) -> SendReport:

@@ -67,12 +67,12 @@ def _doomed(plan: str, folder: Path, rank_class: Any) -> Any:
         def __init__(self, rank: int, log_folder: Path | None = None) -> None:
             super().__init__(rank, log_folder)
             from megatron_daro.actor import step
-            from megatron_daro.runtime.kept_states import KeptStates
+            from megatron_daro.runtime.snapshot_store import SnapshotStore
 
             before(step, "run_schedule", rank, "forward")
             before(step, "check_gradients", rank, "backward")
             before(step, "apply_update", rank, "optimizer")
-            before(KeptStates, "send", rank, "copy")
+            before(SnapshotStore, "send", rank, "copy")
 
         @ray.method(concurrency_group="work")
         def train(self, *arguments: Any, **columns: Any) -> Any:

@@ -14,7 +14,7 @@ from small_models import ROLLOUTS, random_batch, save_model
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime import parts, policy_group, shards
+from megatron_daro.runtime import batch_shards, parts, policy_group
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.sync.plan import SendPlan, Target
 from megatron_daro.types import PreparedBatch, Rollout
@@ -25,8 +25,8 @@ ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coeffic
 @pytest.fixture
 def put(monkeypatch):
     """Everything the driver put into the object store by hand."""
-    objects, original = [], shards.ray.put
-    monkeypatch.setattr(shards.ray, "put", lambda value: objects.append(value) or original(value))
+    objects, original = [], batch_shards.ray.put
+    monkeypatch.setattr(batch_shards.ray, "put", lambda value: objects.append(value) or original(value))
     return objects
 
 

@@ -9,7 +9,7 @@ from sglang_pool import HOST, ModelWeights, named_weights
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.mapping import hf_to_megatron, shard
-from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.sync.shard_layouts import TrainerLayout
 from megatron_daro.sync.shard_plan import ShardPlan
 from megatron_daro.sync.shard_sender import ShardSender
@@ -21,7 +21,7 @@ class ShardedWeights(ModelWeights):
     def __init__(self, model, directory):
         super().__init__(model)
         self._shape = read_model_shape(directory)
-        self._shards = ShardSender(HOST, calls_to_servers)
+        self._shards = ShardSender(HOST, connect_to_servers)
 
     async def export(self, plan):
         layout = TrainerLayout(parts=((range(self._shape.layers),),), padded_vocab=64, fused_norms=False)

@@ -37,8 +37,8 @@ from megatron_daro.rollout import sampler as sampler_module
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import OUTCOMES
 from megatron_daro.runtime import healing
+from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
-from megatron_daro.runtime.shards import Shard
 from megatron_daro.runtime.supervisor import supervised
 from megatron_daro.types import PreparedBatch
 

@@ -25,10 +25,10 @@ from virtual_loop import VirtualLoop, collecting_after_runs, run
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
 from megatron_daro.runtime import healing, policy_group, supervisor
+from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.shards import Shard
 from megatron_daro.runtime.supervisor import supervised
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
@@ -319,9 +319,9 @@ def _note_death(outcome: Outcome, process: Any) -> None:
     else:
         outcome.together = {rank}
         for number, process in enumerate(processes):
-            copies = processes[heal.peers[number]].states.kept.copies.get(number, ())
+            copies = processes[heal.peers[number]].states.serials.copies.get(number, ())
             assert heal.committed in copies, f"snapshot {heal.committed} of rank {number} counts; its peer: {copies}"
-            assert heal.keeps != "both" or heal.committed in process.states.kept.own
+            assert heal.keeps != "both" or heal.committed in process.states.serials.own
     # What docs/recovery.md excepts: where peers alone keep snapshots, a death while one is taken; a death in a meeting.
     outcome.unhealable |= outcome.group.ranks.joining
 

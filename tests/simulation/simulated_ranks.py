@@ -1,6 +1,6 @@
 """Ranks of the policy on the virtual loop: processes with Ray's queues, collective calls, deaths and freezes.
 
-The driver's side is real (PolicyGroup, Healing, supervised), and so is what processes keep (KeptStates). What is not:
+The driver's side is real (PolicyGroup, Healing, supervised), and so is what processes keep (SnapshotStore). Not so:
 TrainWorker (runtime/workers.py), whose methods are imitated here one by one under the same names and in the same
 concurrency groups; Ray; torch. Weights and optimizer of a rank are hash chains over all batches that they were trained
 on, so that a step that is lost, doubled, torn or of another rank shows in every number that comes after it.
@@ -22,8 +22,8 @@ from virtual_loop import VirtualLoop
 
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import kept_states
-from megatron_daro.runtime.kept_states import KeptStates
+from megatron_daro.runtime import snapshot_store
+from megatron_daro.runtime.snapshot_store import SnapshotStore
 from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import StepResult
@@ -147,7 +147,7 @@ class Process:
         self.cluster, self.loop, self.rank = cluster, cluster.loop, rank
         self.alive, self.frozen = True, False
         self.policy: Any = None
-        self.states = KeptStates()
+        self.states = SnapshotStore()
         self.snapshot: tuple[int, asyncio.Future] | None = None
         self._queues: dict[str, deque] = defaultdict(deque)
         self._busy: set[str] = set()
@@ -246,7 +246,7 @@ class Process:
 
     async def _get(self, answer: asyncio.Future) -> Any:
         """ray.get of what another process answers."""
-        timer = self.loop.call_later(kept_states.SEND_S, _fail, answer, GetTimeoutError("not ready"))
+        timer = self.loop.call_later(snapshot_store.SEND_S, _fail, answer, GetTimeoutError("not ready"))
         try:
             return await answer
         finally:
@@ -420,7 +420,7 @@ class Process:
             await self._send(serial, keep, Handle(peer.process, self), kinds)
 
     async def _send(self, serial: int, keep: int | None, peer: Any, kinds: Any) -> None:
-        """`KeptStates.send`, whose thread waits where this awaits."""
+        """`SnapshotStore.send`, whose thread waits where this awaits."""
         slot = self.states.whole(serial)
         before = peer.open_copy.remote(self.rank, serial, keep)
         for kind in kinds:
@@ -447,8 +447,8 @@ class Process:
     def block(self, *arguments: Any) -> Any:
         return self.states.block(*arguments).copy()
 
-    def kept(self) -> Any:
-        return self.states.kept
+    def snapshots(self) -> Any:
+        return self.states.serials
 
     def abort(self) -> None:
         """actor/parallel.py: gloo's sockets are shut, which their other ends see; of NCCL, this rank's waits end."""
@@ -467,7 +467,7 @@ class Process:
         await self._spend(self.cluster.delay(1.0))
 
     async def adopt(self, serial: int, sources: Any) -> None:
-        """`KeptStates.adopt`, whose thread waits where this awaits."""
+        """`SnapshotStore.adopt`, whose thread waits where this awaits."""
         slot = self.states.own.open(None)
         slot.layout, slot.rest = {}, {}
         for source in sources:

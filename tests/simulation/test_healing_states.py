@@ -8,8 +8,8 @@ from random import Random
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing_states as states
-from megatron_daro.runtime.kept_states import Kept
 from megatron_daro.runtime.snapshot_keepers import peers_of
+from megatron_daro.runtime.snapshot_store import SnapshotSerials
 from megatron_daro.runtime.workers import RankInfo
 
 
@@ -64,7 +64,8 @@ class Walk:
     def kept(self):
         living = [rank for rank in range(self.world) if rank not in self.state.lost]
         return {
-            rank: Kept(tuple(self.own[rank]), {r: tuple(c) for r, c in self.copies[rank].items()}) for rank in living
+            rank: SnapshotSerials(tuple(self.own[rank]), {r: tuple(c) for r, c in self.copies[rank].items()})
+            for rank in living
         }
 
     def common(self):

@@ -280,7 +280,7 @@ def _parsed(content: bytes) -> object:
 
 
 @asynccontextmanager
-async def calls_to_servers() -> AsyncIterator[Post]:
+async def connect_to_servers() -> AsyncIterator[Post]:
     """Give what calls any server, on connections that are kept within the block: what the exporting ranks hand to
     their senders, which call each server once a bucket."""
     clients: dict[str, SGLangClient] = {}

@@ -1,7 +1,7 @@
 """Processes of ranks as objects: calls are answered at once, by processes that die, freeze or have no place as told.
 
-What a process keeps of snapshots is real (KeptStates); its policy is the list of steps that it has seen. Used with the
-real PolicyGroup and Healing.
+What a process keeps of snapshots is real (SnapshotStore); its policy is the list of steps that it has seen. Used with
+the real PolicyGroup and Healing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import healing, kept_states, policy_group, ranks, shards, supervisor
+from megatron_daro.runtime import batch_shards, healing, policy_group, ranks, snapshot_store, supervisor
 from megatron_daro.runtime.healing import HealingLimits
-from megatron_daro.runtime.kept_states import KeptStates
+from megatron_daro.runtime.snapshot_store import SnapshotStore
 from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepResult
 
@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, world, number):
         self.world, self.rank = world, number
         self.alive, self.dies_at, self.waits = True, "", False
-        self.states, self.seen, self.log = KeptStates(), None, []
+        self.states, self.seen, self.log = SnapshotStore(), None, []
         self._open, self.queue = [], []
         self.keep_own_twice, self.adopt = self.states.keep_own_twice, self.states.adopt
         for name in ("open_copy", "take_block", "seal_copy", "describe", "block"):
@@ -163,8 +163,8 @@ class Rank:
         if peer is not None:
             self.states.send(self.rank, serial, keep, peer, kinds)
 
-    def do_kept(self):
-        return self.states.kept
+    def do_snapshots(self):
+        return self.states.serials
 
     def do_abort(self):
         pass
@@ -207,7 +207,7 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, kept_states, shards, supervisor):
+        for module in (healing, snapshot_store, batch_shards, supervisor):
             monkeypatch.setattr(module, "ray", fake)
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
         monkeypatch.setattr(ranks, "actor_class", lambda _: made)

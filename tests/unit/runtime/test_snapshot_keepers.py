@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.actor.double_buffer import KINDS
-from megatron_daro.runtime.kept_states import Kept, Source
 from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
+from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.runtime.workers import RankInfo
 
 GIB = 2**30
@@ -64,7 +64,7 @@ def test_one_rank_has_no_peer():
 
 
 def kept(own=(5,), **copies):
-    return Kept(own, {int(rank[1:]): serials for rank, serials in copies.items()})
+    return SnapshotSerials(own, {int(rank[1:]): serials for rank, serials in copies.items()})
 
 
 def test_a_lost_state_comes_from_peer_and_replica():

@@ -17,7 +17,7 @@ from sglang_stub_fleets import StubHandle, Weights, rig, run
 from stub_server import reset
 
 from megatron_daro.engine.sglang import receiving, supervision
-from megatron_daro.engine.sglang.client import calls_to_servers
+from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.sync import broadcast
 from megatron_daro.sync.broadcast import BroadcastSender
 
@@ -80,7 +80,7 @@ class Broadcasting(Weights):
 
     def __init__(self, version=1):
         super().__init__(version)
-        self.sender = BroadcastSender("127.0.0.1", "nccl", calls_to_servers)
+        self.sender = BroadcastSender("127.0.0.1", "nccl", connect_to_servers)
 
     async def export(self, plan):
         self.plans.append(plan)

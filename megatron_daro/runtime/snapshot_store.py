@@ -25,7 +25,7 @@ SEND_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SnapshotSerials:
     """Numbers of the whole snapshots in a process. own: of its rank. copies: by the rank whose they are."""
 
     own: tuple[int, ...]
@@ -64,7 +64,7 @@ class _Incoming:
     got: Counter[MemoryKind] = field(default_factory=Counter)
 
 
-class KeptStates:
+class SnapshotStore:
     """The snapshots in this process."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class KeptStates:
         self._incoming: dict[int, _Incoming] = {}  # by the rank whose they are
 
     @property
-    def kept(self) -> Kept:
+    def serials(self) -> SnapshotSerials:
         """What is whole."""
-        return Kept(self.own.serials, {rank: buffer.serials for rank, buffer in self._copies.items()})
+        return SnapshotSerials(self.own.serials, {rank: buffer.serials for rank, buffer in self._copies.items()})
 
     def keep_own_twice(self, twice: bool) -> None:
         """Say whether the newest own snapshot stays while the next is taken; else its copy elsewhere does."""

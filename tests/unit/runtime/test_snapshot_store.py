@@ -10,8 +10,8 @@ import torch
 
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import kept_states
-from megatron_daro.runtime.kept_states import KeptStates, Source
+from megatron_daro.runtime import snapshot_store
+from megatron_daro.runtime.snapshot_store import SnapshotStore, Source
 
 STORAGES = {"weights": (7, 900, 0, 41), "optimizer": (1500, 3)}
 
@@ -19,7 +19,7 @@ STORAGES = {"weights": (7, 900, 0, 41), "optimizer": (1500, 3)}
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
     """Calls of handles are done at once; an answer is itself."""
-    monkeypatch.setattr(kept_states, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
+    monkeypatch.setattr(snapshot_store, "ray", SimpleNamespace(get=lambda answer, timeout: answer))
 
 
 class Handle:
@@ -60,7 +60,7 @@ def held(slot, kind):
 
 
 def assert_adopted(sources, serial):
-    fresh = KeptStates()
+    fresh = SnapshotStore()
     fresh.adopt(serial, sources)
     slot = fresh.whole(serial)
     assert slot.layout == STORAGES and slot.rest == {"serial": serial}
@@ -69,17 +69,17 @@ def assert_adopted(sources, serial):
 
 
 def test_a_copy_and_what_is_adopted_from_it_are_bit_for_bit_the_snapshot():
-    rank, peer = KeptStates(), KeptStates()
+    rank, peer = SnapshotStore(), SnapshotStore()
     for serial in (1, 2, 3):
         take(rank, serial, keep=serial - 1)
         rank.send(5, serial, serial - 1, Handle(peer), KINDS)
-    assert peer.kept.copies == {5: (2, 3)} and peer.kept.own == () and rank.kept.own == (2, 3)
+    assert peer.serials.copies == {5: (2, 3)} and peer.serials.own == () and rank.serials.own == (2, 3)
     for serial in (2, 3):
         assert_adopted([Source(Handle(peer), 5, KINDS, rest=True)], serial)
 
 
 def test_weights_come_from_a_replica_and_the_rest_from_the_peer():
-    rank, peer, replica = KeptStates(), KeptStates(), KeptStates()
+    rank, peer, replica = SnapshotStore(), SnapshotStore(), SnapshotStore()
     take(rank, 4)
     take(replica, 4)
     rank.send(0, 4, None, Handle(peer), ("optimizer",))
@@ -94,24 +94,24 @@ def test_weights_come_from_a_replica_and_the_rest_from_the_peer():
 @pytest.mark.parametrize("calls", range(8))
 def test_a_copy_that_breaks_off_leaves_the_one_before(calls):
     """1 opening, 2 blocks of weights, 3 of the optimizer, 1 sealing."""
-    rank, peer = KeptStates(), KeptStates()
+    rank, peer = SnapshotStore(), SnapshotStore()
     take(rank, 1)
     rank.send(0, 1, None, Handle(peer), KINDS)
     take(rank, 2, keep=1)
     if calls == 7:
         rank.send(0, 2, 1, Handle(peer, calls), KINDS)
-        assert peer.kept.copies[0] == (1, 2)
+        assert peer.serials.copies[0] == (1, 2)
     else:
         with pytest.raises(ConnectionError):
             rank.send(0, 2, 1, Handle(peer, calls), KINDS)
-        assert peer.kept.copies[0] == (1,)
+        assert peer.serials.copies[0] == (1,)
         with pytest.raises(WorkerError, match=r"snapshot 2.*rank 0"):
             peer.describe(0, 2)
     assert_adopted([Source(Handle(peer), 0, KINDS, rest=True)], 1)
 
 
 def test_late_and_missing_blocks_are_refused():
-    peer = KeptStates()
+    peer = SnapshotStore()
     peer.open_copy(0, 1, None)
     peer.open_copy(0, 2, None)  # by the process that took the place of the first
     with pytest.raises(WorkerError, match=r"rank 0.*snapshot 1"):
@@ -119,9 +119,9 @@ def test_late_and_missing_blocks_are_refused():
     peer.take_block(0, 2, "weights", 0, np.zeros(4, np.uint8))
     with pytest.raises(WorkerError, match="torn"):
         peer.seal_copy(0, 2, {"weights": (5,)}, {})
-    assert peer.kept.copies == {0: ()}
+    assert peer.serials.copies == {0: ()}
 
 
 def test_nobody_has_what_is_adopted():
     with pytest.raises(WorkerError, match="snapshot 7"):
-        KeptStates().adopt(7, [Source(Handle(KeptStates()), None, KINDS, rest=True)])
+        SnapshotStore().adopt(7, [Source(Handle(SnapshotStore()), None, KINDS, rest=True)])
