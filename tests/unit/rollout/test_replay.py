@@ -99,7 +99,9 @@ def test_replay_keeps_the_step_numbers_when_a_step_trained_nothing(tmp_path):
     parts, _ = replay(tmp_path / "a", tmp_path / "b")
     assert [step for step, _ in parts.policy.batches] == [1, 2, 4, 5, 6]
     assert parts.policy.weights == original.policy.weights
-    staleness = [{line["step"]: line.get("rollout/staleness_mean") for line in read_metrics(tmp_path / r)} for r in "ab"]
+    staleness = [
+        {line["step"]: line.get("rollout/staleness_mean") for line in read_metrics(tmp_path / r)} for r in "ab"
+    ]
     assert staleness[1].items() <= staleness[0].items()
 
 
