@@ -30,14 +30,13 @@ def tokenizer(folder, template=chat_tokenizers.TOOLS):
 
 
 class Engine:
-    """says: (text that the model read, request) -> what it says, without the end. answers: all that it gave. before:
-    awaited first."""
+    """says: (text that the model read, request) -> what it says, without the end. answers: all that it gave, each with
+    new weights. before: awaited first."""
 
     def __init__(self, tokens, says: Callable[[str, GroupRequest], str], before=None) -> None:
         self._tokens, self.says, self._before = tokens, says, before
         self.answers: list[Rollout] = []
         self.asked: list[GroupRequest] = []
-        self.version = 5
 
     async def generate(self, requests):
         if self._before:
@@ -63,7 +62,7 @@ class Engine:
             np.ones(len(ids), np.uint8),
             -(np.arange(len(ids), dtype=np.float32) + 1000 * number) / 1000,
             reason,
-            self.version,
+            number,
             response_decoder(self._tokens)(ids),
         )
         self.answers.append(answer)
@@ -153,8 +152,8 @@ def run(
 
 
 def answers_of(rollout: Rollout) -> list[tuple]:
-    """What the model read before each answer of a rollout, and the answer's ids and log-probs, as it would be trained:
-    from the loss mask and the sequences that the columns stand for."""
+    """What the model read before each answer of a rollout, and the answer's ids, log-probs and weight version, as it
+    would be trained: from the loss mask and the sequences that the columns stand for."""
     lengths = rollout.contexts or (len(rollout.tokens),)
     pad = rollout.prompt_length
     mask = np.concatenate([np.zeros(pad, np.uint8), rollout.loss_mask])
@@ -169,8 +168,8 @@ def answers_of(rollout: Rollout) -> list[tuple]:
         for begin in begins:
             end = next((i for i in range(begin, length) if not trained[i]), length)
             part = slice(begin, end)
-            assert {*versions[start + begin : start + end]} == {5}
-            found.append((tuple(tokens[:begin]), tuple(tokens[part]), logprobs[at][part].tolist()))
+            (version,) = {*versions[start + begin : start + end]}
+            found.append((tuple(tokens[:begin]), tuple(tokens[part]), logprobs[at][part].tolist(), version))
         start += length
     return found
 
@@ -182,6 +181,7 @@ def sampled(engine: Engine, index: int) -> list[tuple]:
             tuple(one.tokens[: one.prompt_length].tolist()),
             tuple(one.tokens[one.prompt_length :].tolist()),
             one.logprobs.tolist(),
+            one.weight_version,
         )
         for one in engine.answers
         if one.index == index
@@ -189,7 +189,7 @@ def sampled(engine: Engine, index: int) -> list[tuple]:
 
 
 def assert_exact(rollouts, engine) -> None:
-    """Each sampled token is trained once, behind what the model had read, with its log-prob."""
+    """Each sampled token is trained once, behind what the model had read, with its log-prob and weight version."""
     for rollout in rollouts:
         assert sorted(answers_of(rollout)) == sorted(sampled(engine, rollout.index))
         assert rollout.generated_length == rollout.loss_mask.sum()
