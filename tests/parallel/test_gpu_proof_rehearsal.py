@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def test_without_a_gpu_every_item_is_listed_as_not_run(tmp_path):
     assert done.stderr.startswith("gpu_proof: no GPU is visible to torch here, so nothing was run.")
     assert [line.partition("  ")[2] for line in done.stdout.splitlines()] == items()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_pages_name_of_it_is_there():
+    """Words of `--only` that fit nothing would run nothing."""
+    named = [f"{title}: {name}" for title, some in gpu_proof().parts().items() for name in some]
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    words = [
+        word for line in re.findall(r"gpu_proof\.py --only (.+)", pages) for word in re.findall(r'"([^"]+)"', line)
+    ]
+    assert len(words) >= 5 and all(any(word in name for name in named) for word in words), words
 
 
 def test_every_check_is_in_one_part():
