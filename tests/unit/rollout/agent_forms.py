@@ -9,6 +9,7 @@ from collections.abc import Callable
 import aiohttp
 import chat_tokenizers
 import numpy as np
+import pytest
 from loop_fakes import FakeProgress, FakeScorer
 
 from megatron_daro.config import EnvironmentSection, RewardSection
@@ -91,10 +92,11 @@ class Api:
 
 
 class Agents:
-    """Runs `await agent(problem, api)`."""
+    """Runs `await agent(problem, api)`. wrong: what it asserts in vain, which costs its rollout alone."""
 
     def __init__(self, agent) -> None:
         self.agent, self.apis = agent, []
+        self.wrong: list[BaseException] = []
 
     async def run(self, prompt, conversation, base_url, key):
         async with aiohttp.ClientSession() as http:
@@ -103,6 +105,9 @@ class Agents:
                 return await self.agent(prompt, self.apis[-1])
             except RuntimeError as error:
                 raise StepFailedError(str(error), "crash") from error
+            except (AssertionError, pytest.fail.Exception) as error:
+                self.wrong.append(error)
+                raise
 
     async def close(self) -> None: ...
 
@@ -117,6 +122,9 @@ def run(
 
     Returns:
         The group's rollouts, the engine, counts, and what a person was told.
+
+    Raises:
+        AssertionError: the agent's own.
     """
     engine = Engine(tokens, says, before)
     section = EnvironmentSection(kind="agent", **{"command": ("agent",), **section})
@@ -148,6 +156,8 @@ def run(
             await conversations.close()
 
     [rollouts] = asyncio.run(held())
+    for error in getattr(running, "wrong", ()):
+        raise error
     return rollouts, engine, conversations.counters(), progress
 
 
