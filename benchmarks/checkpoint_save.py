@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 from convert import CONFIG, make_checkpoint
-from gpu_measures import equal_samples
+from gpu_measures import samples_of
 
 from megatron_daro.actor import parallel
 from megatron_daro.actor.parallel import Layout
@@ -111,7 +111,7 @@ def policy_of(root: Path, layers: int) -> MegatronPolicy:
 def measure(root: Path, *, layers: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Everything in turns; medians."""
     policy = policy_of(root, layers)
-    saver = Saver(root, policy, equal_samples(8, tokens // 8, vocab=1000))
+    saver = Saver(root, policy, samples_of([tokens // 8] * 8, vocab=1000))
     sides = {"waited for": saver.waited_for, "alone": saver.alone, "beside": saver.beside}
     rows = harness.in_turns(sides, rounds)
     parallel.shutdown()

@@ -1,4 +1,4 @@
-# Sourced by the run.sh of examples/quickstart, examples/smollm2 and examples/tool_use: their arguments and stages.
+# Sourced by the run.sh of quickstart, smollm2, tool_use and agent in examples: their arguments and stages.
 #
 # Set before: `name` (of examples/NAME and runs/NAME), `minutes` and `minutes_sglang` (what training takes, for the one
 # line that says so), the functions `make_base`, which makes runs/NAME-base with `$bin/python`, and `own_options`, which

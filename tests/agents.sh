@@ -3,6 +3,7 @@
 #
 #   bash tests/agents.sh                     arguments go to pytest
 #
+# Those on SGLang servers need $MEGATRON_DARO_SGLANG, the environment of tools/sglang_cpu_env.sh.
 # Makes a virtual environment in $MEGATRON_DARO_AGENTS, else .venv-agents, that sees the packages of the active one (else
 # .venv) and adds the clients and what they lack, from PyPI. The last lines are pytest's; exit status: pytest's.
 set -euo pipefail
@@ -22,4 +23,5 @@ if [ "$(cat "$place/.made" 2>/dev/null)" != "$clients" ]; then
     echo "$clients" >"$place/.made"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_agent_clients.py tests/e2e/test_agent_runs.py
+exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_agent_clients.py tests/e2e/test_agent_runs.py \
+    tests/sglang/test_sglang_agents.py

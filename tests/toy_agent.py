@@ -2,7 +2,6 @@
 
 As a program it needs no package; `environment.options.at_once` makes it ask two chats at once, with a text that ends
 their answers, and `waits`, a folder, makes it leave a file there after its first answer, and wait for another, `go`.
-`with_openai` is a coroutine for `environment.kind: toy_agent:with_openai`.
 """
 
 from __future__ import annotations
@@ -23,17 +22,6 @@ def say(messages: list, **others) -> dict:
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
     with urllib.request.urlopen(request) as reply:
         return json.load(reply)["choices"][0]["message"]
-
-
-async def with_openai(problem, client):
-    """Do the same with a client of the package openai, the second turn streamed."""
-    digit = problem.statement.strip("=")
-    first = await client.chat.completions.create(model="policy", messages=[user(digit)], max_tokens=4)
-    said = first.choices[0].message
-    stream = await client.chat.completions.create(model="policy", messages=[user(digit), said, user("7")], stream=True)
-    assert "".join([part.choices[0].delta.content or "" async for part in stream])
-    await client.chat.completions.create(model="policy", messages=[user(digit), user(digit)])
-    return said.content
 
 
 def wait(folder: Path) -> None:

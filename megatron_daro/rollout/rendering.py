@@ -2,6 +2,9 @@
 
 Observation -> ids behind those that the model sampled. Only what is new is rendered and encoded; nothing of the model's
 is ever encoded again. It refuses templates that cannot go on after an answer.
+
+Why not the package renderers (0.1.12): of a family that it does not know by name it renders every turn anew
+(`DefaultRenderer.bridge_to_next_turn`), so that no sampled token would stay.
 """
 
 from __future__ import annotations

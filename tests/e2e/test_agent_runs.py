@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
 
+import clients_of_others
 import pytest
 from books import assert_books_add_up
 from cli_runs import checkpoint, metric_lines, trained
@@ -148,18 +148,20 @@ def test_a_run_that_was_cut_goes_on(run, task, tmp_path):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("openai") is None,
-    reason="the package openai is not here: bash tests/agents.sh installs it",
+    importlib.util.find_spec("minisweagent") is None,
+    reason="clients of others are not here: bash tests/agents.sh installs them",
 )
-def test_a_coroutine_with_a_client_of_openai_trains_on_the_same_sequences(run, task, tmp_path):
-    """The same requests as the program's, so the same draws: every token is the same."""
+def test_clients_of_others_train_on_the_same_sequences(run, task, tmp_path):
+    """openai, litellm and openai-agents make the program's requests, so every token is the same; mini-swe-agent makes
+    two of its own."""
     own = [option for option in task if not str(option).startswith("environment=")]
-    options = ["environment.kind=toy_agent:with_openai", "trainer.steps=3", f"trainer.run_dir={tmp_path / 'run'}"]
-    trained(["train", *own, *options], tmp_path / "log", {"PYTHONPATH": paths()})
-    assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in steps(tmp_path / "run"))
+    options = ["environment.kind=clients_of_others:solve", "trainer.steps=3", f"trainer.run_dir={tmp_path / 'run'}"]
+    trained(["train", *own, *options], tmp_path / "log", clients_of_others.environment(tmp_path))
+    clients_of_others.check(tmp_path / "run", 1e-4)
     for one, other in zip(read_step(tmp_path / "run", 1), read_step(run, 1), strict=True):
         for mine, theirs in zip(one[0].rollouts, other[0].rollouts, strict=True):
-            assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.contexts == theirs.contexts
+            if clients_of_others.client_of(one[0].prompt) is not clients_of_others.with_mini_swe_agent:
+                assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.contexts == theirs.contexts
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,3 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tiny, tmp_path, ref
     monkeypatch.syspath_prepend(AGENT.parent)
     finished = refused(["train", tiny.config, *changes, f"trainer.run_dir={tmp_path / 'run'}"])
     assert finished.code == 2 and words in finished.stderr
-
-
-def paths():
-    """PYTHONPATH with the coroutine's module."""
-    return os.pathsep.join([str(AGENT.parent), os.environ.get("PYTHONPATH", "")])

@@ -511,11 +511,11 @@ def _thirds(num_samples: int) -> list[list[int]]:
 
 def _long(device: torch.device, directory: Path) -> tuple[Any, Any]:
     """Save a model with heads of 128; return transformers' and two sequences, a right answer and a wrong one."""
-    from gpu_measures import equal_samples
+    from gpu_measures import samples_of
     from small_models import VOCAB, save_model
 
     tokens = 8192 if device.type == "cuda" else 96
-    return save_model("qwen3_wide", directory), equal_samples(4, tokens, VOCAB).select([0, 1])
+    return save_model("qwen3_wide", directory), samples_of([tokens] * 4, VOCAB).select([0, 1])
 
 
 def _relative(got: Any, want: Any) -> float:

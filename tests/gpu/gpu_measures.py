@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -125,16 +125,19 @@ def train_step(
     goal: float = 0.0,
     samples: int = 8,
     tokens: int = 2048,
+    unequal: bool = False,
+    forward: bool = False,
     precision: str = "bf16",
     **options: Any,
 ) -> Outcome | Measured:
-    """A train step of a whole model (forward, backward, optimizer) with random weights, in two packs of half the
-    samples: of all its layers, or reckoned from two depths.
+    """A train step of a whole model (forward, backward, optimizer), or its log-prob pass, with random weights, in two
+    packs: of all its layers, or reckoned from two depths.
 
     Args:
         shape: fields of a Qwen2 configuration. depths: layers that are measured, one number or two.
         goal: part of the GPU's bf16 peak that must be reached; fp8 has twice that peak.
-        samples, tokens: of the batch; of a sample. options: of the actor.
+        samples, tokens: of the batch; of a sample. unequal: four times as many samples with as many tokens together,
+            their lengths spread as those of answers are. forward: the log-prob pass. options: of the actor.
     """
     from gpu_checks import check_fp8
 
@@ -142,8 +145,13 @@ def train_step(
         check_fp8(device, options.get("fp8_recipe", "tensorwise"))
     if device.type != "cuda":
         shape, depths, samples, tokens = TINY, (1, 8)[-len(depths) :], 8, 32
-    options, layers = {"precision": precision, **options}, [{**shape, "num_hidden_layers": depth} for depth in depths]
-    found = [_steps((device, directory / str(n)), own, samples, tokens, **options) for n, own in enumerate(layers)]
+    lengths = [tokens] * samples
+    if unequal:
+        spread = np.random.default_rng(0).lognormal(0.0, 1.0, 4 * samples)
+        lengths = np.maximum(spread / spread.sum() * samples * tokens, 2).astype(int).tolist()
+    options = {"precision": precision, "forward": forward, **options}
+    layers = [{**shape, "num_hidden_layers": depth} for depth in depths]
+    found = [_steps((device, directory / str(n)), own, lengths, **options) for n, own in enumerate(layers)]
     first, last = found[0], found[-1]
     numbers = {"peak_gib_measured": last.peak_gib, "extra_gib_measured": last.extra_gib}
     if len(depths) > 1:
@@ -153,7 +161,7 @@ def train_step(
             raise RuntimeError(f"{depths[1]} layers took {last.seconds:.3g} s, {depths[0]} took {first.seconds:.3g} s")
         last = first.deeper(last, (shape["num_hidden_layers"] - depths[0]) / (depths[1] - depths[0]))
     numbers |= {"ms": last.seconds * 1e3, "forward_backward_ms": last.forward_backward_s * 1e3}
-    numbers["tokens_per_s"] = samples * tokens / last.seconds
+    numbers["tokens_per_s"] = sum(lengths) / last.seconds
     peak = peak_tflops(device)
     if not peak:
         return Measured(numbers)
@@ -173,28 +181,35 @@ def peak_tflops(device: torch.device) -> float:
 
 
 def _random_policy(
-    device: torch.device, directory: Path, shape: Mapping[str, Any], samples: int, tokens: int, **options: Any
+    device: torch.device, directory: Path, shape: Mapping[str, Any], lengths: Sequence[int], **options: Any
 ) -> tuple[Any, Any, list[list[int]]]:
     """A policy of one rank with random weights, a batch, and its two packs; on a CPU tiny ones."""
     from gpu_checks import build_policy
     from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from megatron_daro.data.schedule import schedule
 
     gc.collect()  # a policy before
     torch.manual_seed(0)
     config = Qwen2Config(**shape)
     with device:  # a GPU draws billions of numbers in a second, a CPU in minutes
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    packs = [list(range(samples // 2)), list(range(samples // 2, samples))]
-    return build_policy(directory, **options), equal_samples(samples, tokens, config.vocab_size), packs
+    packs = [list(pack) for pack in schedule(lengths, 1, sum(lengths) // 2 + max(lengths) // 16).ranks[0]]
+    return build_policy(directory, **options), samples_of(lengths, config.vocab_size), packs
 
 
-def _steps(place: tuple[torch.device, Path], shape: Mapping[str, Any], *size: int, **options: Any) -> Speed:
+def _steps(
+    place: tuple[torch.device, Path], shape: Mapping[str, Any], lengths: list[int], *, forward: bool, **options: Any
+) -> Speed:
     from megatron_daro.data.schedule import CostModel
 
-    policy, batch, packs = _random_policy(*place, shape, *size, **options)
+    policy, batch, packs = _random_policy(*place, shape, lengths, **options)
     own: list[float] = []
 
     def step() -> None:
+        if forward:
+            policy.logprobs(batch, packs)
+            return
         result = policy.train_step(batch, packs, step=1)
         if result.skipped:
             raise RuntimeError(result.reason)
@@ -205,7 +220,8 @@ def _steps(place: tuple[torch.device, Path], shape: Mapping[str, Any], *size: in
     untrained = float(batch.lengths_N.sum() - batch.trained_tokens_N.sum())
     operations = CostModel.of_model(policy.shape).of(batch.lengths_N).sum()
     operations -= 6.0 * policy.shape.hidden * policy.shape.vocab * untrained
-    return replace(speed, operations=float(operations), forward_backward_s=statistics.median(own[2:]))
+    operations /= 3 if forward else 1
+    return replace(speed, operations=float(operations), forward_backward_s=statistics.median(own[2:] or [0.0]))
 
 
 KINDS = {
@@ -226,7 +242,7 @@ def profiled(device: torch.device, directory: Path) -> Measured:
     """Where the time of a step of 7B goes, six layers of it: milliseconds by kind of kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    size = ({**QWEN_7B, "num_hidden_layers": 6}, 8, 2048) if device.type == "cuda" else (TINY, 8, 32)
+    size = ({**QWEN_7B, "num_hidden_layers": 6}, [2048] * 8) if device.type == "cuda" else (TINY, [32] * 8)
     policy, batch, packs = _random_policy(device, directory, *size, precision="bf16")
     for _ in range(3):
         policy.train_step(batch, packs, step=1)
@@ -254,7 +270,7 @@ def healed(device: torch.device, directory: Path) -> Outcome:
     from megatron_daro.types import KINDS_OF_MEMORY
 
     on_gpu, buffer, numbers = device.type == "cuda", DoubleBuffer(1), dict[str, float]()
-    size = ({**QWEN_15B, "num_hidden_layers": 14}, 8, 2048) if on_gpu else (TINY, 8, 32)
+    size = ({**QWEN_15B, "num_hidden_layers": 14}, [2048] * 8) if on_gpu else (TINY, [32] * 8)
     precision = "bf16" if on_gpu else "fp32"
     policy, batch, packs = _random_policy(device, directory, *size, precision=precision)
     policy.train_step(batch, packs, step=1)
@@ -289,18 +305,18 @@ def healed(device: torch.device, directory: Path) -> Outcome:
     return Outcome(abs(got - want), 1e-3 if on_gpu else 1e-6, "loss of the step after", numbers)
 
 
-def equal_samples(samples: int, sample_tokens: int, vocab: int) -> Any:
-    """Samples of one length, an eighth of it prompt; groups of four with two right answers each."""
+def samples_of(lengths: Sequence[int], vocab: int) -> Any:
+    """Samples of these lengths, an eighth of each its prompt; groups of four with two right answers each."""
     from megatron_daro.types import StepBatch
 
-    rng = np.random.default_rng(0)
-    prompt = max(sample_tokens // 8, 1)
-    total = samples * (sample_tokens - prompt)
+    samples, lengths_N = len(lengths), np.array(lengths)
+    prompt_lengths_N = np.maximum(lengths_N // 8, 1)
+    total = int((lengths_N - prompt_lengths_N).sum())
     correct = np.tile([1, 0, 1, 0], samples // 4).astype(np.uint8)
     return StepBatch(
-        tokens_T=rng.integers(0, vocab, samples * sample_tokens).astype(np.int32),
-        lengths_N=np.full(samples, sample_tokens),
-        prompt_lengths_N=np.full(samples, prompt),
+        tokens_T=np.random.default_rng(0).integers(0, vocab, sum(lengths)).astype(np.int32),
+        lengths_N=lengths_N,
+        prompt_lengths_N=prompt_lengths_N,
         loss_mask_R=np.ones(total, np.uint8),
         rollout_logprobs_R=np.full(total, -np.log(vocab), np.float32),
         rewards_N=correct.astype(np.float32),
@@ -313,14 +329,15 @@ def equal_samples(samples: int, sample_tokens: int, vocab: int) -> Any:
     )
 
 
-_STEP_15B = partial(train_step, shape=QWEN_15B, depths=(28,), goal=0.30)
+_STEP_15B = partial(train_step, shape=QWEN_15B, depths=(28,))
 _STEP_7B = partial(train_step, shape=QWEN_7B, depths=(2, 6))
 MEASURES: dict[str, dict[str, Callable[[torch.device, Path], Outcome | Measured]]] = {
     "Steps of whole models": {
-        "step of 1.5B, bf16": _STEP_15B,
-        "step of 1.5B, fp8": partial(_STEP_15B, precision="fp8"),
-        "step of 7B, bf16": partial(_STEP_7B, goal=0.45),
+        "step of 1.5B, bf16": partial(_STEP_15B, goal=0.45),
+        "step of 1.5B, fp8": partial(_STEP_15B, precision="fp8", goal=0.30),
+        "step of 7B, bf16": partial(_STEP_7B, goal=0.50),
         "step of 7B, profiled": profiled,
+        "log-prob pass of 7B, bf16": partial(_STEP_7B, forward=True, unequal=True, goal=0.55),
     },
     "Recomputation": {
         "step of 7B, recompute full": partial(_STEP_7B, recompute="full"),
@@ -337,6 +354,7 @@ MEASURES: dict[str, dict[str, Callable[[torch.device, Path], Outcome | Measured]
     "fp8": {
         "step of 7B, fp8 blockwise": partial(_STEP_7B, precision="fp8", fp8_recipe="blockwise"),
         "step of 7B, fp8": partial(_STEP_7B, precision="fp8", goal=0.45),
+        "step of 7B, fp8, unequal lengths": partial(_STEP_7B, precision="fp8", unequal=True, goal=0.70),
     },
     "The output layer": {
         "speed of log-probs, bf16": partial(logprobs, dtype=torch.bfloat16),

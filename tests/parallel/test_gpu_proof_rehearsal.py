@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,13 +113,24 @@ def test_without_a_gpu_every_item_is_listed_as_not_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_pages_name_of_it_is_there():
+    """Words of `--only` that fit nothing would run nothing."""
+    named = [f"{title}: {name}" for title, some in gpu_proof().parts().items() for name in some]
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    words = [
+        word for line in re.findall(r"gpu_proof\.py --only (.+)", pages) for word in re.findall(r'"([^"]+)"', line)
+    ]
+    assert len(words) >= 5 and all(any(word in name for name in named) for word in words), words
+
+
 def test_every_check_is_in_one_part():
     assert CHECKS.keys() <= set(items()) and len(set(items())) == len(items())
 
 
 def test_the_rehearsal_measures_and_what_is_done_is_not_run_again(tmp_path):
     out = tmp_path / "results.jsonl"
-    words = ["--rehearse", "--out", str(out), "--only", "packed attention, fp32", "step of", "speed of", "Healing"]
+    words = ["--rehearse", "--out", str(out), "--only", "packed attention, fp32", "Steps", "step of", "speed of"]
+    words.append("Healing")
     done = run_tool(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}

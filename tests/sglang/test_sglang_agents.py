@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import clients_of_others
 import pytest
 import yaml
 from books import assert_books_add_up
@@ -25,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def arguments(tmp_path, pool, tiny):
-    """options of the agent -> those of `megatron-daro train`."""
+    """options of toy_agent.py, or another environment -> those of `megatron-daro train`."""
     pool.down()
     model = shutil.copytree(tiny.model, tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
@@ -34,8 +36,8 @@ def arguments(tmp_path, pool, tiny):
     (tmp_path / "sglang.yaml").write_text(yaml.safe_dump(content))
     command = [sys.executable, str(AGENT)]
 
-    def write(**own):
-        environment = {"kind": "agent", "command": command, "workers": 4, "options": own}
+    def write(environment=None, **own):
+        environment = environment or {"kind": "agent", "command": command, "workers": 4, "options": own}
         options = [f"environment={json.dumps(environment)}", f"model.path={model}", "data.prompt_template=chat"]
         options += ["rollout.max_response_tokens=28", "actor.tensor_parallel=1", "algorithm.filter=none"]
         options += ["trainer.steps=3", f"trainer.run_dir={tmp_path / 'run'}", "trainer.eval_every_steps=0"]
@@ -81,3 +83,13 @@ def test_an_agent_does_not_notice_that_the_server_of_its_session_is_lost(tmp_pat
             for rollout in group.rollouts:
                 assert len(rollout.contexts) == 2 and len(rollout.turns) == 3
                 assert rollout.loss_mask.sum() == rollout.generated_length
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("minisweagent") is None,
+    reason="clients of others are not here: bash tests/agents.sh installs them",
+)
+def test_clients_of_others_train_on_two_servers(tmp_path, arguments):
+    command = arguments({"kind": "clients_of_others:solve"})
+    trained(command, tmp_path / "log", clients_of_others.environment(tmp_path))
+    clients_of_others.check(tmp_path / "run", 1e-3)

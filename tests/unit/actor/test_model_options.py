@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from published_configs import GPT_OSS_20B
 
-from megatron_daro.actor import model
+from megatron_daro.actor import model, policy
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.megatron_options import (
     OWNED,
     REFUSED,
@@ -27,6 +29,14 @@ def test_each_option_goes_to_the_dataclasses_that_know_it():
         "optimizer": {"decoupled_lr": 1e-7},
         "ddp": {"bucket_size": 1000},
     }
+
+
+def test_ranks_on_gpus_take_what_the_dry_run_says_that_they_add(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(policy, "data_parallel_config", lambda **given: taken.append(given["options"]))
+    policy.check_megatron_options(ActorSection(data_parallel=2, precision="fp32"), read_model_shape(GPT_OSS_20B))
+    assert taken == [{"overlap_grad_reduce": True}]
 
 
 def test_a_name_of_several_goes_to_all_of_them():

@@ -92,6 +92,17 @@ def test_the_baselines_pass_their_dry_run(options, place, capsys):
     assert main(["train", str(recipe), "--dry-run", *options.split()]) == 0, capsys.readouterr().err
 
 
+def test_four_worked_problems_stand_before_each(place, capsys):
+    recipe = RECIPES[NAMES.index("llama-3.1-8b")]
+    save_recipe_model(recipe, place)
+    options = [(recipe.parent / "four_shot.txt").read_text().strip(), 'rollout.stop=["Problem:"]']
+    options += ["data.max_prompt_tokens=1280", "rollout.max_response_tokens=3840"]
+    assert main(["train", str(recipe), "--dry-run", *options]) == 0, capsys.readouterr().err
+    template = resolve(recipe, options).data.template
+    assert template.count("\nSolution: ") == template.count("\\boxed{") == 4
+    assert template.endswith("\n\nProblem: {prompt}\nSolution:")
+
+
 def test_there_are_recipes_and_baselines():
     assert len(RECIPES) == 13 and len(BASELINES) == 8 and len(LADDER) == 6
 

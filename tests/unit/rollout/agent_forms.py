@@ -9,6 +9,7 @@ from collections.abc import Callable
 import aiohttp
 import chat_tokenizers
 import numpy as np
+import pytest
 from loop_fakes import FakeProgress, FakeScorer
 
 from megatron_daro.config import EnvironmentSection, RewardSection
@@ -30,14 +31,13 @@ def tokenizer(folder, template=chat_tokenizers.TOOLS):
 
 
 class Engine:
-    """says: (text that the model read, request) -> what it says, without the end. answers: all that it gave. before:
-    awaited first."""
+    """says: (text that the model read, request) -> what it says, without the end. answers: all that it gave, each with
+    new weights. before: awaited first."""
 
     def __init__(self, tokens, says: Callable[[str, GroupRequest], str], before=None) -> None:
         self._tokens, self.says, self._before = tokens, says, before
         self.answers: list[Rollout] = []
         self.asked: list[GroupRequest] = []
-        self.version = 5
 
     async def generate(self, requests):
         if self._before:
@@ -63,7 +63,7 @@ class Engine:
             np.ones(len(ids), np.uint8),
             -(np.arange(len(ids), dtype=np.float32) + 1000 * number) / 1000,
             reason,
-            self.version,
+            number,
             response_decoder(self._tokens)(ids),
         )
         self.answers.append(answer)
@@ -92,10 +92,11 @@ class Api:
 
 
 class Agents:
-    """Runs `await agent(problem, api)`."""
+    """Runs `await agent(problem, api)`. wrong: what it asserts in vain, which costs its rollout alone."""
 
     def __init__(self, agent) -> None:
         self.agent, self.apis = agent, []
+        self.wrong: list[BaseException] = []
 
     async def run(self, prompt, conversation, base_url, key):
         async with aiohttp.ClientSession() as http:
@@ -104,6 +105,9 @@ class Agents:
                 return await self.agent(prompt, self.apis[-1])
             except RuntimeError as error:
                 raise StepFailedError(str(error), "crash") from error
+            except (AssertionError, pytest.fail.Exception) as error:
+                self.wrong.append(error)
+                raise
 
     async def close(self) -> None: ...
 
@@ -118,6 +122,9 @@ def run(
 
     Returns:
         The group's rollouts, the engine, counts, and what a person was told.
+
+    Raises:
+        AssertionError: the agent's own.
     """
     engine = Engine(tokens, says, before)
     section = EnvironmentSection(kind="agent", **{"command": ("agent",), **section})
@@ -149,12 +156,14 @@ def run(
             await conversations.close()
 
     [rollouts] = asyncio.run(held())
+    for error in getattr(running, "wrong", ()):
+        raise error
     return rollouts, engine, conversations.counters(), progress
 
 
 def answers_of(rollout: Rollout) -> list[tuple]:
-    """What the model read before each answer of a rollout, and the answer's ids and log-probs, as it would be trained:
-    from the loss mask and the sequences that the columns stand for."""
+    """What the model read before each answer of a rollout, and the answer's ids, log-probs and weight version, as it
+    would be trained: from the loss mask and the sequences that the columns stand for."""
     lengths = rollout.contexts or (len(rollout.tokens),)
     pad = rollout.prompt_length
     mask = np.concatenate([np.zeros(pad, np.uint8), rollout.loss_mask])
@@ -169,8 +178,8 @@ def answers_of(rollout: Rollout) -> list[tuple]:
         for begin in begins:
             end = next((i for i in range(begin, length) if not trained[i]), length)
             part = slice(begin, end)
-            assert {*versions[start + begin : start + end]} == {5}
-            found.append((tuple(tokens[:begin]), tuple(tokens[part]), logprobs[at][part].tolist()))
+            (version,) = {*versions[start + begin : start + end]}
+            found.append((tuple(tokens[:begin]), tuple(tokens[part]), logprobs[at][part].tolist(), version))
         start += length
     return found
 
@@ -182,6 +191,7 @@ def sampled(engine: Engine, index: int) -> list[tuple]:
             tuple(one.tokens[: one.prompt_length].tolist()),
             tuple(one.tokens[one.prompt_length :].tolist()),
             one.logprobs.tolist(),
+            one.weight_version,
         )
         for one in engine.answers
         if one.index == index
@@ -189,7 +199,7 @@ def sampled(engine: Engine, index: int) -> list[tuple]:
 
 
 def assert_exact(rollouts, engine) -> None:
-    """Each sampled token is trained once, behind what the model had read, with its log-prob."""
+    """Each sampled token is trained once, behind what the model had read, with its log-prob and weight version."""
     for rollout in rollouts:
         assert sorted(answers_of(rollout)) == sorted(sampled(engine, rollout.index))
         assert rollout.generated_length == rollout.loss_mask.sum()

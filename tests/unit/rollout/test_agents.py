@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import aiohttp
@@ -324,19 +325,26 @@ def test_a_key_ends_with_its_rollout(tokens):
 
 
 def test_who_hangs_up_loses_the_answer_and_nothing_else(tokens):
+    arrived, hung_up, said = threading.Event(), threading.Event(), []
+
     async def agent(problem, api):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await api.say([{"role": "user", "content": "slow"}])
+        asked = asyncio.create_task(api.say([{"role": "user", "content": "slow"}]))
+        await asyncio.to_thread(arrived.wait, 60)
+        asked.cancel()
+        await asyncio.wait([asked])
         await api.say(ASKED)
-        await asyncio.sleep(0.6)
+        hung_up.set()
+        while len(said) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the late answer comes while the conversation lasts
 
     async def slow(engine, requests):
         if any("slow" in engine._tokens.decode(list(one.prompt.tokens)) for one in requests):
-            await asyncio.sleep(0.4)
+            arrived.set()
+            await asyncio.to_thread(hung_up.wait, 60)
 
     rollouts, engine, _, _ = run(
-        tokens, agent, lambda read, request: "Answer", indices=(0,), together=False, before=slow
+        tokens, agent, lambda read, request: said.append(read) or "Answer", indices=(0,), together=False, before=slow
     )
     assert len(engine.answers) == 2 and len(answers_of(rollouts[0])) == 1
     assert "slow" not in tokens.decode(rollouts[0].tokens.tolist())
