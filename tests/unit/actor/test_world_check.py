@@ -18,7 +18,7 @@ from published_configs import (
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import read_model_shape, text_part
 from megatron_daro.errors import ModelError
 from megatron_daro.workshop import check_layout
 from megatron_daro.workshop.check_layout import check_world
@@ -169,7 +169,7 @@ def test_the_command_names_every_problem_of_the_layout(config, capsys):
 )
 def test_published_families_on_a_world_of_64(config, parameters, layout, ends):
     stages = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    report = check_world(read_model_shape(config), layout, options=dict(zip(stages, ends, strict=False)))
+    report = check_world(read_model_shape(text_part(config)), layout, options=dict(zip(stages, ends, strict=False)))
     assert len(report.ranks) == 64 and report.parameters == parameters
 
 
