@@ -1,5 +1,5 @@
-"""What SGLang's own loaders make of tensors, in buckets as an update brings them, of families that it does not compute on
-a CPU (0.5.23): with latent attention, `torch_native` does not run, and linear attention asks for missing kernels."""
+"""What SGLang's own loaders make of tensors, in buckets as an update brings them, of families that it does not compute
+on a CPU (0.5.23): latent attention is not in `torch_native`, and linear attention asks for kernels that are missing."""
 
 from __future__ import annotations
 
