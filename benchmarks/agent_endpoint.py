@@ -1,7 +1,7 @@
 """What the endpoint of agents costs: beside an engine that answers at once, and beside SGLang's own endpoint.
 
     python benchmarks/agent_endpoint.py --json
-    OMP_NUM_THREADS=1 python benchmarks/agent_endpoint.py --pairs 3 --json    # also beside a real SGLang server
+    OMP_NUM_THREADS=1 python benchmarks/agent_endpoint.py --pairs 7 --json    # also beside a real SGLang server
 
 All agents at once, in a process of their own, which posts with aiohttp. The first engine answers at once: CPU is
 that of the endpoint's process over all requests: HTTP, JSON, chat template, tokens, conversations, columns. With

@@ -31,11 +31,9 @@ comparison at a time), and that of the policy (`hold`: the ranks work on one thi
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +41,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
+from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
@@ -103,7 +102,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: all done that there was to do, the export too; stopped with a checkpoint; or interrupted."""
+    """How a run ended.
+
+    status: finished: at `trainer.steps`, or a replay at the end of its recording, and exported; stopped, with a
+    checkpoint; or interrupted. step: optimizer steps done.
+    """
 
     status: Literal["finished", "stopped", "interrupted"]
     step: int
@@ -126,6 +129,7 @@ class Controller:
         self._pace = Pace(section.steps, batches_ahead)
         self.step = 0
         self._skipped_steps = 0
+        self._lines = StepLines(parts.metrics.write)
         self._signal = SignalWatch()
         self._batch_trained, self._lost_in_a_row = False, 0
         self._saved_step, self._save_due = 0, False
@@ -133,9 +137,6 @@ class Controller:
         self._last_batch: SampledBatch | None = None
         # Filtered and dropped groups of batches that trained nothing: the next step's record has them.
         self._unrecorded: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()
-        # Groups of the last batch and of as many before it as generation may run ahead: no earlier one was still in the
-        # books, without an outcome, when the last one was sampled.
-        self._resolved: deque[dict[int, Outcome]] = deque(maxlen=batches_ahead + 1)
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
@@ -204,8 +205,9 @@ class Controller:
         return RunOutcome("finished" if finished else "stopped", self.step)
 
     async def shutdown(self) -> None:
-        """Close engine, policy and the closers. One that fails is reported and does not keep the next from closing."""
-        closers: dict[str, Callable[[], Awaitable[None]]] = {}
+        """Write the lines that are held, and close engine, policy and the closers. One that fails is reported and does
+        not keep the next from closing."""
+        closers: dict[str, Callable[[], Awaitable[None]]] = {"metrics": self._lines.close}
         if self._parts.engine:
             closers["engine"] = self._parts.engine.close
         closers["policy"] = self._parts.policy.close
@@ -241,8 +243,8 @@ class Controller:
         """Evaluate the model that training starts from, as step 0 of the metrics."""
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
-            await self._parts.evaluations.run(0)
-            self._parts.evaluations.write(0, partial(self._parts.metrics.write, 0))
+            await self._parts.evaluations.run(0, self._lines)
+            self._lines.add(0, {})
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -321,8 +323,9 @@ class Controller:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
         filtered, dropped = self._unrecorded
         batch = replace(batch, filtered=(*filtered, *batch.filtered), dropped=(*dropped, *batch.dropped))
-        self._resolved.append({})
         self._last_batch, self._batch_trained = batch, False
+        # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
+        self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
         stale = self._parts.source.stale(batch.groups, self.step)
         minibatches, unused = plan_minibatches(batch, stale, self.step, self._section)
         self._resolve(unused, "dropped")
@@ -345,7 +348,7 @@ class Controller:
         first_epoch = tuple(prepared.batch for prepared, _ in prepared_of_step.values())
         for minibatch in minibatches:
             if not minibatch.trains:
-                self._resolve(minibatch.groups, "dropped")
+                self._resolve_step(minibatch)
                 continue
             if minibatch.step in prepared_of_step:
                 prepared, metrics = prepared_of_step.pop(minibatch.step)
@@ -388,8 +391,7 @@ class Controller:
         """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its columns."""
         with self._parts.phases.measure("train"):
             of_step = await self._optimizer_step(prepared, minibatch)
-        if minibatch.epoch == 1:
-            self._resolve(minibatch.groups, minibatch.outcome)
+        self._resolve_step(minibatch)
         self.step = minibatch.step
         metrics = {**of_step, **of_batch, **self._book_metrics()}
         if minibatch.last:
@@ -408,7 +410,7 @@ class Controller:
         if not result.skipped:
             self._batch_trained, self._lost_in_a_row = True, 0
             return result.metrics
-        minibatch.outcome = "dropped"
+        minibatch.trains = False
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
             path = await self._to_disk(self._parts.recorder.write_failed, minibatch.step, minibatch.groups)
@@ -447,23 +449,22 @@ class Controller:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
         the sync. Args: before: the weight version that the batch began with."""
         metrics: Mapping[str, float] = {}
-        await self._parts.evaluations.ended()  # its answers are all of the version that the engine has until now
-        async with self._engine_use():
+        async with AsyncExitStack() as engine:
+            with self._parts.phases.measure("sync_wait"):
+                await self._parts.evaluations.ended()  # its answers are all of the version that the engine has
+                await engine.enter_async_context(self._engine_use())
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")
             if self._parts.evaluations.due(before, self.step):
-                await self._parts.evaluations.run(self.step)
+                await self._parts.evaluations.run(self.step, self._lines)
         await self._pace.batch_done(self.step)
         return metrics
 
     async def _write(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
         """Rollouts, then metrics: a line in metrics.jsonl means that its rollouts are on disk."""
         if self._parts.recorder:
-            groups = {
-                minibatch.outcome: minibatch.groups if minibatch.epoch == 1 else (),
-                "filtered": minibatch.filtered,
-            }
+            groups = {minibatch.outcome: minibatch.resolved, "filtered": minibatch.filtered}
             groups["dropped"] = (*groups.get("dropped", ()), *minibatch.dropped)
             await self._to_disk(self._parts.recorder.write_step, minibatch.step, groups, minibatch.record)
         if self._parts.experts:
@@ -472,7 +473,8 @@ class Controller:
         metrics |= self._parts.phases.collect()
         if train_s := metrics.get("timing/train_s", 0.0):
             metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._parts.evaluations.write(minibatch.step, partial(self._write_line, minibatch, metrics))
+        self._lines.add(minibatch.step, metrics)
+        self._show(minibatch, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -482,11 +484,8 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _write_line(
-        self, minibatch: MiniBatch, of_step: Mapping[str, float], of_evaluation: Mapping[str, float]
-    ) -> None:
-        metrics = {**of_step, **of_evaluation}
-        self._parts.metrics.write(minibatch.step, metrics)
+    def _show(self, minibatch: MiniBatch, metrics: Mapping[str, float]) -> None:
+        """Show the step, and what a person should look at."""
         self._parts.progress.step(minibatch.step, metrics)
         drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
@@ -495,10 +494,16 @@ class Controller:
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")
 
+    def _resolve_step(self, minibatch: MiniBatch) -> None:
+        """Book groups with the first step that trains them; as dropped once none of their steps did."""
+        outcomes, later = self._parts.source.ledger.outcomes, frozenset() if minibatch.trains else minibatch.again
+        minibatch.resolved = tuple(
+            group for group in minibatch.groups if group.group_id not in outcomes and group.group_id not in later
+        )
+        self._resolve(minibatch.resolved, minibatch.outcome)
+
     def _resolve(self, groups: Sequence[Group], outcome: Outcome) -> None:
-        ids = [group.group_id for group in groups]
-        self._parts.source.ledger.finish(ids, outcome)
-        self._resolved[-1] |= dict.fromkeys(ids, outcome)
+        self._parts.source.ledger.finish([group.group_id for group in groups], outcome)
 
     def _book_metrics(self) -> dict[str, float]:
         ledger = self._parts.source.ledger
@@ -514,13 +519,12 @@ class Controller:
         await self._parts.evaluations.ended()
         if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
             return
-        resolved = {group_id: outcome for batch in self._resolved for group_id, outcome in batch.items()}
         state = {
             "format": STATE_FORMAT,
             "step": self.step,
             "batches_done": self._pace.batches_done,
             "skipped_steps": self._skipped_steps,
-            "sampler": self._last_batch.snapshot.to_json(resolved),
+            "sampler": self._last_batch.snapshot.to_json(self._parts.source.ledger.outcomes),
             "identity": dict(self._parts.identity),
         }
         save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step

@@ -16,7 +16,7 @@ from megatron_daro.config.megatron_options import option_problems
 from megatron_daro.config.model_files import megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem
-from megatron_daro.config.rules import advice, algorithm, data, engine, latent, layout, linear, rollout, trainer
+from megatron_daro.config.rules import advice, algorithm, data, engine, layers, layout, rollout, trainer
 from megatron_daro.config.rules.lora import lora_problems, merging
 from megatron_daro.config.sections import Config
 
@@ -85,8 +85,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             chain(
                 layout.division(actor, shape) if shape else (),
                 layout.sequence_parallel(config),
-                latent.latent(config, shape, hardware, surroundings.megatron),
-                linear.linear(config, shape),
+                layers.layers(config, shape, hardware, surroundings.megatron),
             ),
         ),
         _Check("batch", _batch_text(config), rollout.batch(config)),

@@ -414,7 +414,7 @@ class ModelShape:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether there are places for adapters; rules/latent.py and rules/linear.py refuse them otherwise."""
+        """Whether there are places for adapters; rules/layers.py refuses them otherwise."""
         return self.latent is None and self.linear is None
 
     @property

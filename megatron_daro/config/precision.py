@@ -133,19 +133,12 @@ def fp8_problems(actor: ActorSection, shape: ModelShape | None, found: Surroundi
     if actor.precision != "fp8":
         return
     against = problem(actor.fp8_recipe, found) or (
-        shape and (_local_problem(shape) or experts_problem(shape, found) or _uneven_problem(actor, shape))
+        shape and (experts_problem(shape, found) or _uneven_problem(actor, shape))
     )
     if against:
         yield against
     if shape:
         yield from _bf16_layers(actor, shape)
-
-
-def _local_problem(shape: ModelShape) -> Problem | None:
-    if not shape.local_layers:
-        return None
-    got, allowed = f"fp8 with a model of type {shape.family}", "bf16, fp32: it runs in Megatron's own layers"
-    return Problem("actor.precision", got, allowed, "set actor.precision=bf16", also=("model.path",))
 
 
 def _uneven_problem(actor: ActorSection, shape: ModelShape) -> Problem | None:

@@ -15,9 +15,9 @@ Some need more: a rule where no fact of a row says what it does not go with (con
 loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
 engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it.
 
-`shards` is another kind: from rank to rank, by a plan made of both layouts. It has no sender of that table, but what
-asks for `shard_plan`: runtime/preflight.py (is there a plan?), engine/sglang/engine.py (the servers' layout),
-runtime/weight_export.py (calls all ranks), runtime/workers.py and shard_export.py (one rank's part). A second one of
+Which ranks send at a time is said in `EXPORTS` (runtime/weight_export.py), where it is not one pipeline stage after the
+other. For `shards` it is all of them: each sends its own parameters, as Megatron has them, by a plan made of both
+layouts (runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of
 its kind, with another wire, would be a value of `engine.sglang.shards_over`.
 """
 

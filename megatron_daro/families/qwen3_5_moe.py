@@ -5,8 +5,10 @@ Source: transformers 5.24, models/qwen3_5_moe, `Qwen3_5MoeForCausalLM`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_daro.families.qwen3_5 import DEFAULTS, FURTHER_TOKENS, HARMLESS, ONLY, TENSORS, UNTRAINED
-from megatron_daro.families.table import EXPERTS, SHARED_EXPERT, ExpertKeys, Family
+from megatron_daro.families.table import EXPERTS, QWEN3_NEXT_EXPERTS, SHARED_EXPERT, Family
 
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
@@ -20,12 +22,7 @@ FAMILY = Family(
         "num_key_value_heads": 2,
         "shared_expert_intermediate_size": 512,
     },
-    experts=ExpertKeys(
-        number=("num_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        normalize=True,
-        shared_width="shared_expert_intermediate_size",
-    ),
+    experts=replace(QWEN3_NEXT_EXPERTS, normalize=True),
     window="switched",
     partial_rotary=True,
     further_tokens=FURTHER_TOKENS,

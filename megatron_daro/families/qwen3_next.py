@@ -12,8 +12,8 @@ from megatron_daro.families.table import (
     LINEAR_ATTENTION,
     LINEAR_DEFAULTS,
     OUTSIDE,
+    QWEN3_NEXT_EXPERTS,
     SHARED_EXPERT,
-    ExpertKeys,
     Family,
 )
 
@@ -42,12 +42,7 @@ FAMILY = Family(
         "partial_rotary_factor": 0.25,
         "shared_expert_intermediate_size": 512,
     },
-    experts=ExpertKeys(
-        number=("num_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        normalize="norm_topk_prob",
-        shared_width="shared_expert_intermediate_size",
-    ),
+    experts=QWEN3_NEXT_EXPERTS,
     window="switched",
     partial_rotary=True,
     untrained=("mtp.",),

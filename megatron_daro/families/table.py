@@ -154,6 +154,13 @@ DEEPSEEK_EXPERTS = ExpertKeys(
     shared="n_shared_experts",
 )
 """DeepSeek-V3's, which GLM-4.5 has too."""
+QWEN3_NEXT_EXPERTS = ExpertKeys(
+    number=("num_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    normalize="norm_topk_prob",
+    shared_width="shared_expert_intermediate_size",
+)
+"""Qwen3-Next's, which Qwen3.5 has too, but for `normalize`."""
 
 OUTSIDE: Names = {
     "embedding": ("model.embed_tokens.weight",),

@@ -20,7 +20,8 @@ Files, in the order to read them:
     groups_under_way.py     a group that is not complete: in flight, and between two batches
     collector.py            which answers count, and what they are worth
     batch_so_far.py         a batch in the making: kept, filtered, dropped
-    batch_filler.py         the loop that fills a batch
+    filling.py              the ways to fill a batch: when it is complete, what begins
+    batch_filler.py         the loop that does it
     sampler.py              from batch to batch: what is kept, too old, empty; the snapshot
     sampled_batch.py        what the controller gets
     minibatches.py          which groups train at which optimizer step

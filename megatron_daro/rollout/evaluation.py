@@ -5,8 +5,7 @@ keeps what it measures: workshop/evaluate/measuring.py.
 
 The controller asks `Evaluations` for one after a weight sync. Beside generation it goes on while the run does; the next
 sync and the next checkpoint wait until it ended, so every answer of it is of one version, and a checkpoint never lacks
-its line. Lines of metrics keep their order: that of the evaluated step, and those after it, are written when the
-evaluation ends, however it does. At most one is under way.
+its line, which is held until then (observe/step_lines.py). At most one is under way.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.observe.phases import Phases
+from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
 from megatron_daro.rollout.summary import pass_at_k
@@ -166,8 +167,6 @@ def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, fl
 
 
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
-Line = Callable[[Mapping[str, float]], None]
-"""Writes one line of metrics, given those of an evaluation."""
 
 
 class Evaluations:
@@ -192,10 +191,7 @@ class Evaluations:
         self._every, self._steps = (section.eval_every_steps, section.steps) if section else (0, 0)
         self._evaluate = evaluate if self._every else None
         self._beside, self._phases, self._deadlines = beside, phases or Phases(), deadlines or Deadlines()
-        self._task: asyncio.Task[None] | None = None
-        self._under_way = False
-        self._metrics: dict[int, Mapping[str, float]] = {}
-        self._held: list[tuple[int, Line]] = []
+        self._under_way: tuple[asyncio.Task[None], Callable[[], None]] | None = None
 
     def due(self, before: int, step: int) -> bool:
         """Whether one belongs between these steps: every `every` steps, before the first and after the last."""
@@ -203,48 +199,38 @@ class Evaluations:
             return False
         return step == 0 or step // self._every > before // self._every or step >= self._steps
 
-    async def run(self, step: int) -> None:
-        """Evaluate the weights of this step, whose line gets the numbers. Beside generation it only begins here."""
-        if not self._beside:
-            await self._measure(step)
-            return
-        assert self._task is None, "the one before was waited for"
-        self._under_way = True
-        self._task = asyncio.ensure_future(self._measure(step))
-
-    def write(self, step: int, line: Line) -> None:
-        """Write the line of a step, with the numbers of its evaluation if it has one: now, or when the evaluation that
-        is under way ends."""
-        self._held.append((step, line))
-        if not self._under_way:
-            self._end()
+    async def run(self, step: int, lines: StepLines) -> None:
+        """Evaluate the weights of this step, whose line is held until it has the numbers. Beside generation the
+        evaluation only begins here."""
+        assert self._under_way is None, "the one before was waited for"
+        lines.hold(step)
+        work = self._measure(step, lines)
+        if self._beside:
+            self._under_way = asyncio.ensure_future(work), partial(lines.release, step, {})
+        else:
+            await work
 
     def cancel(self) -> None:
         """End the one under way without a result."""
-        if self._task is not None:
-            self._task.cancel()
+        if self._under_way:
+            self._under_way[0].cancel()
 
     async def ended(self) -> None:
         """Wait for the end of the one under way. Raises what it raised."""
-        if self._task is None:
+        if self._under_way is None:
             return
-        task, self._task = self._task, None
+        (task, release), self._under_way = self._under_way, None
         await asyncio.wait({task})
-        self._end()  # one that was cancelled before it began has not
+        release()  # one that was cancelled before it began has not
         if not task.cancelled():
             task.result()
 
-    async def _measure(self, step: int) -> None:
+    async def _measure(self, step: int, lines: StepLines) -> None:
         assert self._evaluate is not None, "it is due"
         what = f"step {step}" if step else "before training"
+        metrics: Mapping[str, float] = {}
         try:
             with self._phases.measure("evaluate"):
-                self._metrics = {step: await self._deadlines.within("evaluate", self._evaluate(step), what=what)}
+                metrics = await self._deadlines.within("evaluate", self._evaluate(step), what=what)
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._under_way = False
-        held, self._held = self._held, []
-        for step, line in held:
-            line(self._metrics.pop(step, {}))
+            lines.release(step, metrics)

@@ -1,8 +1,8 @@
 """Groups that are not complete: in flight, or unfinished between two batches. The states of a group:
 
     state        held by                                          ends as
-    in flight    GroupInFlight in the filler's `calls`            kept, filtered, dropped, or unfinished
-    unfinished   UnfinishedGroup in the filler, then the          in flight again in the next batch; dropped where it
+    in flight    GroupInFlight in `Flight.calls`                  kept, filtered, dropped, or unfinished
+    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in the next batch; dropped where it
                  sampler and its Snapshot                         is too old by then
     kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
     surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped where it is too old by
@@ -18,6 +18,8 @@ Recorded groups that contradict themselves are refused.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from megatron_daro.errors import DataError
@@ -131,6 +133,31 @@ class UnfinishedGroup:
         ):
             raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
         return cls(finished, rollouts)
+
+
+@dataclass(slots=True)
+class Flight:
+    """What is in flight of one batch.
+
+    to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
+    that each generates. arrivals: a call that has ended, or None: the rollouts of one group of a call of several came
+    in. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the
+    last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is asked
+    of the engine.
+    """
+
+    to_resume: deque[UnfinishedGroup]
+    calls: dict[asyncio.Task[None], dict[int, GroupInFlight]] = field(default_factory=dict)
+    arrivals: asyncio.Queue[asyncio.Task[None] | None] = field(default_factory=asyncio.Queue)
+    unfinished: list[UnfinishedGroup] = field(default_factory=list)
+    incomplete: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    times_begun: int = 0
+    admitted: int = 0
+    stopping: bool = False
+
+    def group_ids(self) -> list[int]:
+        """Groups that are generated now, in order."""
+        return sorted(group_id for groups in self.calls.values() for group_id in groups)
 
 
 def admit(source: PromptSource, ledger: Ledger, count: int) -> dict[int, GroupInFlight]:

@@ -2,13 +2,14 @@
 
 `BatchFiller` admits groups and asks again, `BatchSoFar` filters and drops, the controller marks what it trained or
 dropped. The ledger gives out group ids and attempt numbers, and decides whether an answer still counts. It keeps no
-rollouts. Finished groups are counted, not remembered one by one: ids only grow, so an id below the next one that is not
-outstanding is finished, and finishing it again is refused.
+rollouts. Finished groups are counted: ids only grow, so an id below the next one that is not outstanding is finished,
+and finishing it again is refused. What became of which is remembered only as long as a checkpoint may need it
+(`forget_outcomes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from megatron_daro.errors import CheckpointError, EngineError
@@ -25,6 +26,7 @@ class Ledger:
         self._admitted = 0
         self._attempts: dict[int, int] = {}
         self._finished: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+        self._outcomes: dict[int, Outcome] = {}
         self._retries = 0
         self._refused = 0
 
@@ -91,6 +93,16 @@ class Ledger:
             assert group_id in self._attempts, f"group {group_id} is not outstanding, so it cannot become {outcome}"
             del self._attempts[group_id]
             self._finished[outcome] += 1
+            self._outcomes[group_id] = outcome
+
+    @property
+    def outcomes(self) -> Mapping[int, Outcome]:
+        """What became of the groups that were finished in this process, but for those that were forgotten."""
+        return self._outcomes
+
+    def forget_outcomes(self, but: Container[int]) -> None:
+        """Forget what became of all groups but these."""
+        self._outcomes = {group_id: outcome for group_id, outcome in self._outcomes.items() if group_id in but}
 
     @property
     def late_refused(self) -> int:
@@ -134,5 +146,5 @@ class Ledger:
                 f"{len(attempts)} outstanding; allowed: admitted = finished + outstanding. Use an earlier checkpoint"
             )
         self._next_id, self._admitted = next_id, admitted
-        self._attempts, self._finished = attempts, finished
+        self._attempts, self._finished, self._outcomes = attempts, finished, {}
         self._retries, self._refused = int(state["retries"]), int(state["late_refused"])

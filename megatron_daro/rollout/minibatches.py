@@ -26,9 +26,9 @@ class MiniBatch:
 
     version: the policy's weight version when the batch began to train. filtered, dropped: what is recorded with this
     step although it does not train (the first one of a batch has them all). first, last: whether it is the first and
-    the last of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again:
-    ids of groups that a later one of the batch trains again. trains: false in a replay for a step that was not
-    finite, but whose groups were trained in a later epoch.
+    the last of its batch, whose first optimizer step is `first_step`. epoch: of the batch, from 1. again: ids of groups
+    that a later one of the batch takes again. trains: false once its step was not finite; in a replay from the
+    beginning. resolved: those of its groups whose outcome it decides: their first step that trains, or else the last.
     """
 
     step: int
@@ -42,13 +42,18 @@ class MiniBatch:
     trains: bool = True
     filtered: tuple[Group, ...] = ()
     dropped: tuple[Group, ...] = ()
-    outcome: Outcome = "trained"
+    resolved: tuple[Group, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the groups that it resolves."""
+        return "trained" if self.trains else "dropped"
 
     @property
     def record(self) -> RecordedMiniBatch:
         """What a replay needs of it."""
         ids = tuple(group.group_id for group in self.groups)
-        return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, self.outcome == "trained")
+        return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, self.trains)
 
 
 def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:

@@ -36,8 +36,9 @@ _SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
 class RecordedMiniBatch:
     """What a recorded optimizer step was made of.
 
-    step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1; the groups are in
-    the files of the first. group_ids: of its mini-batch, in order. applied: whether the policy was updated.
+    step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1. group_ids: of its
+    mini-batch, in order; each group is in the file of the first step that trained it, or else of its last. applied:
+    whether the policy was updated.
     """
 
     step: int

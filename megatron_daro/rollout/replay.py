@@ -127,8 +127,9 @@ class ReplaySource:
         within = [minibatch for minibatch in minibatches if minibatch.step <= self._section.steps]
         trained = {group_id for minibatch in within if minibatch.applied for group_id in minibatch.group_ids}
         planned = [one for one in within if one.applied or (one.epoch == 1 and not trained.isdisjoint(one.group_ids))]
-        ids = {group_id for minibatch in planned for group_id in minibatch.group_ids}
-        groups = tuple(group for group, _ in recorded if group.group_id in ids)
+        ids = dict.fromkeys(group_id for minibatch in planned for group_id in minibatch.group_ids)  # in batch order
+        of_id = {group.group_id: group for group, _ in recorded}
+        groups = tuple(of_id[group_id] for group_id in ids if group_id in of_id)
         filtered = tuple(group for group, used in recorded if used == "filtered")
         dropped = tuple(group for group, used in recorded if used != "filtered" and group.group_id not in ids)
         wrong = next((g for g in groups if len(g.rollouts) != self._size), None)
@@ -137,7 +138,7 @@ class ReplaySource:
                 f"{self._run_dir}/rollouts: step {planned[0].step} group {wrong.group_id} has {len(wrong.rollouts)} "
                 f"rollouts but rollout.rollouts_per_prompt is {self._size}; set it to the recorded run's value"
             )
-        missing = sorted(ids - {group.group_id for group in groups})
+        missing = sorted(ids.keys() - of_id.keys())
         if missing:
             raise DataError(
                 f"{self._run_dir}/rollouts: step {planned[0].step}: its batch has group {missing[0]}, which no file of "

@@ -36,20 +36,25 @@ class Snapshot:
     counters: Mapping[str, int] = field(default_factory=dict)
     unfinished: tuple[UnfinishedGroup, ...] = ()
 
-    def to_json(self, resolved: Mapping[int, Outcome]) -> dict[str, Any]:
+    @property
+    def handed_over(self) -> frozenset[int]:
+        """Ids of the groups that the controller had: of this batch, and of those before that were not used up yet."""
+        waiting = {group.group_id for group in self.surplus} | {group.group_id for group in self.unfinished}
+        return frozenset(group_id for group_id, _ in self.ledger["outstanding"] if group_id not in waiting)
+
+    def to_json(self, outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
         """Return the state to continue from, as plain values, without the groups that wait: those are `waiting`.
 
         Args:
-            resolved: what became of the groups that were handed over up to this batch. All of them must be in it.
+            outcomes: what became of the groups of `handed_over`, and maybe of others.
 
         Returns:
             `source`, `ledger` and `counters`; only the groups of `surplus` and `unfinished` are outstanding.
         """
         ledger = Ledger()
         ledger.load_state_dict(self.ledger)
-        for group_id in ledger.outstanding:
-            if group_id in resolved:
-                ledger.finish([group_id], resolved[group_id])
+        for group_id in self.handed_over:
+            ledger.finish([group_id], outcomes[group_id])
         waiting = tuple(sorted([g.group_id for g in self.surplus] + [g.group_id for g in self.unfinished]))
         assert ledger.outstanding == waiting, f"groups {ledger.outstanding} are outstanding but {waiting} wait"
         return {"source": dict(self.source), "ledger": ledger.state_dict(), "counters": dict(self.counters)}

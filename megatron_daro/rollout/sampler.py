@@ -121,15 +121,12 @@ class Sampler:
         self._take_unfinished(batch, use_version)
         where, empty = "", 0
         while empty < self._max_empty:
-            ended_before = len(batch.filtered) + len(batch.dropped)
             await self._fill(batch)
             if batch.kept:
                 tokens = self._collector.fresh_tokens - tokens_before
                 ended = [group for group in (*batch.kept, *batch.filtered) if group.group_id not in surplus_ids]
                 self._source.observe(sorted(ended, key=lambda group: group.group_id))
                 return self._complete(batch, time.perf_counter() - started, tokens)
-            if self._unfinished and len(batch.filtered) + len(batch.dropped) == ended_before:
-                continue  # all answers were set aside: they go on at once
             empty += 1
             self._collector.counters.batches_empty += 1
             where = await self._record_skipped(batch, use_version + 1)
@@ -177,7 +174,10 @@ class Sampler:
 
     async def _fill(self, batch: BatchSoFar) -> None:
         """Fill the batch up; the 1st, 2nd, 4th, 8th... batch of this process that stays short is announced."""
+        ended_before = batch.fresh_total
         self._unfinished = await self._filler.fill(batch, self._unfinished)
+        while self._unfinished and not batch.kept and batch.fresh_total == ended_before:  # set aside, all of them
+            self._unfinished = await self._filler.fill(batch, self._unfinished)
         target = self._section.prompts_per_batch
         if 0 < len(batch.kept) < target:
             self._short_batches += 1

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.engine.sglang.asking import DirectAsker, EndedAnswer, LostWorkerError, Question
+from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe import logs
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.context import RunContext
@@ -56,6 +57,7 @@ class AnswerWorker:
             decode = response_decoder(load_tokenizer(self._path, self._trust))
             self._asker = DirectAsker(decode, self._experts)
             self._asker.when_ended(self._take_ended)
+            spare_event_loop()  # replies are millions of small lists: two thirds of the time went to it
         return own_place()
 
     def _take_ended(self, ended: Sequence[EndedAnswer]) -> None:

@@ -15,7 +15,6 @@ import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +22,8 @@ import numpy as np
 
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.lora import peft_config
-from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.convert.mapping import critic_config
 from megatron_daro.data.batch import contexts_of
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
@@ -38,7 +35,6 @@ from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.shards import Shard, shards_of
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
-from megatron_daro.sync.files import complete_adapter, complete_checkpoint
 from megatron_daro.sync.plan import SendPlan, SendReport
 from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepBatch, StepResult
 
@@ -193,28 +189,15 @@ class PolicyGroup:
     async def export(self, plan: SendPlan) -> SendReport:
         """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
         if self._healing is None or TRANSPORTS[plan.transport].checkpoint:
-            return await self._repeated(lambda: self._export(plan))
+            return await self._repeated(lambda: weight_export.export(self.ranks, plan))
         await self._healing.heal()
         try:
-            return await self._export(plan)
+            return await weight_export.export(self.ranks, plan)
         except WorkerError as error:
             if not await self._healing.lost_ranks():
                 raise
             await self._healing.heal()
             raise LostSenderError(f"the weights were not sent: {error}") from error
-
-    async def _export(self, plan: SendPlan) -> SendReport:
-        if not TRANSPORTS[plan.transport].checkpoint:
-            return await weight_export.send(self.ranks, plan)
-        path, changes = self._settings.model_path, dict[str, Any]()
-        if plan.what == "adapter":
-            config = peft_config(self._settings.lora, read_model_shape(path), str(path))
-            return await weight_export.write(self.ranks, plan, partial(complete_adapter, config=config))
-        if plan.what == "critic":
-            path = self._algorithm.critic.path or path
-            changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-        complete = partial(complete_checkpoint, model_path=path, dtype=self._actor.torch_dtype, changes=changes)
-        return await weight_export.write(self.ranks, plan, complete)
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without

@@ -38,8 +38,8 @@ class Ranks:
         outlive_groups: bool,
     ) -> None:
         """Start nothing. Args: outlive_groups: processes leave their groups when one dies, and join new ones."""
-        self._run, self._actor = run, run.config.actor
-        self._settings, self._algorithm, self._placement = settings, algorithm, placement
+        self._run, self._placement = run, placement
+        self.actor, self.settings, self.algorithm = run.config.actor, settings, algorithm
         self._outlive_groups = outlive_groups
         self._address = ""
         self.workers = WorkerGroup()
@@ -48,7 +48,7 @@ class Ranks:
 
     async def start(self) -> None:
         """Start the processes, and tell the placement their GPUs. Raises WorkerError."""
-        self.workers.update({f"actor rank {rank}": self.start_process(rank) for rank in range(self._actor.world_size)})
+        self.workers.update({f"actor rank {rank}": self.start_process(rank) for rank in range(self.actor.world_size)})
         gpus = await self.all(lambda worker: worker.gpu.remote())
         self._placement.take_gpus(dict(enumerate(gpus)))
 
@@ -63,7 +63,7 @@ class Ranks:
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
         seed = self._run.config.trainer.seed
-        arguments = (self._address, self._settings, self._actor, self._algorithm, seed, _COLLECTIVE_S)
+        arguments = (self._address, self.settings, self.actor, self.algorithm, seed, _COLLECTIVE_S)
         options = {"heals": self._outlive_groups, "to_be_restored": to_be_restored}
         await self.all(lambda worker: worker.setup.remote(*arguments, **options))
         self.infos, self._relays = await self.all(lambda worker: worker.info.remote()), set()

@@ -1,6 +1,8 @@
-"""Weights on their way out of the ranks: to engines on the way that a plan names, or into a Hugging Face checkpoint.
+"""Weights on their way out of the ranks: to engines by the transport that a plan names, or into a Hugging Face
+checkpoint.
 
-Ranks send to receivers by themselves; this says who sends what to whom, and joins their reports.
+Ranks send to receivers by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` has what is
+done for each transport.
 """
 
 from __future__ import annotations
@@ -8,49 +10,57 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_daro.config.transports import TRANSPORTS
+from megatron_daro.config.lora import peft_config
+from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
+from megatron_daro.convert.mapping import critic_config
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.supervisor import gather, yielding_to_event_loop
 from megatron_daro.sync import files
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.sync.routes import RankRole, joined_report, routes
+from megatron_daro.sync.routes import RankRole, Routes, joined_report, one_route, routes
 from megatron_daro.sync.shard_sender import check_offers
 
+_Routing = Callable[[SendPlan, Mapping[int, RankRole]], Routes]
 
-async def send(ranks: Ranks, plan: SendPlan) -> SendReport:
-    """Have every pipeline stage send its weights as the plan says, one after the other, since receivers take one bucket
-    at a time; after a failure the rest is not sent. Adapters are gathered on the first stage, which sends all."""
-    if TRANSPORTS[plan.transport].shard_plan:
-        return await _send_shards(ranks, plan)
-    stages = sorted({info.stage for info in ranks.infos})
-    if plan.what == "adapter":
-        return await _send_stages(ranks, stages, plan)
+
+async def staged(ranks: Ranks, plan: SendPlan, routing: _Routing = one_route) -> SendReport:
+    """Have every pipeline stage send its weights, one after the other, since receivers take one bucket at a time; after
+    a failure the rest is not sent. Args: routing: which ranks of a stage send to which servers."""
     report = SendReport()
-    for stage in stages:
-        report = report.joined(await _send_stages(ranks, [stage], plan))
+    for stage in _stages(ranks):
+        report = report.joined(await _send_stages(ranks, [stage], plan, routing))
         if report.failures:
             break
     return report
 
 
-async def write(ranks: Ranks, plan: SendPlan, complete: Callable[[SendPlan, files.Written], None]) -> SendReport:
-    """Have them write one checkpoint into the plan's directory, whole or not at all. Args: complete: adds what else it
-    has, and gives it its name."""
+async def staged_by_host(ranks: Ranks, plan: SendPlan) -> SendReport:
+    """The same, where a rank on the host of each server sends to it."""
+    return await staged(ranks, plan, routes)
+
+
+async def at_once(ranks: Ranks, plan: SendPlan) -> SendReport:
+    """Have the first stage gather what all stages have, such as adapters, and send it."""
+    return await _send_stages(ranks, _stages(ranks), plan, one_route)
+
+
+async def written(ranks: Ranks, plan: SendPlan) -> SendReport:
+    """Have the ranks write one checkpoint into the plan's directory, whole or not at all."""
     started = time.perf_counter()
     plan = replace(plan, directory=files.directory_of(plan).absolute())
     await asyncio.to_thread(files.open_checkpoint, plan)
-    report = await send(ranks, plan)
+    report = await (at_once if plan.what == "adapter" else staged)(ranks, plan)
     if report.failures:
         return report
-    await asyncio.to_thread(complete, plan, report.files)
+    await asyncio.to_thread(_complete, ranks, plan, report.files)
     return replace(report, send_s=time.perf_counter() - started)
 
 
-async def _send_shards(ranks: Ranks, plan: SendPlan) -> SendReport:
+async def shard_to_shard(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Have every rank send what it holds to the servers' ranks that need it, all at once."""
     offers = await ranks.all(lambda worker: worker.offer_shards.remote(plan))
     check_offers(offers, len(plan.targets))
@@ -61,14 +71,45 @@ async def _send_shards(ranks: Ranks, plan: SendPlan) -> SendReport:
     return functools.reduce(SendReport.beside, rest, first)
 
 
-async def _send_stages(ranks: Ranks, stages: Sequence[int], plan: SendPlan) -> SendReport:
+EXPORTS: Mapping[str, Callable[[Ranks, SendPlan], Awaitable[SendReport]]] = {
+    "tensor": staged_by_host,
+    "adapters": at_once,
+    "disk": written,
+    "shards": shard_to_shard,
+}
+"""By the name of the transport; those that are not here are `staged`."""
+
+
+async def export(ranks: Ranks, plan: SendPlan) -> SendReport:
+    """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
+    return await EXPORTS.get(plan.transport, staged)(ranks, plan)
+
+
+def _complete(ranks: Ranks, plan: SendPlan, tensors: files.Written) -> None:
+    """Add what else the checkpoint has beside tensors, and give it its name."""
+    path, changes = ranks.settings.model_path, dict[str, Any]()
+    if plan.what == "adapter":
+        config = peft_config(ranks.settings.lora, read_model_shape(path), str(path))
+        files.complete_adapter(plan, tensors, config)
+        return
+    if plan.what == "critic":
+        path = ranks.algorithm.critic.path or path
+        changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
+    files.complete_checkpoint(plan, tensors, path, ranks.actor.torch_dtype, changes)
+
+
+def _stages(ranks: Ranks) -> list[int]:
+    return sorted({info.stage for info in ranks.infos})
+
+
+async def _send_stages(ranks: Ranks, stages: Sequence[int], plan: SendPlan, routing: _Routing) -> SendReport:
     """Have the exporting ranks of these stages export, and those of the first that have servers of the plan on their
     host send."""
     roles = {
         rank: RankRole(info.host, info.exports and info.stage in stages, info.sends and info.stage == stages[0])
         for rank, info in enumerate(ranks.infos)
     }
-    stage_routes = routes(plan, roles)
+    stage_routes = routing(plan, roles)
     members = stage_routes.members
     if members:
         await ranks.join_relays(members)

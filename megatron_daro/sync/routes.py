@@ -2,8 +2,8 @@
 
 A rank on each host hands them out. On the host of the stage's sending rank it is that rank; elsewhere a rank which
 takes part in the export, and so has every tensor, or else one to which the sending rank broadcasts each bucket
-(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By any other
-transport one rank of a stage sends to all.
+(handles.py). So the bytes reach a host once, whatever the layout and however many servers it has. By most transports
+one rank of a stage sends to all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import SendPlan, SendReport
 
@@ -41,6 +40,12 @@ class Routes:
         return (self.sender, *self.relays) if self.relays else ()
 
 
+def one_route(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
+    """Have the sending rank send to all servers. Args: as of `routes`."""
+    sender = next(rank for rank, role in roles.items() if role.sends)
+    return Routes(sender, {sender: plan})
+
+
 def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
     """Deal the servers of a plan out to ranks of their hosts.
 
@@ -50,9 +55,9 @@ def routes(plan: SendPlan, roles: Mapping[int, RankRole]) -> Routes:
     Raises:
         SyncError: a server's host has no rank.
     """
+    if len({role.host for role in roles.values()}) == 1:
+        return one_route(plan, roles)
     sender = next(rank for rank, role in roles.items() if role.sends)
-    if not TRANSPORTS[plan.transport].maps_memory or len({role.host for role in roles.values()}) == 1:
-        return Routes(sender, {sender: plan})
     plans, relays = {sender: replace(plan, targets=())}, dict[int, SendPlan]()
     for host in dict.fromkeys(urlsplit(target.url).hostname or "" for target in plan.targets):
         own = replace(plan, targets=tuple(t for t in plan.targets if (urlsplit(t.url).hostname or "") == host))

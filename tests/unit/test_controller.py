@@ -20,6 +20,7 @@ from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_
 
 from megatron_daro.errors import DataError, DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
+from megatron_daro.observe.phases import Phases
 from megatron_daro.rollout.minibatches import epoch_order
 from megatron_daro.rollout.recorder import read_minibatch, read_step
 from megatron_daro.routed_experts import ExpertsFolder
@@ -132,6 +133,32 @@ def test_staleness_one_generates_the_next_batch_while_this_one_trains(tmp_path):
         assert versions == {step - 2}
 
 
+def test_what_a_sync_waits_for_the_batch_under_way_is_a_metric(tmp_path):
+    stack, phases = make_stack(tmp_path, rollout={"max_staleness": 1}), Phases()
+    with_parts(stack, phases=phases)
+    generate = stack.engine.generate
+
+    async def go():
+        more = asyncio.Event()
+
+        async def slow(requests):
+            if ("sync", 1) in stack.events:
+                await more.wait()
+            async for rollouts in generate(requests):
+                yield rollouts
+
+        stack.engine.generate = slow
+        run = asyncio.ensure_future(stack.controller.run())
+        async with asyncio.timeout(20):
+            while ("trained", 2) not in stack.events or "sync_wait" not in phases.active():
+                await asyncio.sleep(0)
+        more.set()
+        await run
+
+    asyncio.run(go())
+    assert all(line["timing/sync_wait_s"] > 0 for line in read_metrics(tmp_path))
+
+
 def test_weights_are_never_replaced_during_generation_or_evaluation(tmp_path):
     stack = make_stack(tmp_path, rollout={"max_staleness": 2}, trainer={"steps": 12, **EVALUATE})
     run_stack(stack)
@@ -228,15 +255,22 @@ def test_a_run_of_epochs_that_crashed_goes_on_bit_for_bit(tmp_path):
     assert files_of(tmp_path / "crashed") == files_of(tmp_path / "whole")
 
 
-def test_a_group_is_counted_by_its_first_epoch(tmp_path):
-    """A step that was not finite dropped its groups, although a later epoch trained them."""
+@pytest.mark.parametrize("skipped", [(2, 5), (2, 3, 4, 5)])
+def test_a_group_is_booked_with_the_first_step_that_trains_it_and_dropped_where_none_does(tmp_path, skipped):
     trainer = {**EPOCHS["trainer"], "on_nonfinite": "skip", "steps": 6}
     stack = make_stack(tmp_path, **{**EPOCHS, "trainer": trainer})
-    stack.policy.nonfinite_steps = {2: "skip", 5: "skip"}
+    stack.policy.nonfinite_steps = dict.fromkeys(skipped, "skip")
     run_stack(stack)
-    assert [read_minibatch(tmp_path, step).applied for step in range(1, 7)] == [True, False, True, True, False, True]
-    counts, outcomes = stack.sampler.ledger.counts(), [used for *_, used in recorded_once(tmp_path)]
-    assert counts["trained"] == outcomes.count("trained") == 2 and len(read_minibatch(tmp_path, 2).group_ids) == 3
+    expected, ids = {}, {step: read_minibatch(tmp_path, step).group_ids for step in range(1, 7)}
+    for group_id in (*ids[1], *ids[2]):
+        steps = [step for step in ids if group_id in ids[step]]
+        trained = [step for step in steps if step not in skipped]
+        expected[group_id] = (trained[0], "trained") if trained else (steps[-1], "dropped")
+    recorded = {group.group_id: (step, used) for step, group, used in recorded_once(tmp_path)}
+    assert {group_id: recorded[group_id] for group_id in expected} == expected
+    outcomes = [used for _, used in expected.values()]
+    assert stack.sampler.ledger.counts()["trained"] == outcomes.count("trained")
+    assert ("dropped" in outcomes) == (skipped != (2, 5)) and (1, "trained") in expected.values()
     check_books(tmp_path)
 
 
@@ -361,8 +395,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     for step, group, used in recorded:
         if used == "trained":
             assert len(group.rollouts) == K and step not in skips
-            earliest_start_of_its_batch = step - updates
-            assert earliest_start_of_its_batch - group.weight_version <= staleness * updates * epochs
+            assert read_minibatch(run, step).first_step - 1 - group.weight_version <= staleness * updates * epochs
 
 
 def _misbehave(stack, lags, aborts, skips) -> None:

@@ -61,16 +61,17 @@ def test_generation_and_training_go_on_and_the_next_sync_waits(tmp_path):
         for _ in range(300):
             await asyncio.sleep(0)
         held = list(stack.events)
-        lines = [line["step"] for line in read_metrics(tmp_path)]
+        lines, shown = [line["step"] for line in read_metrics(tmp_path)], list(stack.progress.steps)
         gate.set()
         await run
-        return held, lines
+        return held, lines, shown
 
-    held, lines = asyncio.run(go())
+    held, lines, shown = asyncio.run(go())
     began = held.index(("evaluate", 2))
     assert {"generate", "train", "trained"} <= {kind for kind, _ in held[began:]}
     assert ("evaluated", 2) not in held and ("sync", 3) not in held
     assert lines == [0, 1]  # that of step 2 waits for its evaluation
+    assert shown == [1, 2]  # what a person sees does not
     assert [line["step"] for line in read_metrics(tmp_path) if KEY in line] == [0, 2, 4, 6]
     check_books(tmp_path)
 

@@ -9,8 +9,7 @@ field:
     rollout    lengths, batches, sampling, answers in segments
     algorithm  the loss, DARO, a critic, a teacher
     layout     ranks and engines on the GPUs, the model on the ranks
-    latent     what models with latent attention cannot have
-    linear     the same of linear attention
+    layers     what models with latent or linear attention, sinks, or norms after attention cannot have
     lora       adapters: of which matrices, and which of them servers can get
     engine     servers, how weights reach them, sharing GPUs with ranks, quantized servers
     trainer    the run's steps, rewards, environment, reporting

@@ -71,7 +71,7 @@ class Receiving:
             ("begin", self._open),
         )
 
-    def planned(self, plan: SendPlan) -> SendPlan:
+    async def planned(self, plan: SendPlan) -> SendPlan:
         """Add to a plan what the sender of this transport must know."""
         return replace(plan, fp8_blocks=self._end.fp8_blocks)
 
@@ -194,7 +194,7 @@ class Broadcasts(Receiving):
 class Shards(Receiving):
     """Parts of parameters, from rank to rank."""
 
-    def planned(self, plan: SendPlan) -> SendPlan:
+    async def planned(self, plan: SendPlan) -> SendPlan:
         return replace(plan, layout=self._end.layout, shards_over=self._end.options.shards_over)
 
 
@@ -202,9 +202,9 @@ class Files(Receiving):
     """A checkpoint, which servers read when all of it is there; that of the update before goes then, and before the
     first what an earlier process left in the run's own directory."""
 
-    def planned(self, plan: SendPlan) -> SendPlan:
+    async def planned(self, plan: SendPlan) -> SendPlan:
         if self._end.options.sync_dir is None and not self._end.written:
-            shutil.rmtree(self._end.sync_dir, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._end.sync_dir, ignore_errors=True)
         self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
         return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")
 
@@ -228,7 +228,7 @@ class NamedAdapters(Receiving):
     def opening(self) -> tuple[Phase, ...]:
         return ()
 
-    def planned(self, plan: SendPlan) -> SendPlan:
+    async def planned(self, plan: SendPlan) -> SendPlan:
         self._name = f"{self._end.new_name()}-version-{self._version}"
         details = {"lora_name": self._name, "config_dict": self._end.adapter}
         return replace(plan, what="adapter", digest_dtype="", details=details)

@@ -13,6 +13,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -83,7 +84,7 @@ class Sample(_Reply):
     meta_info: MetaInfo
     output_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
 
-    @property
+    @cached_property
     def ids(self) -> list[int]:
         """Sampled ids."""
         return [token for _, token, _ in self.meta_info.output_token_logprobs or ()]

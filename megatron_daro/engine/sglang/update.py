@@ -102,7 +102,7 @@ class ServerUpdate:
             timeout_s=self._options.sync_timeout_s,
             digest_dtype=facts_of(servers[0]).dtype if self._options.verify else "",
         )
-        return self.receiving.planned(plan)
+        return await self.receiving.planned(plan)
 
     async def blame(self, report: SendReport) -> None:
         """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only

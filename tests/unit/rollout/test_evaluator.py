@@ -14,6 +14,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.errors import DeadlineError
+from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations, Evaluator
 from megatron_daro.types import Prompt, Verdict
@@ -133,55 +134,62 @@ def evaluations(work, beside=False, **deadlines):
     return Evaluations(work, section, FakePhases(), Deadlines(**deadlines), beside=beside)
 
 
+def collected():
+    """Lines of metrics, and the list that they are written to."""
+    written = []
+    return StepLines(lambda step, metrics: written.append((step, dict(metrics)))), written
+
+
 def test_one_that_hangs_is_named():
     async def evaluate(step):
         await asyncio.sleep(NEVER)
 
     with pytest.raises(DeadlineError, match=r"'evaluate'.*step 3"):
-        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3))
+        asyncio.run(evaluations(evaluate, evaluate=0.001).run(3, collected()[0]))
 
 
 def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
     async def go():
-        gate, lines = asyncio.Event(), []
+        gate, (lines, written) = asyncio.Event(), collected()
 
         async def evaluate(step):
             await gate.wait()
             return {"eval/x": float(step)}
 
         one = evaluations(evaluate, beside=True)
-        write = lambda step: one.write(step, lambda metrics: lines.append((step, dict(metrics))))
-        write(1)
-        assert lines == [(1, {})]
-        await one.run(2)
-        write(2)
-        write(3)
-        assert lines == [(1, {})]
+        lines.add(1, {"loss": 1.0})
+        assert written == [(1, {"loss": 1.0})]
+        await one.run(2, lines)
+        lines.add(2, {"loss": 2.0})
+        lines.add(3, {})
+        assert len(written) == 1
         gate.set()
         await one.ended()
-        assert lines[1:] == [(2, {"eval/x": 2.0}), (3, {})]
+        assert written[1:] == [(2, {"loss": 2.0, "eval/x": 2.0}), (3, {})]
         await one.ended()
-        await one.run(4)  # the one before is over
+        await one.run(4, lines)  # the one before is over
         await one.ended()
-        write(4)
-        assert lines[3:] == [(4, {"eval/x": 4.0})]
+        lines.add(4, {})
+        await lines.close()
+        assert written[3:] == [(4, {"eval/x": 4.0})]
 
     asyncio.run(go())
 
 
-def test_one_that_was_cancelled_leaves_its_line_without_a_result():
+@pytest.mark.parametrize("end", ["ended", "close"])
+def test_one_that_was_cancelled_leaves_its_line_without_a_result(end):
     async def go():
-        lines = []
+        lines, written = collected()
 
         async def evaluate(step):
             await asyncio.sleep(NEVER)
 
         one = evaluations(evaluate, beside=True)
         one.cancel()  # there is none yet
-        await one.run(2)
-        one.write(2, lines.append)
+        await one.run(2, lines)
+        lines.add(2, {})
         one.cancel()
-        await one.ended()
-        assert lines == [{}]
+        await (one.ended() if end == "ended" else lines.close())
+        assert written == [(2, {})]
 
     asyncio.run(go())

@@ -47,7 +47,7 @@ def test_mini_batches_are_consecutive_and_as_even_as_can_be():
     assert [len(one.filtered) for one in updates] == [1, 0, 0]
     assert not any(g.group_id in one.again for one in updates for g in one.groups)
     assert updates[1].record == RecordedMiniBatch(6, 5, 1, (1, 2), True)
-    updates[1].outcome = "dropped"
+    updates[1].trains = False
     assert updates[1].record.applied is False
     assert last_step(batch, 4, TrainerSection(minibatches_per_batch=3, epochs_per_batch=2)) == 10
     assert last_step(batch, 4, TrainerSection(minibatches_per_batch=9)) == 9

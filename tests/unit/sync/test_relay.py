@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.routes import RankRole, joined_report, routes
+from megatron_daro.sync.routes import RankRole, joined_report, one_route, routes
 
 PLAN = SendPlan(
     transport="tensor",
@@ -55,11 +55,10 @@ def test_a_sender_without_servers_still_sends_to_the_other_hosts():
     assert names(found.plans) == {0: []} and names(found.relays) == {1: ["s2"]}
 
 
-@pytest.mark.parametrize("transport", ["distributed", "disk", "tensor"])
-def test_one_rank_sends_to_all_by_other_transports_and_on_one_host(transport):
-    hosts = ("127.0.0.1", "127.0.0.1") if transport == "tensor" else (FIRST, SECOND)
-    found = routes(replace(PLAN, transport=transport), world((hosts[0], True, True), (hosts[1], False, False)))
-    assert names(found.plans) == {0: ["s0", "s1", "s2"]} and not found.relays
+def test_one_rank_sends_to_all_on_one_host_and_where_nothing_is_dealt_out():
+    one_host, two_hosts = (world((FIRST, True, True), (host, False, False)) for host in (FIRST, SECOND))
+    for found in (routes(PLAN, one_host), one_route(PLAN, two_hosts)):
+        assert names(found.plans) == {0: ["s0", "s1", "s2"]} and not found.relays
 
 
 def test_a_server_on_a_host_without_ranks_is_refused_by_name():

@@ -1,0 +1,119 @@
+"""The ways to fill a batch, one for each `rollout.finish_batch`: when it is complete, how many groups begin, and which
+of them are one call of the engine. A way answers; `BatchFiller` acts on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from megatron_daro.config.sections import FinishBatch, RolloutSection
+from megatron_daro.rollout.batch_so_far import BatchSoFar
+from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight
+
+_PRIOR_GROUPS = 8
+"""Without rounds the share of kept groups begins at that of the batch before, which counts for so many groups. Else one
+filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
+
+
+class Filling(Protocol):
+    """A way to fill a batch. It is asked at the beginning, and again whenever answers have come or a call has ended; a
+    way that ends a batch at another moment (a time, say) puts None into `flight.arrivals` then."""
+
+    aborts: bool
+    """Whether a batch may be complete while groups are in flight; these are aborted then."""
+
+    def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
+        """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
+        ...
+
+    def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
+        """Return how many groups to begin, so that the batch is likely to keep `missing` (1 or more) more of them."""
+        ...
+
+    def prompts_left(self, flight: Flight) -> float:
+        """Return how many new prompts may still be among them."""
+        ...
+
+    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
+        """Split groups that begin into calls of the engine."""
+        ...
+
+    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Take note of what was kept, and return how many rounds of prompts it took, for metrics and messages."""
+        ...
+
+
+class InRounds:
+    """Groups begin in rounds. A round is one call of the engine, as fits one that works on one batch at a time, and the
+    next begins when all of its groups have ended. What is in a batch follows from the saved state alone, so a run
+    repeats exactly."""
+
+    aborts = False
+
+    def __init__(self, section: RolloutSection) -> None:
+        """Args: section: the configuration's."""
+        self._section = section
+
+    def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
+        """Never."""
+        return False
+
+    def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
+        """None while a round is in flight, nor after the last."""
+        if flight.calls or flight.times_begun > self._section.max_refill_rounds:
+            return 0
+        return math.ceil(missing * self._section.oversampling / batch.keep_rate())
+
+    def prompts_left(self, flight: Flight) -> float:
+        """No limit: rounds have one."""
+        return math.inf
+
+    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
+        """All together."""
+        return [groups]
+
+    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Return the rounds."""
+        return flight.times_begun
+
+
+class Continuous:
+    """Every group is a call of its own, as fits servers. One that the filter takes out is replaced while others are
+    still generated. Enough trainable groups end the batch: the rest is aborted, and goes on in the next batch or is
+    dropped. A run does not repeat exactly. A round is only a measure of prompts: oversampling x prompts_per_batch."""
+
+    aborts = True
+
+    def __init__(self, section: RolloutSection) -> None:
+        """Args: section: the configuration's."""
+        self._section = section
+        self._keep_rate = 1.0
+
+    def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
+        """With prompts_per_batch groups."""
+        return len(batch.kept) >= self._section.prompts_per_batch
+
+    def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
+        """Those that are in flight count."""
+        return math.ceil(missing * self._section.oversampling / self._rate(batch)) - len(flight.calls)
+
+    def prompts_left(self, flight: Flight) -> float:
+        """As many as 1 + max_refill_rounds rounds have."""
+        return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
+
+    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
+        """Each by itself."""
+        return [{group_id: entry} for group_id, entry in groups.items()]
+
+    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Return the prompts, in rounds."""
+        self._keep_rate = self._rate(batch)
+        return math.ceil(flight.admitted / self._section.prompts_requested)
+
+    def _rate(self, batch: BatchSoFar) -> float:
+        return batch.keep_rate(self._keep_rate, _PRIOR_GROUPS)
+
+
+FILLINGS: Mapping[FinishBatch, Callable[[RolloutSection], Filling]] = {"all": InRounds, "enough": Continuous}
