@@ -7,6 +7,11 @@ second are those of the source. Peak memory is the largest resident set of any o
 20 times a second.
 
     python benchmarks/convert.py --rounds 2 --json      # 21 GB of disk
+
+With --experts the model is narrow and has 256 experts a layer, so that the number of tensors counts: 48,000 with 61
+layers, as DeepSeek-V3 has them. The way back is in 256 files.
+
+    python benchmarks/convert.py --experts --layers 61 --rounds 1
 """
 
 from __future__ import annotations
@@ -45,6 +50,20 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+EXPERTS = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 64,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 1024,
+}
+FILES_BACK = 256
 LEAST_OF_CP, MOST_GIB = 0.6, 1.5
 
 
@@ -65,39 +84,42 @@ def make_checkpoint(directory: Path, layers: int, config: Mapping[str, object] =
 
 
 def run(command: Sequence[str], source: Path, out: Path) -> dict[str, float]:
-    """Seconds of a command and of the `sync` after it, and the largest resident set of one of its processes. What it
-    wrote is removed."""
+    """Seconds of a command and of the `sync` after it, those of CPU of all its processes, and the largest resident set
+    of one of them. What it wrote is removed."""
     os.sync()
     for path in source.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    start, peak = time.perf_counter(), 0
+    start, peak, cpu = time.perf_counter(), 0, dict[int, float]()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     family = psutil.Process(process.pid)
     while process.poll() is None:
         with suppress(psutil.NoSuchProcess):
-            peak = max([peak, *(p.memory_info().rss for p in (family, *family.children(recursive=True)))])
+            for one in (family, *family.children(recursive=True)):
+                peak = max(peak, one.memory_info().rss)
+                cpu[one.pid] = sum(one.cpu_times()[:2])
         time.sleep(0.05)
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed: {process.stderr.read() if process.stderr else ''}")
     os.sync()
     seconds = time.perf_counter() - start
     shutil.rmtree(out)
-    return {"seconds": seconds, "peak_bytes": peak}
+    return {"seconds": seconds, "peak_bytes": peak, "cpu_seconds": sum(cpu.values())}
 
 
-def measure(root: Path, *, layers: int, rounds: int, processes: int) -> dict[str, Any]:
+def measure(root: Path, *, layers: int, rounds: int, processes: int, experts: bool) -> dict[str, Any]:
     """Everything in turns; medians."""
     hf, megatron, out = root / "hf", root / "megatron", root / "out"
-    size = make_checkpoint(hf, layers)
+    size = make_checkpoint(hf, layers, EXPERTS if experts else CONFIG)
+    files = ["--max-shard-size", str(size // FILES_BACK)] if experts else []
     convert = [sys.executable, "-m", "megatron_daro", "convert", "--processes", str(processes), "--out"]
     subprocess.run([*convert, str(megatron), "--hf", str(hf)], stdout=subprocess.DEVNULL, check=True)
     commands: dict[str, tuple[list[str], Path]] = {
         "cp": (["cp", "-r", str(hf), str(out)], hf),
         "to daro": ([*convert, str(out), "--hf", str(hf)], hf),
         "to torch_dist": ([*convert, str(out), "--hf", str(hf), "--format", "torch_dist"], hf),
-        "to Hugging Face": ([*convert, str(out), "--megatron", str(megatron)], megatron),
+        "to Hugging Face": ([*convert, str(out), "--megatron", str(megatron), *files], megatron),
     }
     sides = {name: partial(run, command, source, out) for name, (command, source) in commands.items()}
     rows = harness.in_turns(sides, rounds, warm_up=0)
@@ -105,11 +127,13 @@ def measure(root: Path, *, layers: int, rounds: int, processes: int) -> dict[str
     return {
         "bytes": size,
         "layers": layers,
+        "experts": experts,
         "rounds": rounds,
         "processes": processes,
         "seconds": {name: [row["seconds"] for row in of_command] for name, of_command in rows.items()},
         "median_gib_per_s": {name: size / GIB / value for name, value in seconds.items()},
         "of_cp": {name: seconds["cp"] / value for name, value in seconds.items()},
+        "cpu_seconds": {name: harness.medians(of_command)["cpu_seconds"] for name, of_command in rows.items()},
         "peak_gib": {name: max(row["peak_bytes"] for row in of) / GIB for name, of in rows.items()},
     }
 
@@ -117,17 +141,19 @@ def measure(root: Path, *, layers: int, rounds: int, processes: int) -> dict[str
 def main() -> None:
     parser = harness.arguments_of(__doc__)
     parser.add_argument("--layers", type=int, default=36, help="layers of the model; 36: 3.4 billion parameters")
+    parser.add_argument("--experts", action="store_true", help="256 narrow experts a layer")
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--processes", type=int, default=2, help="of each conversion")
     parser.add_argument("--directory", type=Path, help="where the files go; needs three times their size")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
-        result = measure(Path(root), layers=given.layers, rounds=given.rounds, processes=given.processes)
-    columns = ("median_gib_per_s", "of_cp", "peak_gib")
+        sizes = {"layers": given.layers, "rounds": given.rounds, "processes": given.processes}
+        result = measure(Path(root), **sizes, experts=given.experts)
+    columns = ("median_gib_per_s", "of_cp", "peak_gib", "cpu_seconds")
     rows = {name: [result[key][name] for key in columns] for name in result["of_cp"]}
-    harness.table("conversion", ("GiB/s, median", "of cp + sync", "peak memory of a process, GiB"), rows)
+    harness.table("conversion", ("GiB/s, median", "of cp + sync", "peak memory of a process, GiB", "CPU, s"), rows)
     problems = []
-    for name in list(rows)[1:]:
+    for name in [] if given.experts else list(rows)[1:]:
         problems += harness.at_least(f"{name}, bytes per second of cp + sync", result["of_cp"][name], LEAST_OF_CP)
         problems += harness.at_most(f"{name}, GiB of a process", result["peak_gib"][name], MOST_GIB)
     harness.conclude("convert", result, problems, write=given.json)

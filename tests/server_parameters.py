@@ -20,11 +20,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt import runtime_context
+from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
 from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
 from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers.config import get_config
 from torch import nn
-from transformers import AutoConfig
+
+MODULES = {"deepseek_v3": "deepseek_v2", "qwen3_5_moe_text": "qwen3_5_text"}
+"""Where models stand whose module has another name than their type."""
+
+for kernel in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate", "qkvzba_split_reshape_cat_contiguous"):
+    # The module of Qwen3.5 asks for these on import; SGLang from PyPI has none for CPUs, and loading calls none.
+    setattr(torch.ops.sgl_kernel, f"fused_{kernel}_cpu", None)
 
 
 def group(rank: int, size: int) -> types.SimpleNamespace:
@@ -56,8 +64,9 @@ def rank_of_server(arguments: dict, rank: int):
 
 def built(directory: Path, load: bool | list[list[str]]) -> nn.Module:
     """The model of a directory on the rank that this process is."""
-    config = AutoConfig.from_pretrained(directory)
-    module = importlib.import_module(f"sglang.srt.models.{config.model_type.replace('deepseek_v3', 'deepseek_v2')}")
+    config = get_config(str(directory), trust_remote_code=False)
+    adjust_tp_num_heads_if_necessary(config, 1, is_post_update=True)  # of linear attention, as on a CPU
+    module = importlib.import_module(f"sglang.srt.models.{MODULES.get(config.model_type, config.model_type)}")
     module.LogitsProcessor = lambda *_, **__: nn.Identity()  # has no parameters, and wants groups that can send
     kinds = {
         entry.__name__: entry

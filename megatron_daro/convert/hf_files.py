@@ -125,11 +125,10 @@ class HFCheckpoint(Mapping[str, Tensor]):
         return self._pieces.bytes_read + self._scales.bytes_read + self._stacks.bytes_read
 
     def close(self) -> None:
-        """Lets go of the files; reading afterwards is an error."""
+        """Let go of the files; they are opened again when needed."""
         for pieces in (self._pieces, self._scales, self._stacks):
             pieces.close()
-            pieces.by_name.clear()
-        self._experts, self._last = {}, None
+        self._last = None
 
     def __enter__(self) -> HFCheckpoint:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from megatron_daro.config.model_files import QUANTIZED
-from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.safetensors_header import read_header
 from megatron_daro.convert.checkpoint_keys import GlobalBox, global_boxes
 from megatron_daro.convert.hf_files import HFCheckpoint, shard_name
@@ -126,7 +127,7 @@ class Job:
         return jobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A conversion. source: folder of tensors, Hugging Face's or Megatron's. config: what describes the model.
 
@@ -167,11 +168,13 @@ class Plan:
         file = self.config / FURTHER_FILE if isinstance(self.config, Path) else None
         return [*read_header(file)] if file is not None and file.is_file() else []
 
-    def open_source(self) -> HFCheckpoint | MegatronWeights:
-        """Open the source as HF tensors. Raises ModelError, CheckpointError."""
+    @cached_property
+    def tensors(self) -> HFCheckpoint | MegatronWeights:
+        """The source as HF tensors, looked through once in a process; closed, it opens its files again when it is read.
+        Raises ModelError, CheckpointError."""
         if self.source_format == "hf":
             return HFCheckpoint(self.source)
-        return MegatronWeights(self.source, read_compared_shape(self.config))
+        return MegatronWeights(self.source, read_model_shape(self.config))
 
 
 def plan_to_megatron(

@@ -179,12 +179,14 @@ def merged(results):
             ("llama_one_group", "tp2_cp2"),
             ("olmo3_one_group", "tp2"),
             *(("olmo3", layout) for layout in LAYOUTS),
+            *(("qwen3_5", layout) for layout in LAYOUTS if "cp2" not in layout),
         ],
         ("llama_one_group", "tp2"),
         ("llama_one_group", "tp2_cp2"),
         ("olmo3_one_group", "tp2"),
         ("olmo3", "tp2_cp2"),
         ("olmo3", "pp2"),
+        ("qwen3_5", "tp2_pp2"),
     ),
 )
 def test_gradients_of_other_families(rank_pool, tmp_path, family, layout):

@@ -30,7 +30,6 @@ def _served(config: Config) -> bool:
 
 _OPTIONS: Mapping[str, _Option] = {
     "actor.precision": _Option(lambda c: c.actor.precision == "fp8", "bf16, fp32", "set actor.precision=bf16"),
-    "actor.context_parallel": _Option(lambda c: c.actor.context_parallel > 1, "1", "set actor.context_parallel=1"),
     "lora.rank": _Option(lambda c: c.lora.rank, "0", "set lora.rank=0"),
     "actor.routing_replay": _Option(lambda c: _served(c) and c.actor.routing_replay, "false", "remove it"),
     "engine.sglang.sync": _Option(
@@ -71,7 +70,6 @@ _KINDS = (
         lambda shape: shape.linear,
         {
             "actor.precision": "",
-            "actor.context_parallel": ", whose state runs over a whole sequence",
             "lora.rank": ": adapters have no place there",
             "engine.sglang.sync": "",
             "engine.sglang.fp8_blocks": "",
@@ -99,6 +97,3 @@ def layers(config: Config, shape: ModelShape | None, hardware: Hardware, core: V
         allowed = f"1 with latent attention and Megatron-core {'.'.join(map(str, core))}; more from 0.17 on"
         fix = "set actor.context_parallel=1, or install a newer Megatron-core (docs/gpu.md)"
         yield wrong(config, "actor.context_parallel", allowed, fix, beside="model.path")
-    if shape.linear and shape.linear.key_heads % actor.tensor_parallel:
-        allowed = f"a divisor of the {shape.linear.key_heads} key heads of linear attention"
-        yield wrong(config, "actor.tensor_parallel", allowed, "choose one that also divides the attention heads")

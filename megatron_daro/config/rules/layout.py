@@ -82,6 +82,14 @@ def division(actor: ActorSection, shape: ModelShape) -> Iterator[Problem]:
     if shape.kv_heads % actor.tensor_parallel and actor.tensor_parallel % shape.kv_heads:
         allowed = f"a divisor or a multiple of the model's {shape.kv_heads} key-value heads"
         yield refuse("actor.tensor_parallel", allowed, "choose one that also divides the heads", beside="model.path")
+    if shape.linear:
+        if shape.linear.key_heads % actor.tensor_parallel:
+            allowed = f"a divisor of the {shape.linear.key_heads} key heads of linear attention"
+            fix = "choose one that also divides the attention heads"
+            yield refuse("actor.tensor_parallel", allowed, fix, beside="model.path")
+        if actor.context_parallel > 1:
+            allowed = "1 with linear attention, whose state runs over a whole sequence"
+            yield refuse("actor.context_parallel", allowed, "set actor.context_parallel=1", beside="model.path")
     if shape.expert_layers < shape.layers:
         yield from _divides(*tensor, shape.ffn, "MLP columns (intermediate_size)")
     yield from _stages(actor, shape.layers)

@@ -30,7 +30,7 @@ def compare_file(plan: Plan, job: Job, root: Path, stop: StopFlag | None = None)
     target: HFCheckpoint | MegatronWeights = (
         HFCheckpoint(root) if plan.format == "hf" else MegatronWeights(root, read_model_shape(plan.config))
     )
-    with target, plan.open_source() as source:
+    with target, plan.tensors as source:
         for item in job.items:
             own = item.rule.hf_names if isinstance(item, MegatronParameter) else item.members or (item.name,)
             for name in own:

@@ -114,9 +114,11 @@ def _write_files(
         return sum(min(stat.st_size, stat.st_blocks * 512) for stat in stats)  # parts of a file come in any order
 
     parts = {job.file: job.parts(PART_BYTES) for job in jobs}
-    tasks = [(plan, part, folder) for job in jobs for part in parts[job.file]]
+    tasks = [(part, folder) for job in jobs for part in parts[job.file]]
     written: dict[str, list[FileRecord]] = {}
-    with closing(results_of(write_file, tasks, processes, lambda: progress("converting", done_bytes()))) as records:
+    with closing(
+        results_of(write_file, plan, tasks, processes, lambda: progress("converting", done_bytes()))
+    ) as records:
         for record in records:
             written.setdefault(record.file, []).append(record)
             if len(written[record.file]) == len(parts[record.file]):
@@ -133,9 +135,9 @@ def _verify(plan: Plan, files: Sequence[str], partial: Partial, processes: int, 
     def tick() -> None:
         progress("verifying", all_bytes - sum(job.num_bytes for job in left.values()))
 
-    tasks = [(plan, job, partial.folder) for job in left.values()]
+    tasks = [(job, partial.folder) for job in left.values()]
     try:
-        with closing(results_of(compare_file, tasks, processes, tick)) as compared:
+        with closing(results_of(compare_file, plan, tasks, processes, tick)) as compared:
             for file in compared:
                 del left[file]
     except CheckpointError:

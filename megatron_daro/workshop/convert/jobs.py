@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert import torch_dist
 from megatron_daro.convert.checkpoint_keys import other_name
 from megatron_daro.convert.daro_format import StoredShard
@@ -80,7 +79,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
     path = folder / job.file
     scratch = Scratch(plan.piece_bytes)
     with (
-        plan.open_source() as tensors,
+        plan.tensors as tensors,
         FileWriter(path, [(s.name, dtypes[s.name], s.shape) for s in shards]) as out,
     ):
         for parameter in parameters:
@@ -96,7 +95,7 @@ def _write_daro(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> Fi
 
 def _write_torch_dist(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> FileRecord:
     record, path, scratch = FileRecord(job.file, 0), folder / job.file, Scratch(plan.piece_bytes)
-    with plan.open_source() as tensors, closing(DirectFile(path)) as out:
+    with plan.tensors as tensors, closing(DirectFile(path)) as out:
         for parameter in (item for item in job.items if isinstance(item, MegatronParameter)):
             row = 0
             for values in _rows_of(parameter, tensors, scratch, plan.piece_bytes, stop):
@@ -116,17 +115,18 @@ def _write_hf(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> File
     record, path = FileRecord(job.file, 0), folder / job.file
     header = [(t.name, torch_dtype(t.dtype), t.shape) for t in job.in_file]
     with ExitStack() as stack:
-        weights = stack.enter_context(MegatronWeights(plan.source, read_model_shape(plan.config)))
+        weights = stack.enter_context(plan.tensors)
+        if not isinstance(weights, MegatronWeights):
+            raise AssertionError
         out = stack.enter_context(FileWriter(path, header, metadata={"format": "pt"}, part=job.part))
         writer = _HFWriter(weights, out, record, plan.piece_bytes)
-        rules = {name: rule for rule in weights.rules for name in rule.hf_names}
         items = [item for item in job.items if isinstance(item, HFTensor)]
-        for _, group in itertools.groupby(items, lambda item: rules[(item.members or (item.name,))[0]].megatron_name):
+        for rule, group in itertools.groupby(items, lambda item: weights.rule((item.members or (item.name,))[0])):
             tensors = list(group)
             if tensors[0].members:
                 writer.write_stack(tensors[0], stop)
             else:
-                writer.write(rules[tensors[0].name], tensors, stop)
+                writer.write(rule, tensors, stop)
     return _finished(record, path)
 
 

@@ -26,19 +26,24 @@ R = TypeVar("R")
 
 
 def results_of(
-    function: Callable[..., R], tasks: Sequence[tuple[Plan, Job, Path]], processes: int, tick: Callable[[], None]
+    function: Callable[..., R],
+    plan: Plan,
+    tasks: Sequence[tuple[Job, Path]],
+    processes: int,
+    tick: Callable[[], None],
 ) -> Generator[R, None, None]:
-    """Return the results as they come. With one process, in this one."""
+    """Return the results as they come. With one process, in this one; others get the plan, which names every tensor,
+    once each."""
     if processes == 1 or len(tasks) < 2:
         for task in tasks:
             tick()
-            yield function(*task)
+            yield function(plan, *task)
         return
     use_own_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_daro.workshop.convert.conversion"])
     stop = context.Event()
-    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, initializer=_start_worker, initargs=(stop,))
+    pool = ProcessPoolExecutor(min(processes, len(tasks)), context, initializer=_start_worker, initargs=(stop, plan))
     try:
         with _interruptible() as interrupted:
             waiting: set[Future[R]] = {pool.submit(_call, function, task) for task in tasks}
@@ -83,13 +88,14 @@ class _Worker:
     """What a worker process was started with."""
 
     stop: StopFlag | None = None
+    plan: Plan | None = None
 
 
-def _start_worker(stop: StopFlag) -> None:
+def _start_worker(stop: StopFlag, plan: Plan) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first process decides
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Worker.stop = stop
+    _Worker.stop, _Worker.plan = stop, plan
 
 
 def _end_with_parent() -> None:
@@ -101,4 +107,4 @@ def _end_with_parent() -> None:
 
 
 def _call(function: Callable[..., R], task: tuple[object, ...]) -> R:
-    return function(*task, _Worker.stop)
+    return function(_Worker.plan, *task, _Worker.stop)

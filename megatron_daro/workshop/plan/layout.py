@@ -266,11 +266,12 @@ def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, in
     """Yield each (TP, PP, CP) that the model divides into, within a node's TP and at most `most` GPUs."""
     columns = [shape.ffn] if shape.expert_layers < shape.layers else []
     columns += [shape.experts.shared_ffn] if shape.experts and shape.experts.shared_ffn else []
+    columns += [shape.linear.key_heads] if shape.linear else []
     for tensor in _divisors_of_all(shape.heads, shape.kv_heads, *columns):
         if tensor > gpu.gpus_per_node:
             continue
         for pipeline in _divisors_of_all(shape.layers):
-            for context in CONTEXT_SIZES:
+            for context in (1,) if shape.linear else CONTEXT_SIZES:
                 if tensor * pipeline * context <= most:
                     yield tensor, pipeline, context
 

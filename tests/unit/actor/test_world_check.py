@@ -7,11 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_configs import DEEPSEEK_V3, GLM_45_AIR, GPT_OSS_120B
+from published_configs import (
+    DEEPSEEK_V3,
+    GLM_45_AIR,
+    GPT_OSS_120B,
+    QWEN3_5_27B,
+    QWEN3_5_35B_A3B,
+    QWEN3_NEXT_80B_A3B,
+)
 
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.cli import main
-from megatron_daro.config.model_shape import read_model_shape
+from megatron_daro.config.model_shape import read_model_shape, text_part
 from megatron_daro.errors import ModelError
 from megatron_daro.workshop import check_layout
 from megatron_daro.workshop.check_layout import check_world
@@ -147,41 +154,23 @@ def test_the_command_names_every_problem_of_the_layout(config, capsys):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "layout",
+    ("config", "parameters", "layout", "ends"),
     [
-        Layout(tensor=8, pipeline=4, data=2, expert=8, expert_tensor=1),
-        Layout(tensor=4, pipeline=2, data=8, expert=32, expert_tensor=1),
-        Layout(tensor=2, pipeline=4, context=4, data=2, expert=16, expert_tensor=1),
+        (GLM_45_AIR, 106_852_251_264, Layout(8, 4, 1, 2, expert=8), (10, 12)),
+        (GLM_45_AIR, 106_852_251_264, Layout(4, 2, 1, 8, expert=32), ()),
+        (GLM_45_AIR, 106_852_251_264, Layout(2, 4, 4, 2, expert=16), (10, 12)),
+        (GPT_OSS_120B, 116_829_156_672, Layout(8, 4, 1, 2, expert=16), ()),
+        (GPT_OSS_120B, 116_829_156_672, Layout(4, 2, 2, 4, expert=32), ()),
+        (DEEPSEEK_V3, 671_026_419_200, Layout(4, 4, 1, 4, expert=16), (16, 13)),
+        (QWEN3_NEXT_80B_A3B, 79_674_391_296, Layout(4, 4, 1, 4, expert=16), ()),
+        (QWEN3_5_27B, 26_895_998_464, Layout(8, 4, 1, 2), ()),
+        (QWEN3_5_35B_A3B, 34_660_610_688, Layout(2, 2, 1, 16, expert=32), ()),
     ],
-    ids=str,
 )
-def test_glm_45_air_on_a_world_of_64(layout):
-    options = {"num_layers_in_first_pipeline_stage": 10, "num_layers_in_last_pipeline_stage": 12}
-    shape = read_model_shape(GLM_45_AIR)
-    report = check_world(shape, layout, options=options if layout.pipeline == 4 else {})
-    assert len(report.ranks) == 64 and report.parameters == 106_852_251_264
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tensor=8, pipeline=4, data=2, expert=16, expert_tensor=1),
-        Layout(tensor=4, pipeline=2, context=2, data=4, expert=32, expert_tensor=1),
-    ],
-    ids=str,
-)
-def test_gpt_oss_120b_on_a_world_of_64(layout):
-    report = check_world(read_model_shape(GPT_OSS_120B), layout)
-    assert len(report.ranks) == 64 and (report.tensors, report.parameters) == (615, 116_829_156_672)
-
-
-@pytest.mark.heavy
-def test_deepseek_v3_on_a_world_of_64():
-    layout = Layout(tensor=4, pipeline=4, data=4, expert=16, expert_tensor=1)
-    options = {"num_layers_in_first_pipeline_stage": 16, "num_layers_in_last_pipeline_stage": 13}
-    report = check_world(read_model_shape(DEEPSEEK_V3), layout, options=options)
-    assert len(report.ranks) == 64 and report.parameters == 671_026_419_200
+def test_published_families_on_a_world_of_64(config, parameters, layout, ends):
+    stages = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    report = check_world(read_model_shape(text_part(config)), layout, options=dict(zip(stages, ends, strict=False)))
+    assert len(report.ranks) == 64 and report.parameters == parameters
 
 
 @pytest.mark.heavy

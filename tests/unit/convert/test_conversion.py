@@ -167,13 +167,13 @@ def in_blocks(directory, model):
 
 
 @pytest.mark.slow
-def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path, capsys):
+def test_fp8_blocks_are_read_as_transformers_reads_them_and_written_as_bf16(tmp_path):
     hf, further = tmp_path / "hf", {"model.layers.2.eh_proj.weight": torch.randn(256, 512).bfloat16()}
     model = make_hf(hf, config_of("deepseek_v3", **WIDE)) | further
     replace_tensor(hf, *next(iter(further.items())))
     in_blocks(hf, model)
     to_megatron(hf, tmp_path / "megatron", "--verify")
-    to_hf(tmp_path / "megatron", tmp_path / "back")
+    to_hf(tmp_path / "megatron", tmp_path / "back", "--verify")
     found, config = tensors_of(tmp_path / "back"), json.loads((tmp_path / "back/config.json").read_text())
     assert found.keys() == model.keys() and "quantization_config" not in config
     assert {t.dtype for name, t in found.items() if not name.endswith("bias")} == {torch.bfloat16}

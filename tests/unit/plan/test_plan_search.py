@@ -7,13 +7,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from published_configs import GLM_45_AIR, GPT_OSS_120B, QWEN3_5_27B, QWEN3_5_35B_A3B
 
 from megatron_daro.config import Config
-from megatron_daro.config.model_shape import ExpertShape, read_model_shape
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.model_shape import ExpertShape, read_model_shape, text_part
+from megatron_daro.config.rules.layout import division
 from megatron_daro.config.sections import SHARED_FRACTION
 from megatron_daro.errors import ConfigError
 from megatron_daro.workshop.plan.gpus import GPUS
-from megatron_daro.workshop.plan.layout import ModelLayout
+from megatron_daro.workshop.plan.layout import ModelLayout, model_layouts
 from megatron_daro.workshop.plan.memory import (
     HEADROOM,
     SERVER_RESERVE_BYTES,
@@ -59,6 +62,16 @@ def test_every_choice_fits_and_uses_no_more_gpus_than_there_are():
         assert asked.shape.layers % layout.pipeline == 0 and asked.shape.kv_heads % layout.tensor == 0
         assert layout.micro_batch_tokens >= asked.longest
         assert choice.step >= max(choice.trainers.times.total, choice.servers.generation)
+
+
+@pytest.mark.parametrize("config", [GLM_45_AIR, GPT_OSS_120B, text_part(QWEN3_5_27B), text_part(QWEN3_5_35B_A3B)])
+def test_every_layout_is_one_that_the_trainer_accepts(config):
+    shape = read_model_shape(config)
+    layouts = model_layouts(replace(workload(), shape=shape), H100, 64)
+    for tensor, pipeline, context, expert in {(x.tensor, x.pipeline, x.context, x.expert) for x in layouts}:
+        sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context}
+        actor = ActorSection(**sizes, expert_parallel=expert, data_parallel=expert)
+        assert list(division(actor, shape)) == []
 
 
 def test_the_first_choice_is_within_a_fiftieth_of_the_best():
