@@ -37,13 +37,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave, check_fits
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
+from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
-from megatron_daro.recovery import STATE_FORMAT, BackgroundSave, check_fits
-from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.minibatches import MiniBatch, last_step, passed, plan_minibatches

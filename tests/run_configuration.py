@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_daro.config import Config
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe.phases import Phases
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.context import RunContext
 
 

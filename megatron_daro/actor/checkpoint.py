@@ -1,6 +1,6 @@
 """Checkpoints of what training changes: model, optimizer, schedule and what the algorithm has learned.
 
-The policy calls this with a directory that recovery.py prepares, seals and verifies. What a rank holds goes through
+The policy calls this with a directory that checkpoints.py prepares, seals and verifies. What a rank holds goes through
 sharded_state.py, the state of a distributed optimizer through optimizer_shards.py, and a thread writes the file.
 Rejected: a checkpoint of another model, algorithm or K.
 """

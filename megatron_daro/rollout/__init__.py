@@ -9,13 +9,12 @@
     Controller._train                the next SampledBatch; after its last step the engine gets the weights
     Evaluations                      the engine, beside generation or between two batches
 
-Each wait has a limit of `Deadlines`, and the first failure ends everything that is in flight.
+Each wait has a limit of `Deadlines` (deadlines.py), and the first failure ends everything that is in flight.
 
 Files, in the order to read them:
 
     protocol.py             what the loop expects of engine, rollouter, scorer, prompts, policy
     pace.py                 how many batches generation runs ahead
-    deadlines.py            the limit of every wait, and the one way to wait
     ledger.py               the books: each group is outstanding, trained, filtered or dropped
     groups_under_way.py     a group that is not complete: in flight, and between two batches
     collector.py            which answers count, and what they are worth

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
+from megatron_daro.deadlines import Deadlines, first_cause, mark_as_seen
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
-from megatron_daro.rollout.deadlines import Deadlines, first_cause, mark_as_seen
 from megatron_daro.rollout.filling import FILLINGS
 from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight, UnfinishedGroup, admit
 from megatron_daro.rollout.ledger import Ledger

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_daro.data.batch import ALIGNED, misaligned_columns
 from megatron_daro.data.templates import Template, verified_text
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DeadlineError, EngineError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.groups_under_way import GroupInFlight, UnfinishedGroup
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter

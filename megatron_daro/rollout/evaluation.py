@@ -19,9 +19,9 @@ from functools import partial
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.step_lines import StepLines
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams

@@ -187,7 +187,7 @@ class Phases(PhaseTimer, Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints go; `recovery.Checkpoints` is one."""
+    """Where checkpoints go; `Checkpoints` of checkpoints.py is one."""
 
     async def save(
         self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any], notices: Notices

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.config.sections import TrainerSection
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import RecordedMiniBatch, read_minibatch, read_step, recorded_steps

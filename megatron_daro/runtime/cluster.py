@@ -49,9 +49,9 @@ from megatron_daro.config import detect
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.config.placement import Demand, misfit
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.sglang.watchdog import descendants, signal_all
 from megatron_daro.errors import ConfigError, DeadlineError, WorkerError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime.interrupts import signals_after
 
 CONNECT_TIMEOUT_S = 10.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe import logs
 from megatron_daro.observe.phases import Phases
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.protocol import Progress
 
 

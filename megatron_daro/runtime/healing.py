@@ -23,8 +23,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import WorkerError
-from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ranks import Ranks

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_daro import recovery
 from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.checkpoints import Checkpoints
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
@@ -224,9 +224,9 @@ async def _export(run: RunContext, start: Start) -> None:
         await policy.close()
 
 
-def _checkpoints(run: RunContext, start: Start) -> recovery.Checkpoints:
+def _checkpoints(run: RunContext, start: Start) -> Checkpoints:
     trainer = run.config.trainer
-    return recovery.Checkpoints(
+    return Checkpoints(
         run.run_dir, keep=trainer.keep_checkpoints, keep_every=trainer.keep_every_steps, provenance=start.provenance
     )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_daro import recovery
+from megatron_daro.checkpoints import check_fits, find_latest_valid, read_provenance, set_newer_aside
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
@@ -27,6 +27,7 @@ from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.config.rules.lora import served_config
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.convert.weights_check import check_weights
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
 from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError
@@ -34,7 +35,6 @@ from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.own_environment import try_environment
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
@@ -93,7 +93,7 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
     run_dir, progress = run.run_dir, run.progress
     made_of = provenance(run.config)
     start = Start(made_of)
-    newest = recovery.find_latest_valid(run_dir, progress) if resume else None
+    newest = find_latest_valid(run_dir, progress) if resume else None
     if newest:
         audit = compared(newest[0], made_of, progress)
         if audit:
@@ -101,8 +101,8 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
             for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
-        recovery.check_fits(*newest, identity(run.config))
-        recovery.set_newer_aside(newest[0])
+        check_fits(*newest, identity(run.config))
+        set_newer_aside(newest[0])
         start = Start(made_of, *newest)
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
@@ -114,7 +114,7 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
 def compared(checkpoint: Path, provenance: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
     """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
     not say."""
-    saved = recovery.read_provenance(checkpoint)
+    saved = read_provenance(checkpoint)
     if saved is None:
         notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
         return None
@@ -191,13 +191,13 @@ def _read_inputs(config: Config, lines: _Lines) -> None:
 
 
 def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
-    newest = recovery.find_latest_valid(filled(config.trainer.run_dir), lines)
+    newest = find_latest_valid(filled(config.trainer.run_dir), lines)
     audit = compared(newest[0], provenance(config), lines) if newest else None
     if audit:
         audit.raise_refused()
         lines += audit.text().splitlines()
     if newest:
-        recovery.check_fits(*newest, identity(config))
+        check_fits(*newest, identity(config))
 
 
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from megatron_daro import recovery
+from megatron_daro.checkpoints import require_fresh
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, ConfigError, SyncError
 from megatron_daro.observe import logs
@@ -72,7 +72,7 @@ def owned(run_dir: Path, *, resume: bool, option: str = _OPTION) -> Iterator[Pat
     with lock:
         _take(lock, run_dir, option)
         if not resume:
-            recovery.require_fresh(run_dir)
+            require_fresh(run_dir)
         _write_owner(lock)
         try:
             yield run_dir
@@ -101,7 +101,7 @@ def require_usable(run_dir: Path, *, resume: bool) -> None:
     with suppress(OSError), (run_dir / LOCK_FILE).open("r+", encoding="utf-8") as lock:
         _take(lock, run_dir)  # given back at the end of the block
     if not resume:
-        recovery.require_fresh(run_dir)
+        require_fresh(run_dir)
 
 
 def _require_own_files(run_dir: Path, option: str = _OPTION) -> None:

@@ -29,8 +29,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import DaroError, WorkerError
-from megatron_daro.rollout.deadlines import mark_as_seen
 from megatron_daro.runtime.cluster import plain
 
 remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, runtime_checkable
 
-from megatron_daro.rollout.deadlines import Deadlines
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove
 

@@ -21,9 +21,9 @@ from sglang_pool import cpu_servers
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.placement import Demand
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.recorder import read_step
 from megatron_daro.runtime.cluster import Placement
 

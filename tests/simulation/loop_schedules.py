@@ -32,9 +32,9 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller, Parts
 from megatron_daro.data.batch import build_batch
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout import sampler as sampler_module
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import OUTCOMES
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.batch_shards import Shard

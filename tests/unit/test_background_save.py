@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from loop_fakes import FakeProgress, make_stack, resume_stack, run_stack
 
+from megatron_daro.checkpoints import find_latest_valid, step_directories
 from megatron_daro.errors import CheckpointError, LostSaveError, NonFiniteError
-from megatron_daro.recovery import find_latest_valid, step_directories
 
 
 def slow_saves(stack) -> asyncio.Event:

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books
 from loop_fakes import FAST, Crash, digest, make_stack, resume_stack, run_stack, with_parts
 
+from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import comparable, read_metrics
-from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.evaluation import Evaluations
 
 EVALUATE = {"eval_every_steps": 2, "save_every_steps": 3}

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books, files_of
 from loop_fakes import EVALUATE, Crash, make_stack, resume_stack, run_stack, with_parts
 
+from megatron_daro.checkpoints import STATE_FORMAT, find_latest_valid, step_directories
 from megatron_daro.errors import CheckpointError
-from megatron_daro.recovery import STATE_FORMAT, find_latest_valid, step_directories
 from megatron_daro.rollout.recorder import read_step, read_waiting
 
 

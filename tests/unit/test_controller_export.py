@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from loop_fakes import FAST, NEVER, make_stack, resume_stack, run_stack, with_parts
 
+from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.errors import DeadlineError, SyncError
-from megatron_daro.recovery import find_latest_valid
 
 
 class Export:

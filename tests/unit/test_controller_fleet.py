@@ -13,8 +13,8 @@ from books import check_books, recorded_once
 from fleet_fakes import FleetEngine
 from loop_fakes import Crash, K, make_stack, resume_stack, run_stack
 
+from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout.recorder import read_waiting
 
 FLEET = {

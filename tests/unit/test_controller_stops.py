@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books, files_of
 from loop_fakes import Crash, make_stack, resume_stack, run_stack
 
+from megatron_daro.checkpoints import find_latest_valid, step_directories
 from megatron_daro.observe.metrics import read_metrics
-from megatron_daro.recovery import find_latest_valid, step_directories
 from megatron_daro.runtime.interrupts import stop_on_signals
 
 

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from lab_names import configured
 from loop_fakes import FakeProgress, make_stack, run_stack
-from test_recovery import save
+from test_saved_checkpoints import save
 
 from megatron_daro.actor.checkpoint import load_algorithm
 from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.checkpoints import find_latest_valid, read_provenance, read_state, verify
 from megatron_daro.data.orders import PromptSource
 from megatron_daro.errors import CheckpointError, DaroError
-from megatron_daro.recovery import find_latest_valid, read_provenance, read_state, verify
 from megatron_daro.runtime.preflight import compared
 from megatron_daro.types import Prompt
 

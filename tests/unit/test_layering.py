@@ -20,6 +20,7 @@ NAME = PACKAGE.name
 
 LEVEL = {
     "types": 0,
+    "deadlines": 0,
     "errors": 0,
     "options": 0,
     "thinking": 0,
@@ -37,7 +38,7 @@ LEVEL = {
     "observe": 1,
 }
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
-LEVEL |= dict.fromkeys(("actor", "engine", "sync", "controller", "recovery"), 3)
+LEVEL |= dict.fromkeys(("actor", "engine", "sync", "checkpoints", "controller"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}
 WORKSHOP = {"analyze": 3, "check_layout": 4, "check_loss": 4, "convert": 4, "curate": 5, "doctor": 5, "evaluate": 5}
 WORKSHOP |= {"plan": 3, "report": 3, "shorten": 3, "slurm": 2}
@@ -48,7 +49,7 @@ SIDEWAYS = {
     "data": {"algo"},  # a batch carries advantages and bins
     "rollout": {"data", "algo"},  # the sampler filters by bin and hands groups to the batch
     "engine": {"sync"},  # buckets are read where weights arrive, and SGLang servers are sent theirs by a transport
-    "controller": {"recovery", "sync"},  # it owns the one WeightSync
+    "controller": {"checkpoints", "sync"},  # it owns the one WeightSync
     "workshop.analyze": {"workshop.report"},  # one look for all pages
     "workshop.curate": {"workshop.evaluate", "workshop.report"},  # pass rates are measured as an evaluation is
     "workshop.doctor": {"workshop.plan"},  # the bytes of the checkpoints that a run keeps

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.sections import SGLangSection
+from megatron_daro.deadlines import first_cause
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.asking import Asker
@@ -27,7 +28,6 @@ from megatron_daro.engine.sglang.supervision import Supervision
 from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError
-from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.shard_layouts import ServerLayout, server_layout
 from megatron_daro.types import GroupRequest, Rollout

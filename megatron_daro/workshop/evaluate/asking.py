@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_daro.deadlines import first_cause
 from megatron_daro.errors import DeadlineError
-from megatron_daro.rollout.deadlines import first_cause
 from megatron_daro.rollout.protocol import Engine, Scorer
 from megatron_daro.rollout.rollouter import judge
 from megatron_daro.types import GroupRequest, Rollout

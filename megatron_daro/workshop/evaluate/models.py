@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_daro import durable, recovery
+from megatron_daro import durable
+from megatron_daro.checkpoints import MANIFEST, read_provenance, verify
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import ConfigError, EngineError, ModelError
@@ -66,9 +67,9 @@ def of_checkpoint(checkpoint: Path, config: Path, out: Path, notices: Notices) -
     Raises:
         CheckpointError, ModelError: the checkpoint is torn, is of another model, or cannot be converted.
     """
-    manifest, target, note = checkpoint / recovery.MANIFEST, out / CONVERTED, out / _NOTE
+    manifest, target, note = checkpoint / MANIFEST, out / CONVERTED, out / _NOTE
     if manifest.is_file():
-        recovery.verify(checkpoint)
+        verify(checkpoint)
         _check_tokenizer(checkpoint, config)
         weights: dict[str, Any] = {"manifest": provenance.digest(manifest)}
     else:
@@ -98,7 +99,7 @@ def _read_note(note: Path) -> object:
 
 def _check_tokenizer(checkpoint: Path, config: Path) -> None:
     """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError."""
-    saved = recovery.read_provenance(checkpoint)
+    saved = read_provenance(checkpoint)
     if saved is None:
         return
     was, is_ = saved["bound_files"], provenance.tokenizer_files(config)

@@ -21,15 +21,15 @@ import numpy as np
 from weight_fakes import FakeUpdate
 
 from megatron_daro.algo.weighting import make_algorithm
+from megatron_daro.checkpoints import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.config.sections import RolloutSection, TrainerSection
 from megatron_daro.controller import Controller, Evaluations, Parts
 from megatron_daro.data.batch import build_batch
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
-from megatron_daro.recovery import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "simulation"))
 
 from virtual_loop import VirtualLoop, run
 
+from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
 from megatron_daro.errors import DeadlineError, EngineError
-from megatron_daro.rollout.deadlines import Deadlines, first_cause, to_the_end
 
 
 def test_a_hang_is_named_and_cancelled():

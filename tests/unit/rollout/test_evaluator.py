@@ -13,9 +13,9 @@ from megatron_daro.config import EvalSet
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DeadlineError
 from megatron_daro.observe.step_lines import StepLines
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations, Evaluator
 from megatron_daro.types import Prompt, Verdict
 

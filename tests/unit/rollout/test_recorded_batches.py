@@ -8,8 +8,8 @@ import pytest
 from loop_fakes import K, make_rollout
 
 from megatron_daro.config.sections import TrainerSection
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.types import Group, Prompt, Verdict

@@ -11,13 +11,13 @@ import pytest
 from books import check_books
 from loop_fakes import FakePolicy, FakeProgress, K, make_stack, run_stack
 
+from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import CheckpointError, DeadlineError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
-from megatron_daro.recovery import find_latest_valid
 from megatron_daro.rollout import replay as replay_source
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.recorder import read_step
 from megatron_daro.rollout.replay import ReplaySource

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from stub_server import StubServer
 from weightless import save_weights
 
-from megatron_daro import recovery
+from megatron_daro.checkpoints import STATE_FORMAT, Checkpoints
 from megatron_daro.config import Config, check, loading, resolve, to_yaml
 from megatron_daro.config.loading import ITEM
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
@@ -281,14 +281,14 @@ def test_a_run_directory_that_is_a_link_to_nowhere_is_found_before_anything_star
 
 def save_checkpoint(config: Config, *, known: bool = True, **state: object) -> Path:
     """One of step 3, with this state beside what each has; `known`: it says what its run was made of."""
-    checkpoints = recovery.Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config) if known else None)
+    checkpoints = Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config) if known else None)
 
     async def write(directory: Path) -> None:
         (directory / "weights").write_text("x")
 
     ledger = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
     whole = {
-        "format": recovery.STATE_FORMAT,
+        "format": STATE_FORMAT,
         "step": 3,
         "batches_done": 3,
         "skipped_steps": 0,

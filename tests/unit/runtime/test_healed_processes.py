@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rank_processes import LIMITS, run, steps
 
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import WorkerError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import healing
 
 

@@ -10,8 +10,8 @@ import pytest
 from megatron_daro.config import Hardware
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.placement import Demand
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import ConfigError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.runtime import cluster
 from megatron_daro.runtime.cluster import Placement
 

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from books import check_books
 from loop_fakes import FAST, make_stack, run_stack
 
+from megatron_daro.checkpoints import step_directories
 from megatron_daro.controller import Controller
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import comparable, read_metrics
-from megatron_daro.recovery import step_directories
 from megatron_daro.sync.colocation import Colocation
 from megatron_daro.types import MemoryMove
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DeadlineError, LostReceiversError, LostSenderError, SyncError
-from megatron_daro.rollout.deadlines import Deadlines
 from megatron_daro.sync import colocation
 from megatron_daro.sync.check import ProbeAnswer
 from megatron_daro.sync.colocation import Colocation

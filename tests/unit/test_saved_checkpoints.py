@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from loop_fakes import FakeProgress, make_stack, run_stack
 
-from megatron_daro import durable, recovery
-from megatron_daro.errors import CheckpointError, ConfigError, DeadlineError
-from megatron_daro.recovery import (
+from megatron_daro import durable
+from megatron_daro.checkpoints import (
     Checkpoints,
     check_fits,
     find_latest_valid,
@@ -31,6 +30,7 @@ from megatron_daro.recovery import (
     step_directories,
     verify,
 )
+from megatron_daro.errors import CheckpointError, ConfigError, DeadlineError
 
 
 def writer(size=2000, error=None):
@@ -226,7 +226,7 @@ def test_refused_ones_are_set_aside_so_that_pruning_keeps_the_whole_ones(tmp_pat
 
 def test_old_ones_go_when_the_new_one_is_whole(tmp_path):
     save(tmp_path, 1, 2, 3, 4, keep=2)
-    assert [p.name for p in recovery.step_directories(tmp_path / "checkpoints")] == ["step_000004", "step_000003"]
+    assert [p.name for p in step_directories(tmp_path / "checkpoints")] == ["step_000004", "step_000003"]
 
 
 def test_nothing_is_removed_when_the_new_one_cannot_be_read_back(tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_kill_at_any_point_of_saving_leaves_a_whole_checkpoint(tmp_path, stage
     script = f"""
 import asyncio, hashlib, os, signal
 from pathlib import Path
-from megatron_daro import recovery
+from megatron_daro.checkpoints import Checkpoints
 stage = {stage!r}
 
 def die(*args, **kwargs):
@@ -344,7 +344,7 @@ elif stage == "rename":
     Path.rename = die
 elif stage == "pointer":
     Path.replace = die
-asyncio.run(recovery.Checkpoints(Path({str(tmp_path)!r}), keep=10).save(2, write, {{"step": 2}}, None))
+asyncio.run(Checkpoints(Path({str(tmp_path)!r}), keep=10).save(2, write, {{"step": 2}}, None))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True)
     assert result.returncode == -9, result.stderr.decode()
