@@ -3,6 +3,7 @@
 #
 #   bash tests/verifiers_hub.sh                     arguments go to pytest
 #
+# Those on SGLang servers need $MEGATRON_DARO_SGLANG, the environment of tools/sglang_cpu_env.sh.
 # Makes a virtual environment in $MEGATRON_DARO_VERIFIERS, else .venv-verifiers, that sees the packages of the active one
 # (else .venv) and adds verifiers and what it lacks, from PyPI. The last lines are pytest's; exit status: pytest's.
 set -euo pipefail
