@@ -67,8 +67,8 @@ def test_what_was_skipped_is_part_of_the_step_that_is_trained_at_last(tmp_path):
 
     stack.source.next = next_prompts
     run_stack(stack)
-    # Before the second and third attempt; the next batch may be asked for before the step is written.
-    assert seen[:2] == ["skipped_000001.parquet"] * 2 and set(seen) == {"skipped_000001.parquet"}
+    # Before the second attempt; the next batch may be asked for before the step is written.
+    assert set(seen) == {"skipped_000001.parquet"}
     assert [path.name for path in (tmp_path / "rollouts").glob("skipped_*")] == []
     assert len([used for _, used in read_groups(tmp_path / "rollouts/step_000001.parquet") if used == "filtered"]) >= 6
 
