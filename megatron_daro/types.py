@@ -121,6 +121,10 @@ class TurnReport:
     seconds: float = 0.0
 
 
+RESPONSE_COLUMNS = ("logprobs", "loss_mask", "teacher_logprobs")
+"""Columns of a Rollout that have an entry for each response token: 0 where the environment showed it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One answer of a policy to a prompt.
@@ -167,6 +171,12 @@ class Rollout:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def response_columns(self) -> dict[str, np.ndarray]:
+        """Those of `RESPONSE_COLUMNS` that it has, by name."""
+        columns = {name: getattr(self, name) for name in RESPONSE_COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    @property
     def generated_length(self) -> int:
         """Number of response tokens that the model generated."""
         return self.response_length - sum(observed for observed, _ in self.turns)
@@ -204,12 +214,14 @@ class Rollout:
                 f"group {self.group_id} rollout {self.index}: the continuation's prompt ({later.prompt_length} tokens) "
                 f"is not the {len(self.tokens)} tokens so far; the engine must be asked with exactly these"
             )
-        spans = joined_spans((*self.spans, *later.spans))
+        spans, earlier = joined_spans((*self.spans, *later.spans)), self.response_columns
+        columns: dict[str, Any] = {
+            name: np.concatenate([earlier[name], column]) if name in earlier else None
+            for name, column in later.response_columns.items()
+        }
         return replace(
             later,
             prompt_length=self.prompt_length,
-            loss_mask=np.concatenate([self.loss_mask, later.loss_mask]),
-            logprobs=np.concatenate([self.logprobs, later.logprobs]),
             weight_version=min(
                 self.weight_version if self.response_length else later.weight_version,
                 later.weight_version if later.response_length else self.weight_version,
@@ -217,6 +229,7 @@ class Rollout:
             text=text,
             version_spans=spans,
             routed_experts=self._routed_first(later),
+            **columns,
         )
 
     def cut(self, count: int, text: str, finish_reason: FinishReason = "stop") -> Rollout:
@@ -230,16 +243,15 @@ class Rollout:
             spans.append((version, min(tokens, left)))
             left -= spans[-1][1]
         spans = [span for span in spans if span[1]]
+        columns: dict[str, Any] = {name: column[:count] for name, column in self.response_columns.items()}
         return replace(
             self,
             tokens=self.tokens[: self.prompt_length + count],
-            loss_mask=self.loss_mask[:count],
-            logprobs=self.logprobs[:count],
             finish_reason=finish_reason,
             text=text,
             version_spans=() if spans == [(self.weight_version, count)] else tuple(spans),
             routed_experts=self.routed_experts and self.routed_experts.cut(self.prompt_length + count),
-            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:count],
+            **columns,
         )
 
     def _routed_first(self, later: Rollout) -> StoredExperts | None:

@@ -262,8 +262,8 @@ ALIGNED = "allowed: the prompt, then one log-prob and one mask entry per respons
 
 def misaligned_columns(rollout: Rollout) -> list[str]:
     """Say which columns have another length than the tokens that they belong to."""
-    lengths = {"logprobs": len(rollout.logprobs), "loss_mask": len(rollout.loss_mask)}
-    wrong = [f"{name} has {n}" for name, n in lengths.items() if n != rollout.response_length]
+    columns = rollout.response_columns
+    wrong = [f"{name} has {len(column)}" for name, column in columns.items() if len(column) != rollout.response_length]
     if rollout.routed_experts is not None and len(rollout.routed_experts) != len(rollout.tokens):
         wrong.append(f"of all {len(rollout.tokens)} tokens routed_experts has {len(rollout.routed_experts)}")
     return wrong

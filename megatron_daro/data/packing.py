@@ -34,13 +34,13 @@ class PackedMicroBatch:
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
     every sequence. mask_T float32, 1 where the label is a trained response token. sample_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
-    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32,
-    bins_M int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T,
-    ref_logprobs_T, token_advantages_T, values_T, value_targets_T float32, 0 outside responses; None where the batch
-    has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64: where they
-    stand in the batch's R. trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would have to
-    be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch does
-    not know. context_parallel_rank and _size say which slice the T columns are.
+    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
+    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
+    token_advantages_T, values_T, value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
+    None where it has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64:
+    where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would
+    have to be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
+    does not know. context_parallel_rank and _size say which slice the T columns are.
     """
 
     tokens_T: Tensor
@@ -100,22 +100,6 @@ class PackedMicroBatch:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved)
-
-
-_TOKEN_COLUMNS = (
-    "tokens_T",
-    "labels_T",
-    "positions_T",
-    "mask_T",
-    "sample_T",
-    "rollout_logprobs_T",
-    "old_logprobs_T",
-    "ref_logprobs_T",
-    "token_advantages_T",
-    "values_T",
-    "value_targets_T",
-    "routed_experts_TLK",
-)
 
 
 def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> tuple[int, int]:
@@ -184,11 +168,11 @@ def pack(
     response_slots_P = token_slots[before_P]
     batch_slots_P = _flat_slots(batch.response_lengths_N, indices_M)
 
-    def column(values_R: np.ndarray | None) -> Tensor | None:
-        return None if values_R is None else _spread(values_R, batch_slots_P, response_slots_P, total)
-
-    mask_T, rollout_logprobs_T = column(batch.loss_mask_R), column(batch.rollout_logprobs_R)
-    assert mask_T is not None and rollout_logprobs_T is not None
+    columns: dict[str, Any] = {}
+    for name in (field.name.removesuffix("_R") for field in fields(batch) if field.name.endswith("_R")):
+        column_R = getattr(batch, f"{name}_R")
+        columns[f"{name}_T"] = None if column_R is None else _spread(column_R, batch_slots_P, response_slots_P, total)
+    mask_T = columns.pop("loss_mask_T")
     return PackedMicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
         labels_T=torch.from_numpy(labels_T),
@@ -201,16 +185,11 @@ def pack(
         advantages_M=torch.from_numpy(batch.advantages_N[indices_M]),
         bins_M=torch.from_numpy(batch.bins_N[indices_M]),
         trained_tokens_M=torch.from_numpy(_run_sums(batch.loss_mask_R[batch_slots_P], responses_M)),
-        rollout_logprobs_T=rollout_logprobs_T,
-        old_logprobs_T=column(batch.old_logprobs_R),
-        ref_logprobs_T=column(batch.ref_logprobs_R),
-        token_advantages_T=column(batch.token_advantages_R),
-        values_T=column(batch.values_R),
-        value_targets_T=column(batch.value_targets_R),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),
         routed_experts_TLK=_routed_experts(batch, indices_M, token_slots, total),
+        **columns,
     )
 
 
@@ -287,7 +266,8 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
     if cp_size == 1 and cp_rank == 0:
         return packed
     keep = _slice_slots(packed, cp_rank, cp_size)
-    columns: dict[str, Any] = {name: getattr(packed, name) for name in _TOKEN_COLUMNS}
+    names = [field.name for field in fields(packed) if field.name.endswith(("_T", "_TLK"))]
+    columns: dict[str, Any] = {name: getattr(packed, name) for name in names}
     columns = {name: None if column is None else column[keep] for name, column in columns.items()}
     new_slot_T = torch.full_like(packed.sample_T, -1)
     new_slot_T[keep] = torch.arange(len(keep), device=keep.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +51,8 @@ class Context:
         later = replace(
             answer,
             prompt_length=answer.prompt_length - count,
-            loss_mask=np.concatenate([np.zeros(count, dtype=np.uint8), answer.loss_mask]),
-            logprobs=np.concatenate([np.zeros(count, dtype=np.float32), answer.logprobs]),
             version_spans=spans,
+            **_padded(answer, count, 0),
         )
         self.rollout = later if self.rollout is None else self.rollout.extended(later, "")
         self.turns.append((count, generated))
@@ -83,16 +83,20 @@ class Context:
         return replace(
             whole,
             tokens=np.concatenate([whole.tokens, np.array(self.observed, dtype=np.int32)]),
-            loss_mask=np.concatenate([whole.loss_mask, np.zeros(count, dtype=np.uint8)]),
-            logprobs=np.concatenate([whole.logprobs, np.zeros(count, dtype=np.float32)]),
             version_spans=spans,
             routed_experts=whole.routed_experts and whole.routed_experts.longer(count),
+            **_padded(whole, 0, count),
         )
 
     @property
     def whole_turns(self) -> list[tuple[int, int]]:
         """Return `turns`, with what was observed behind the last answer."""
         return [*self.turns, *([(len(self.observed), 0)] if self.observed else [])]
+
+
+def _padded(rollout: Rollout, before: int, after: int) -> dict[str, Any]:
+    """Return its response columns with so many observed tokens before and after them."""
+    return {name: np.pad(column, (before, after)) for name, column in rollout.response_columns.items()}
 
 
 def joined(contexts: Sequence[Context]) -> Rollout:
@@ -106,16 +110,17 @@ def joined(contexts: Sequence[Context]) -> Rollout:
     if len(contexts) > 1:
         unread = base if contexts[0].rollout is None else ()
         lengths = (*([len(unread)] if unread else []), *(len(one.tokens) for one in said))
+        names = alone.response_columns
+        columns: dict[str, Any] = {n: np.concatenate([one.response_columns[n] for one in said]) for n in names}
         alone = replace(
             alone,
             tokens=np.concatenate([np.array(unread, np.int32), *(one.tokens for one in said)]),
             prompt_length=len(base),
-            loss_mask=np.concatenate([one.loss_mask for one in said]),
-            logprobs=np.concatenate([one.logprobs for one in said]),
             weight_version=min(one.weight_version for one in said),
             version_spans=joined_spans([span for one in said for span in one.spans]),
             routed_experts=None,
             contexts=lengths,
+            **columns,
         )
     return replace(
         alone,

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ import pyarrow as pa
 
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.routed_experts import Part, StoredExperts
-from megatron_daro.types import FinishReason, Group, Prompt, Rollout, TurnReport, Verdict
+from megatron_daro.types import RESPONSE_COLUMNS, FinishReason, Group, Prompt, Rollout, TurnReport, Verdict
 
 FORMAT = {"megatron_daro.rollouts": "2"}
 """In the metadata of every file."""
@@ -47,7 +48,7 @@ _REPORT = pa.struct(
     ]
 )
 _REWARD = pa.struct([pa.field("name", pa.string(), False), pa.field("value", pa.float64(), False)])
-_RESPONSE_LISTS = ("tokens", "logprobs", "loss_mask")
+_RAGGED = ("prompt_tokens", "tokens", *RESPONSE_COLUMNS)
 _REPEATED = (
     *("used", "prompt_id", "source", "category", "prompt", "messages", "answer", "alternatives"),
     *("finish_reason", "reason"),
@@ -93,9 +94,7 @@ WRITER_OPTIONS: dict[str, Any] = {
     "compression_level": 1,
     "use_dictionary": [*_REPEATED, "loss_mask.list.element"],
     "column_encoding": {
-        "tokens.list.element": "BYTE_STREAM_SPLIT",
-        "logprobs.list.element": "BYTE_STREAM_SPLIT",
-        "teacher_logprobs.list.element": "BYTE_STREAM_SPLIT",
+        f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("tokens", *RESPONSE_COLUMNS) if name != "loss_mask"
     },
     "write_statistics": False,
     "write_page_checksum": True,
@@ -180,12 +179,10 @@ def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.R
     }
     columns: dict[str, pa.Array] = _with_exact_texts(plain)
     prompt_tokens = {entry.group.group_id: np.asarray(entry.group.prompt.tokens, dtype=np.int32) for entry in groups}
-    lists: dict[str, list[Any]] = {
+    lists: dict[str, list[Any]] = {name: _of(rollouts, attrgetter(name)) for name in RESPONSE_COLUMNS} | {
         "prompt_tokens": [prompt_tokens[entry.group.group_id] for entry, _, _ in rows],
         "tokens": _of(rollouts, lambda r: r.tokens[r.prompt_length :]),
-        "logprobs": _of(rollouts, lambda r: r.logprobs),
         "loss_mask": _of(rollouts, lambda r: None if r.loss_mask.all() else r.loss_mask),
-        "teacher_logprobs": _of(rollouts, lambda r: r.teacher_logprobs),
     }
     columns |= {name: _ragged(name, values) for name, values in lists.items()}
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -223,9 +220,9 @@ def decode(batches: Iterable[pa.RecordBatch], run_dir: Path = Path()) -> Iterato
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """One mapping per row. Lists of numbers are views of the batch's memory; a list that is null is None."""
-    names = [name for name in SCHEMA.names if not _is_ragged(name)]
+    names = [name for name in SCHEMA.names if name not in _RAGGED]
     plain = [batch.column(name).to_pylist() for name in names]
-    ragged = {name: _views(batch.column(name)) for name in SCHEMA.names if _is_ragged(name)}
+    ragged = {name: _views(batch.column(name)) for name in _RAGGED}
     for i, values in enumerate(zip(*plain, strict=True)):
         row = dict(zip(names, values, strict=True)) | {name: views[i] for name, views in ragged.items()}
         if row["lone_surrogates"]:
@@ -270,12 +267,12 @@ def _verdict(row: dict[str, Any]) -> Verdict:
 
 def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: Path) -> Rollout:
     """One rollout in memory of its own: a view would keep the whole row group alive."""
-    length, mask, taught = row["length"], row["loss_mask"], row["teacher_logprobs"]
-    mask = np.ones(length, np.uint8) if mask is None else mask.copy()
-    if not length == len(row["tokens"]) == len(row["logprobs"]) == len(mask):
-        raise ValueError(f"rollout {row['index']}: tokens, logprobs or loss_mask are not {length} long")
-    if taught is not None and len(taught) != length:
-        raise ValueError(f"rollout {row['index']}: teacher_logprobs are not {length} long")
+    length = row["length"]
+    columns: dict[str, Any] = {name: row[name].copy() for name in RESPONSE_COLUMNS if row[name] is not None}
+    columns.setdefault("loss_mask", np.ones(length, np.uint8))
+    lists = {"tokens": row["tokens"], **columns}
+    if wrong := [name for name, values in lists.items() if len(values) != length]:
+        raise ValueError(f"rollout {row['index']}: {' and '.join(wrong)} should be {length} long")
     if row["finish_reason"] not in get_args(FinishReason):
         raise ValueError(f"finish_reason is {row['finish_reason']!r}; allowed: {', '.join(get_args(FinishReason))}")
     turns = tuple((turn["observed"], turn["generated"]) for turn in row["turns"] or ())
@@ -291,8 +288,6 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: P
         index=row["index"],
         tokens=np.concatenate([prefix, row["tokens"]]),
         prompt_length=len(prefix),
-        loss_mask=mask,
-        logprobs=row["logprobs"].copy(),
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],
         text=row["text"],
@@ -301,7 +296,7 @@ def _rollout(row: dict[str, Any], prompt: Prompt, prefix: np.ndarray, run_dir: P
         turns=turns,
         contexts=contexts,
         reports=tuple(TurnReport(**one) for one in row["reports"] or ()),
-        teacher_logprobs=None if taught is None else taught.copy(),
+        **columns,
     )
 
 
@@ -324,10 +319,6 @@ def _prompt_text(prompt: Prompt) -> str | None:
 
 def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
     return [None if value is None else read(value) for value in values]
-
-
-def _is_ragged(name: str) -> bool:
-    return name in ("prompt_tokens", "teacher_logprobs", *_RESPONSE_LISTS)
 
 
 def _ragged(name: str, lists: Sequence[Any]) -> pa.Array:

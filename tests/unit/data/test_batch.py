@@ -190,6 +190,9 @@ def test_columns_that_do_not_fit_are_refused():
     object.__setattr__(broken, "logprobs", broken.logprobs[:1])
     with pytest.raises(DataError, match=r"3 .*logprobs has 1"):
         build_batch([Group(1, group.prompt, (broken, group.rollouts[1]), group.verdicts)], algorithm(2))
+    half_read = replace(make_rollout(1, 0), teacher_logprobs=np.zeros(1, np.float32))
+    with pytest.raises(DataError, match=r"3 .*teacher_logprobs has 1"):
+        build_batch([Group(1, group.prompt, (half_read, group.rollouts[1]), group.verdicts)], algorithm(2))
     headless = make_rollout(1, 0, prompt=0)
     with pytest.raises(DataError, match="prompt"):
         build_batch([Group(1, group.prompt, (headless, group.rollouts[1]), group.verdicts)], algorithm(2))
