@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,6 @@ from megatron_daro.config.lora import PEFT_PREFIX, WEIGHTS_FILE, LoraSection, ma
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.mapping import TensorRule, shard
 from megatron_daro.convert.parameters import Kind
-from megatron_daro.errors import ModelError
 
 _B = "B"
 
@@ -147,9 +146,6 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
     Args:
         chunks: with their weights, not yet wrapped. seed: of the run; an adapter's first values follow from it and from
             the matrix's name, so that they are the same in every layout.
-
-    Raises:
-        ModelError: the stored adapter does not fit.
     """
     targets = section.target_names(shape)
     layers = {id(layer.weight): layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "weight")}
@@ -195,7 +191,7 @@ def _fill(chunks: Chunks, shape: ModelShape, section: LoraSection, seed: int) ->
             wholes = {}
             for name, dims in zip(local.rule.hf_names, local.rule.hf_shapes, strict=True):
                 if stored is not None and name in adapter.exported:
-                    wholes[name] = _of(stored, name, dims)
+                    wholes[name] = stored[PEFT_PREFIX + name]
                 else:
                     wholes[name] = _drawn(name, dims, seed) if ".lora_A." in name else torch.zeros(dims)
             local.parameter.copy_(shard(local.rule, wholes, *tensor_parallel_place(local.rule)))
@@ -205,17 +201,6 @@ def _drawn(name: str, dims: tuple[int, ...], seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
     return torch.nn.init.kaiming_uniform_(torch.empty(dims), a=math.sqrt(5), generator=generator)
-
-
-def _of(stored: Mapping[str, Tensor], name: str, dims: tuple[int, ...]) -> Tensor:
-    """Return what PEFT's file has under this name. Raises ModelError: it is missing, or of another shape."""
-    tensor = stored.get(PEFT_PREFIX + name)
-    if tensor is not None and tuple(tensor.shape) == dims:
-        return tensor
-    got = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
-    raise ModelError(
-        f"lora.path: {PEFT_PREFIX}{name} {got}; the model and lora.rank ask for {dims}; name an adapter of this model"
-    )
 
 
 def _adapters(chunks: Any) -> Iterator[Adapter]:

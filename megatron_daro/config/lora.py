@@ -16,8 +16,9 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls the two files of an adapter."""
 PEFT_PREFIX = "base_model.model."
 """Of PEFT's names, before those of transformers."""
+Sides = tuple[int, int]
+"""Outputs and inputs: the shape of a matrix."""
 ALL = "all"
-_ATTENTION, _DENSE, EXPERTS = ("qkv", "attention_output"), ("gate_up", "down"), ("expert_gate_up", "expert_down")
 
 
 class LoraSection(Section):
@@ -44,7 +45,7 @@ class LoraSection(Section):
 
     def target_names(self, shape: ModelShape) -> frozenset[str]:
         """Return the names of the matrices that get an adapter."""
-        return frozenset(shorter_sides(shape)) if ALL in self.targets else frozenset(self.targets)
+        return frozenset(matrix_sides(shape)) if ALL in self.targets else frozenset(self.targets)
 
 
 def peft_config(section: LoraSection, shape: ModelShape, base: str) -> dict[str, Any]:
@@ -65,18 +66,36 @@ def matrix_of(hf_name: str) -> str:
     return hf_name.split(".")[-2]
 
 
-def matrix_names(shape: ModelShape, roles: tuple[str, ...]) -> list[str]:
-    """Return the names of a layer's matrices with these roles (families/table.py), without what stands before."""
-    tensors = families()[shape.family].tensors
-    return [matrix_of(name) for role in roles for name in tensors.get(role, ())]
-
-
-def shorter_sides(shape: ModelShape) -> Mapping[str, int]:
-    """Return the shorter side of each matrix that can have an adapter, by its name."""
+def sides_of_roles(shape: ModelShape) -> Mapping[str, Mapping[str, Sides]]:
+    """Return the matrices of a layer that can have an adapter: role (families/table.py) -> name -> its sides. A name
+    is a whole one, with {layer} for the layer's number. Experts get none."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    of_attention = dict(zip(matrix_names(shape, _ATTENTION), (query, key, key, query), strict=True))
-    dense = {} if shape.experts is not None else dict.fromkeys(matrix_names(shape, _DENSE), shape.ffn)
-    return {name: min(shape.hidden, side) for name, side in (of_attention | dense).items()}
+    outputs = {"qkv": (query, key, key), "attention_output": (shape.hidden,)}
+    inputs = {"qkv": shape.hidden, "attention_output": query}
+    if shape.experts is None:
+        outputs |= {"gate_up": (shape.ffn, shape.ffn), "down": (shape.hidden,)}
+        inputs |= {"gate_up": shape.hidden, "down": shape.ffn}
+    names = families()[shape.family].tensors
+    return {
+        role: {name: (side, inputs[role]) for name, side in zip(names[role], sides, strict=True)}
+        for role, sides in outputs.items()
+    }
+
+
+def matrix_sides(shape: ModelShape) -> Mapping[str, Sides]:
+    """Return the sides of each matrix that can have an adapter, by what PEFT calls it."""
+    return {matrix_of(name): sides for part in sides_of_roles(shape).values() for name, sides in part.items()}
+
+
+def stored_shapes(section: LoraSection, shape: ModelShape) -> Mapping[str, Sides]:
+    """Return the tensors of adapter_model.safetensors: name -> shape."""
+    targets, found = section.target_names(shape), dict[str, Sides]()
+    for template, (outputs, inputs) in (pair for part in sides_of_roles(shape).values() for pair in part.items()):
+        for layer in range(shape.layers if matrix_of(template) in targets else 0):
+            stem = PEFT_PREFIX + template.format(layer=layer).removesuffix("weight")
+            found[f"{stem}lora_A.weight"] = (section.rank, inputs)
+            found[f"{stem}lora_B.weight"] = (outputs, section.rank)
+    return found
 
 
 def differing(section: LoraSection, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

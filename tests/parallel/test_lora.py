@@ -141,6 +141,7 @@ def test_two_updates_are_those_of_the_definition(rank_pool, tmp_path, family, la
     [
         ("qwen3", Layout(tensor=2), ["q_proj", "v_proj", "up_proj"]),
         ("qwen3_moe", Layout(data=2, expert=2), ALL[:4]),
+        ("glm4_moe", Layout(pipeline=2, expert=2, data=2), ALL[:4]),
         ("mixtral", Layout(tensor=2), ALL[:4]),
         ("gpt_oss", Layout(tensor=2, expert=2), ALL[:4]),
     ],

@@ -10,17 +10,19 @@ from typing import Any
 from megatron_daro.config.lora import (
     ALL,
     CONFIG_FILE,
-    EXPERTS,
     WEIGHTS_FILE,
     LoraSection,
     differing,
-    matrix_names,
+    matrix_of,
+    matrix_sides,
     peft_config,
-    shorter_sides,
+    stored_shapes,
 )
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.safetensors_header import HeaderError, read_header
 from megatron_daro.config.sections import Config
+from megatron_daro.families import families
 
 _SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
 """Families whose adapters were tried in SGLang 0.5.23 (tests/sglang/test_sglang_adapters.py)."""
@@ -101,8 +103,9 @@ def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]
 
 
 def _target_problems(config: Config, section: LoraSection, shape: ModelShape) -> Iterator[Problem]:
-    sides = shorter_sides(shape)
-    names, of_experts = ", ".join(sides), matrix_names(shape, EXPERTS)
+    sides, tensors = matrix_sides(shape), families()[shape.family].tensors
+    of_experts = [matrix_of(name) for role in ("expert_gate_up", "expert_down") for name in tensors.get(role, ())]
+    names = ", ".join(sides)
     if shape.experts is not None and ALL in section.targets:
         allowed = f"names out of {names} for a model with experts, whose own matrices get none"
         yield wrong(config, "lora.targets", allowed, f"set lora.targets=[{names}]")
@@ -112,32 +115,28 @@ def _target_problems(config: Config, section: LoraSection, shape: ModelShape) ->
             continue
         why = ", which is an expert's" if target in of_experts else ""
         yield Problem("lora.targets", f"{target}{why}", f"{ALL}, or names out of {names}", "remove or correct it")
-    wanted = [name for name in section.target_names(shape) if name in sides]
-    smallest = min(wanted, key=lambda name: sides[name], default=None)
-    if smallest is not None and section.rank > sides[smallest]:
-        allowed = f"at most {sides[smallest]}, the shorter side of {smallest}"
-        yield wrong(config, "lora.rank", allowed, "lower it")
+    wanted = [(min(sides[name]), name) for name in section.target_names(shape) if name in sides]
+    if wanted and section.rank > min(wanted)[0]:
+        shorter, name = min(wanted)
+        yield wrong(config, "lora.rank", f"at most {shorter}, the shorter side of {name}", "lower it")
 
 
 def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[Problem]:
     assert section.path is not None
     try:
         content = json.loads(Path(section.path, CONFIG_FILE).read_text(encoding="utf-8"))
-        lacking = "" if Path(section.path, WEIGHTS_FILE).is_file() else f"no {WEIGHTS_FILE}"
-    except (OSError, ValueError) as error:
-        content, lacking = {}, str(error)
-    if lacking or not isinstance(content, dict):
+        stored = {name: entry.shape for name, entry in read_header(section.path / WEIGHTS_FILE).items()}
+        others = [(name, repr(content[name]), repr(value)) for name, value in differing(section, content)]
+    except (OSError, ValueError, AttributeError, HeaderError) as error:
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
-        yield Problem("lora.path", f"{section.path} ({lacking or 'no mapping'})", allowed, "name such a folder")
+        yield Problem("lora.path", f"{section.path} ({error})", allowed, "name such a folder")
         return
-    for name, value in differing(section, content):
-        yield Problem("lora.path", f"an adapter with {name} {content[name]!r}", f"{name} {value!r}", _FIX)
-    targets = content.get("target_modules")
-    if shape is None or not shape.takes_adapters or not isinstance(targets, list):
-        return
-    if {*targets} != section.target_names(shape):
-        got = f"an adapter of {', '.join(sorted(targets))}"
-        yield Problem("lora.path", got, ", ".join(sorted(section.target_names(shape))), _FIX)
+    if shape is not None and shape.takes_adapters and not others:
+        wanted = stored_shapes(section, shape)
+        names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
+        others = [(name, str(stored.get(name, "absent")), str(wanted.get(name, "absent"))) for name in names[:1]]
+    for name, got, value in others:
+        yield Problem("lora.path", f"an adapter with {name} {got}", f"{name} {value}", _FIX)
 
 
-_FIX = "set lora.rank, lora.alpha, lora.rslora and lora.targets as the adapter has them, or name another adapter"
+_FIX = "set section lora as the adapter is, or name an adapter of this model"

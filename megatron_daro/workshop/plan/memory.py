@@ -96,9 +96,28 @@ LOCAL_BF16 = LayerActivations(8.2, 2.7, 2.8, 5.0, 3.1, 2.9, 3.0)
 ENGINE = LayerActivations(4.0, 2.0, 2.0, 3.0, 1.0, 1.0, 2.0)
 
 
+def _less_of_frozen(workload: Workload, kinds: LayerActivations) -> LayerActivations:
+    """Return what layers of frozen weights keep: no inputs of products without an adapter, and of the local layers'
+    norms not what their weights are multiplied with. A router, and Transformer Engine's attention what it answers, keep
+    those that they share."""
+    if workload.adapters is None:
+        return kinds
+    shape, adapted = workload.shape, {weight.role for weight in workload.adapters.weights}
+    dense, local = 1 - shape.expert_layers / shape.layers, kinds is not ENGINE
+    return LayerActivations(
+        hidden=kinds.hidden - ("qkv" not in adapted) - dense * ("gate_up" not in adapted) - 2 * local,
+        query=kinds.query - local * ("attention_output" not in adapted),
+        key=kinds.key,
+        ffn=kinds.ffn - ("down" not in adapted),
+        query_norm=kinds.query_norm - local,
+        key_norm=kinds.key_norm - local,
+        copies=kinds.copies - 1,
+    )
+
+
 def layer_elements(workload: Workload, kinds: LayerActivations) -> float:
     """Return the elements that one layer keeps for one token, over all tensor-parallel ranks together."""
-    shape = workload.shape
+    shape, kinds = workload.shape, _less_of_frozen(workload, kinds)
     query, key = (heads * (shape.head_dim + shape.value_dim) / 2 for heads in (shape.heads, shape.kv_heads))
     dense, mixed = shape.layers - shape.expert_layers, shape.expert_layers
     mlp = dense * kinds.ffn * shape.ffn
@@ -150,11 +169,11 @@ def recomputed_elements(workload: Workload, kinds: LayerActivations) -> float:
     experts ("moe") but their input, or the products of the experts' activation function ("moe_act"). Fused attention
     keeps nothing that "core_attn" would leave out, and fused norms nothing that "layernorm" would.
     """
-    shape, recomputed = workload.shape, workload.recomputed
+    shape, recomputed, kinds = workload.shape, workload.recomputed, _less_of_frozen(workload, kinds)
     mlp = (shape.layers - shape.expert_layers) * kinds.ffn * shape.ffn * ("mlp" in recomputed)
     if shape.experts and "moe" in recomputed:
         mlp += shape.expert_layers * _expert_elements(shape.experts, shape.hidden, kinds)
-    elif shape.experts and "moe_act" in recomputed:
+    elif shape.experts and "moe_act" in recomputed and workload.adapters is None:
         mlp += shape.expert_layers * shape.experts.chosen * shape.experts.ffn
     return mlp / shape.layers
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.lora import LoraSection, matrix_names
+from megatron_daro.config.lora import LoraSection, matrix_of, sides_of_roles
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
@@ -60,13 +60,18 @@ class Practice:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """A weight of each layer with adapters beside it, as Megatron holds it: inputs and outputs over all ranks, matrices
-    in it that have one. by_rows: tensor parallelism cuts its outputs, else its inputs."""
+    """A weight of each layer with adapters beside it, as Megatron holds it: its role (families/table.py), inputs and
+    outputs over all ranks, matrices in it that have one."""
 
+    role: str
     inputs: int
     outputs: int
     matrices: int
-    by_rows: bool
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether tensor parallelism cuts its outputs, else its inputs."""
+        return self.role in ("qkv", "gate_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +241,12 @@ def adapters_of(config: Config, shape: ModelShape) -> Adapters | None:
 
 def adapted_weights(section: LoraSection, shape: ModelShape) -> tuple[AdaptedWeight, ...]:
     """Return the weights of a layer that get adapters; experts get none."""
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {"qkv": (shape.hidden, query + 2 * key), "attention_output": (query, shape.hidden)}
-    if shape.experts is None:
-        weights |= {"gate_up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
-    targets = section.target_names(shape)
-    chosen = {role: len(targets & {*matrix_names(shape, (role,))}) for role in weights}
-    return tuple(
-        AdaptedWeight(*sides, chosen[role], by_rows=role in ("qkv", "gate_up"))
-        for role, sides in weights.items()
-        if chosen[role]
-    )
+    targets, weights = section.target_names(shape), list[AdaptedWeight]()
+    for role, matrices in sides_of_roles(shape).items():
+        outputs, inputs = zip(*matrices.values(), strict=True)
+        if chosen := len(targets.intersection(map(matrix_of, matrices))):
+            weights.append(AdaptedWeight(role, inputs[0], sum(outputs), chosen))
+    return tuple(weights)
 
 
 def _recomputed(options: Mapping[str, object]) -> frozenset[str]:

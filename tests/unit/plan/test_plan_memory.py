@@ -243,6 +243,8 @@ ACTIVATIONS = [
     (small(num_hidden_layers=8), 1, "fp32", "none", 2048, ("mlp",)),
     (small_experts(), 1, "fp32", "none", 1024, ("moe",)),
     (small("qwen3"), 2, "bf16", "none", 1024, (), {"rank": 64}),
+    (small_experts(), 1, "fp32", "none", 1024, (), {"rank": 8, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
+    (small(num_hidden_layers=8), 1, "fp32", "none", 2048, ("mlp",), {"rank": 8, "targets": ("q_proj",)}),
 ]
 MORE_ACTIVATIONS = [
     (small(), 1, "fp32", "none", 1024),
@@ -251,6 +253,9 @@ MORE_ACTIVATIONS = [
     (small("llama", num_hidden_layers=8), 1, "bf16", "full", 2048),
     (small_experts(), 1, "fp32", "none", 1024),
     (small(num_hidden_layers=8), 1, "fp32", "full", 2048, (), {"rank": 16}),
+    (small("qwen3"), 2, "bf16", "none", 1024, (), {"rank": 8, "targets": ("q_proj", "v_proj")}),
+    (small(num_hidden_layers=8), 1, "fp32", "none", 1024, (), {"rank": 8, "targets": ("down_proj",)}),
+    (small_experts(), 1, "fp32", "none", 1024, ("moe",), {"rank": 8, "targets": ("q_proj", "o_proj")}),
 ]
 
 
