@@ -48,7 +48,7 @@ class Deadlines:
     build: float = 600.0
     """Putting the columns of one optimizer step together."""
     logprob: float = 14400.0
-    """Old and reference log-probs of one optimizer step."""
+    """Old and reference log-probs and a critic's values of one optimizer step."""
     train: float = 14400.0
     """One optimizer step."""
     sync: float = 1800.0

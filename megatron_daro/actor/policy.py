@@ -83,6 +83,7 @@ def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> Objec
         "sapo_positive": section.sapo.positive,
         "sapo_negative": section.sapo.negative,
         "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
+        "old_is_rollout": section.old_logprobs == "rollout",
     }
     options |= algorithm.own_objective
     forgotten = [field.name for field in fields(ObjectiveSettings) if field.name not in options]

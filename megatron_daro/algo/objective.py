@@ -169,7 +169,8 @@ class ObjectiveSettings:
     ratio is taken over, "token" or "sequence".
     trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is usually near 4e-4);
     "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none;
-    "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy.
+    "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy. old_is_rollout: the old
+    log-probs are the engine's, so what is told apart from these is the current policy.
     """
 
     clip_low: float = 0.2
@@ -190,6 +191,7 @@ class ObjectiveSettings:
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
     mirror_tau: float = KIMI_TAU
+    old_is_rollout: bool = False
 
     def __post_init__(self) -> None:
         check_clip_range(self.clip_low, self.clip_high, self.dual_clip)
@@ -314,7 +316,8 @@ def token_objective(
     if rollout_T is not None:
         correction = _correction(settings, old_T, rollout_T, where, sample_reduce)
         loss_T = loss_T * correction.weight_T
-        sums |= {"corrected": correction.changed_T, **_mismatch(old_T, rollout_T)}
+        own_T = logprobs_T.detach() if settings.old_is_rollout else old_T
+        sums |= {"corrected": correction.changed_T, **_mismatch(own_T, rollout_T)}
         maxima["logprob_abs_diff"] = _masked_max(sums["logprob_abs_diff"], kept_T)
     zeros_T = torch.zeros_like(logprobs_T)
     kl_T = zeros_T if reference_T is None else kl_terms(logprobs_T, reference_T, settings.kl_estimator)
@@ -407,9 +410,9 @@ def _correction(
     return masked_importance_weights(ratio_T, settings.correction_low, settings.correction_high)
 
 
-def _mismatch(old_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from the engine's; the KL estimate is k3 of KL(rollout || old)."""
-    return {"logprob_abs_diff": (old_T - rollout_T).abs(), "mismatch_kl": kl_terms(rollout_T, old_T, "k3")}
+def _mismatch(own_T: Tensor, rollout_T: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probs are from the engine's; the KL estimate is k3 of KL(rollout || trainer)."""
+    return {"logprob_abs_diff": (own_T - rollout_T).abs(), "mismatch_kl": kl_terms(rollout_T, own_T, "k3")}
 
 
 def _masked_sum(values_T: Tensor, kept_T: Tensor) -> Tensor:

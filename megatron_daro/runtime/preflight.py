@@ -1,8 +1,8 @@
 """Everything before the first process of a run: a start or a resume prepared, and all that can fail tried.
 
 A run starts at step 0, or at the newest whole checkpoint that the restart audit accepts. A configuration, model or
-data that the checkpoint does not belong to is rejected, and config.yaml stays as it was; otherwise RUN/config.yaml
-and RUN/restarts.txt are written. `train --dry-run` calls the same functions as a start, reads only the first and last
+data that the checkpoint does not belong to is rejected, and config.yaml stays as it was; otherwise it is written.
+RUN/restarts.txt says what a restart changes, or why it was rejected. `train --dry-run` calls the same functions as a start, reads only the first and last
 rows of training files, starts nothing and writes nothing.
 """
 
@@ -88,7 +88,7 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
         width: columns of the terminal, for the table of changes.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint. Nothing was changed.
+        CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint; restarts.txt says why.
     """
     run_dir, progress = run.run_dir, run.progress
     made_of = provenance(run.config)

@@ -76,12 +76,15 @@ def segments(config: Config) -> Iterator[Problem]:
     rollout, needed = config.rollout, config.rollout.batches_kept
     if rollout.segment_tokens is not None:
         several = bool(config.environments)
-        owns = (("engine", config.engine.is_own), ("environment", config.environment.has_turns and not several))
-        for beside in [*(f"{section}.kind" for section, own in owns if own), *(["environments"] if several else [])]:
-            section = beside.partition(".")[0]
-            allowed = f"unset with an {section} of your own, whose answers begin anew and do not go on"
-            fix = "set rollout.segment_tokens=null"
-            yield wrong(config, "rollout.segment_tokens", allowed, fix, beside=beside)
+        beside = {
+            "engine.kind": "an engine of your own" if config.engine.is_own else "",
+            "environment.kind": "an environment of turns" if config.environment.has_turns and not several else "",
+            "environments": "several environments" if several else "",
+        }
+        for field, what in beside.items():
+            if what:
+                allowed = f"unset with {what}: an answer there begins anew and does not go on"
+                yield wrong(config, "rollout.segment_tokens", allowed, "set rollout.segment_tokens=null", beside=field)
         if rollout.max_staleness < needed:
             allowed = f"at least {needed}, the batches that the longest answer takes: else it is dropped"
             beside = "rollout.segment_tokens rollout.max_response_tokens"

@@ -294,6 +294,16 @@ def test_reports_only_what_was_measured_and_carries_no_gradient():
         assert not value.requires_grad
 
 
+def test_where_the_old_policy_is_the_engines_the_current_one_is_told_from_it():
+    tokens = Tokens()
+    tokens.old = tokens.rollout
+    plain, told = (tokens.objective(ObjectiveSettings(old_is_rollout=own)) for own in (False, True))
+    assert torch.equal(plain.loss_T, told.loss_T) and plain.sums["logprob_abs_diff"] == 0
+    apart = (tokens.logprobs - tokens.rollout)[tokens.mask].abs()
+    assert told.sums["logprob_abs_diff"].item() == pytest.approx(apart.sum().item())
+    assert told.maxima["logprob_abs_diff"].item() == pytest.approx(apart.max().item())
+
+
 @pytest.mark.parametrize("options", CORRECTIONS)
 def test_only_the_policys_own_log_probs_and_entropies_get_a_gradient(options):
     """Whatever the other columns carry: a reference or old log-probs from a pass that forgot `no_grad`."""
