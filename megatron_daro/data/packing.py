@@ -34,9 +34,9 @@ class PackedMicroBatch:
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
     every sequence. mask_T float32, 1 where the label is a trained response token. sample_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
-    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32, bins_M
-    int64, trained_tokens_M int64: the batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
-    token_advantages_T, values_T, value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
+    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32: the
+    batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, token_advantages_T, values_T,
+    value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
     None where it has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64:
     where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would
     have to be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
@@ -52,8 +52,6 @@ class PackedMicroBatch:
     max_seqlen: int
     sample_indices: Tensor
     advantages_M: Tensor
-    bins_M: Tensor
-    trained_tokens_M: Tensor
     rollout_logprobs_T: Tensor
     old_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
@@ -183,8 +181,6 @@ def pack(
         max_seqlen=int(padded_G.max()),
         sample_indices=torch.from_numpy(indices_M),
         advantages_M=torch.from_numpy(batch.advantages_N[indices_M]),
-        bins_M=torch.from_numpy(batch.bins_N[indices_M]),
-        trained_tokens_M=torch.from_numpy(_run_sums(batch.loss_mask_R[batch_slots_P], responses_M)),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),
@@ -336,13 +332,6 @@ def _flat_slots(lengths_N: np.ndarray, indices_M: np.ndarray) -> np.ndarray:
     starts_N = np.cumsum(lengths_N) - lengths_N
     chosen_M = lengths_N[indices_M]
     return np.repeat(starts_N[indices_M], chosen_M) + _within(chosen_M)
-
-
-def _run_sums(values_P: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
-    """int64 [M], the sum of each run; 0 for empty runs."""
-    total = np.concatenate([[0], np.cumsum(values_P, dtype=np.int64)])
-    ends = np.cumsum(lengths_M)
-    return total[ends] - total[ends - lengths_M]
 
 
 def _spread(values_R: np.ndarray, batch_slots_P: np.ndarray, response_slots_P: np.ndarray, total: int) -> Tensor:

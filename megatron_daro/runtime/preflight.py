@@ -2,8 +2,8 @@
 
 A run starts at step 0, or at the newest whole checkpoint that the restart audit accepts. A configuration, model or
 data that the checkpoint does not belong to is rejected, and config.yaml stays as it was; otherwise it is written.
-RUN/restarts.txt says what a restart changes, or why it was rejected. `train --dry-run` calls the same functions as a start, reads only the first and last
-rows of training files, starts nothing and writes nothing.
+RUN/restarts.txt says what a restart changes, or why it was rejected. `train --dry-run` calls the same functions as a
+start, reads only the first and last rows of training files, starts nothing and writes nothing.
 """
 
 from __future__ import annotations

@@ -76,12 +76,12 @@ def segments(config: Config) -> Iterator[Problem]:
     rollout, needed = config.rollout, config.rollout.batches_kept
     if rollout.segment_tokens is not None:
         several = bool(config.environments)
-        beside = {
+        begins_anew = {
             "engine.kind": "an engine of your own" if config.engine.is_own else "",
             "environment.kind": "an environment of turns" if config.environment.has_turns and not several else "",
             "environments": "several environments" if several else "",
         }
-        for field, what in beside.items():
+        for field, what in begins_anew.items():
             if what:
                 allowed = f"unset with {what}: an answer there begins anew and does not go on"
                 yield wrong(config, "rollout.segment_tokens", allowed, "set rollout.segment_tokens=null", beside=field)

@@ -70,8 +70,6 @@ def test_two_samples_by_hand():
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == 8
     assert packed.sample_indices.tolist() == [1, 0]
-    assert packed.bins_M.tolist() == [2, 1]
-    assert packed.trained_tokens_M.tolist() == [2, 2]
     assert packed.old_logprobs_T is None
     assert packed.per_token(packed.advantages_M).tolist() == [-0.5] * 3 + [0] + [0.5] * 5 + [0] * 7
     assert unpack_responses(packed.rollout_logprobs_T, packed).tolist() == [-4, -5, -1, -2, -3]
@@ -132,7 +130,7 @@ def _check_structure(batch, packed, sequence_multiple, total_multiple):
         assert packed.positions_T[own].tolist() == list(range(len(samples[sample])))
     padding = packed.sample_T < 0
     assert (packed.mask_T[padding] == 0).all() and (packed.labels_T[padding] == 0).all()
-    assert float(packed.mask_T.sum()) == int(packed.trained_tokens_M.sum())
+    assert int(packed.mask_T.sum()) == int(batch.trained_tokens_N[packed.sample_indices].sum())
 
 
 def slots_of(cu_seqlens, rank, cp_size):
@@ -333,8 +331,6 @@ def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as
             assert torch.equal(getattr(mine, name)[kept], getattr(theirs, name)[kept]), name
         inner = (theirs.sample_T > 0) & (theirs.sample_T <= len(shapes))
         assert torch.equal(mine.sample_T == 1, inner)
-    sums = each.trained_tokens_M.tolist()
-    assert one.trained_tokens_M.tolist() == [sums[0], sum(sums[1:-1]), sums[-1]]
     assert one.max_seqlen == each.max_seqlen
     column = collect_responses([(one.rollout_logprobs_T, one)], len(together.loss_mask_R))
     np.testing.assert_array_equal(column, together.rollout_logprobs_R)

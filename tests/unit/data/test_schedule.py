@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from published_configs import GPT_OSS_120B
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.data.packing import pack
 from megatron_daro.data.schedule import CostModel, Schedule, interleaved_group, schedule
 from megatron_daro.errors import DataError
 
@@ -194,20 +193,6 @@ def test_refusals():
         schedule([1], 0, 10)
     with pytest.raises(DataError, match="token_budget"):
         schedule([1], 1, 3, total_multiple=4)
-
-
-def test_token_counts_of_the_packs_sum_to_those_of_the_batch():
-    from test_packing import make_batch
-
-    batch = make_batch([(2, 5), (1, 7), (3, 4), (2, 9)], seed=3)
-    expected = [0] * 5
-    for sample in range(4):
-        part = batch.select([sample])
-        expected[int(part.bins_N[0])] += int(part.loss_mask_R.sum())
-    plan = schedule(batch.lengths_N, 2, 16)
-    packs = [pack(batch, part) for rank in plan.ranks for part in rank]
-    per_pack = sum(np.bincount(p.bins_M, weights=p.trained_tokens_M, minlength=5) for p in packs)
-    assert per_pack.tolist() == expected
 
 
 @pytest.mark.parametrize(
