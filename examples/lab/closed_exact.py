@@ -33,7 +33,7 @@ def refusal(algorithm: Algorithm) -> str:
         return "it learns from gradients of single steps"
     if algorithm.std == "batch":
         return "its advantages depend on the other groups of the batch"
-    if algorithm.needs_group_lengths or algorithm.length_edges:
+    if algorithm.needs_group_lengths or len(algorithm.classes[1]) > 1:
         return "its coefficients depend on lengths of single answers"
     bins_N, lengths_N, ones_N = torch.ones(2, dtype=torch.int64), torch.tensor([3, 9]), torch.ones(2).double()
     totals = BatchTotals.of(bins_N, lengths_N, algorithm.rollouts_per_prompt)

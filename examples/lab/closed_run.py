@@ -33,7 +33,6 @@ from closed_world import (
 )
 from torch import Tensor
 
-from megatron_daro.algo.algorithm import length_classes
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
@@ -266,8 +265,9 @@ def samples_of(
     """What the algorithm is told of a whole step whose groups stand one after the other, as the driver tells it."""
     size = algorithm.rollouts_per_prompt
     lengths_NK = lengths_N.reshape(-1, size).repeat_interleave(size, dim=0)
-    totals = BatchTotals.of(bins_N, lengths_N, size, algorithm.length_edges)
-    return Samples(bins_N, lengths_N, advantages_N, lengths_NK), totals
+    samples = Samples(bins_N, lengths_N, advantages_N, lengths_NK)
+    classes_N, num_classes = algorithm.classes_of(samples), len(algorithm.classes[1])
+    return samples, BatchTotals.of_classes(bins_N, lengths_N, classes_N, size, num_classes)
 
 
 def evidence_of(
@@ -278,9 +278,9 @@ def evidence_of(
     slopes_WN: Tensor,
     entropy: float,
 ) -> StepStats:
-    """What the algorithm learns from: the sums per bin and class of lengths that the actor makes over all ranks."""
-    classes_N = length_classes(samples.lengths_N, algorithm.length_edges)
-    size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.length_edges) + 1)
+    """What the algorithm learns from: the sums per bin and class that the actor makes over all ranks."""
+    classes_N = algorithm.classes_of(samples)
+    size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.classes[1]))
     cells = {
         name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
         for name, values_N in sums_N.items()

@@ -192,6 +192,15 @@ class DaroCells(Daro):
         )
 
     @property
+    def classes(self) -> tuple[str, tuple[str, ...]]:
+        """See `Algorithm.classes`."""
+        return "length", tuple(map(str, range(len(self.length_edges) + 1)))
+
+    def classes_of(self, samples: Samples) -> Tensor:
+        """How many edges each length has reached."""
+        return torch.bucketize(samples.lengths_N, samples.lengths_N.new_tensor(self.length_edges), right=True)
+
+    @property
     def needs_gradient_squares(self) -> bool:
         """See `Algorithm.needs_gradient_squares`."""
         return self.difficulty.magnitude == "gradient"

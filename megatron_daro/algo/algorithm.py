@@ -40,13 +40,10 @@ class BatchTotals:
     rollouts_per_bin: Tensor
 
     @classmethod
-    def of(
-        cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int, length_edges: tuple[int, ...] = ()
-    ) -> BatchTotals:
+    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
         """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
         lengths_N = torch.as_tensor(lengths_N)
-        classes_N = length_classes(lengths_N, length_edges)
-        return cls.of_classes(bins_N, lengths_N, classes_N, rollouts_per_prompt, len(length_edges) + 1)
+        return cls.of_classes(bins_N, lengths_N, torch.zeros_like(lengths_N), rollouts_per_prompt, 1)
 
     @classmethod
     def of_classes(
@@ -190,18 +187,16 @@ class Algorithm(ABC):
     before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""
     resets_optimizer: bool = False
     """Whether the optimizer's moments are zero again when a batch of rollouts begins."""
-    length_edges: tuple[int, ...] = ()
-    """Trained tokens at which a new class of lengths begins, rising; totals and step_stats are per class then.
-    For algorithms of your own, such as those of examples/lab/lab_algorithms.py."""
 
     @property
     def classes(self) -> tuple[str, tuple[str, ...]]:
-        """What samples are classed by beside their pass rate, and what the classes are called."""
-        return "length", tuple(map(str, range(len(self.length_edges) + 1)))
+        """What samples are classed by beside their pass rate, and what the classes are called: totals and step_stats
+        are per class then."""
+        return "all", ("all",)
 
     def classes_of(self, samples: Samples) -> Tensor:
         """int64 [N], the number of each sample's class."""
-        return length_classes(samples.lengths_N, self.length_edges)
+        return torch.zeros_like(samples.bins_N)
 
     @property
     def own_objective(self) -> Mapping[str, Any]:
@@ -402,11 +397,6 @@ class SampleAlgorithm(Algorithm):
     @abstractmethod
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
-
-
-def length_classes(lengths_N: Tensor, edges: tuple[int, ...]) -> Tensor:
-    """Return how many edges each length has reached, int64 [N]: 0 for those below the first."""
-    return torch.bucketize(lengths_N, lengths_N.new_tensor(edges), right=True)
 
 
 def inverse(count: int) -> float:

@@ -12,7 +12,7 @@ import torch
 from lab_algorithms import CellWeights, CountWeights, gaussian_basis
 from lab_names import CONFIGURED
 
-from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats, length_classes
+from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
@@ -82,9 +82,14 @@ LENGTHS_N = torch.tensor([2, 10, 9, 4, 30, 3, 10, 0, 5, 50])
 EDGES = (10, 20)
 
 
+def totals_of(algorithm):
+    classes_N = algorithm.classes_of(Samples(BINS_N, LENGTHS_N, torch.zeros(10)))
+    return BatchTotals.of_classes(BINS_N, LENGTHS_N, classes_N, 4, len(algorithm.classes[1]))
+
+
 def test_coefficients_by_pass_rate_and_length_by_hand():
     algorithm = daro(length_edges=EDGES)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, EDGES)
+    totals = totals_of(algorithm)
     assert totals.tokens_per_cell.tolist() == [[5, 0, 0], [15, 10, 0], [0, 0, 0], [3, 10, 30], [0, 0, 50]]
     assert totals.tokens_per_bin.tolist() == [5, 25, 0, 43, 50]
     back = BatchTotals.from_vector(totals.vector().double(), 3)
@@ -92,12 +97,11 @@ def test_coefficients_by_pass_rate_and_length_by_hand():
     got = algorithm.sample_coefficients(BINS_N, LENGTHS_N, totals)
     want = [1 / 15, 1 / 10, 1 / 15, 1 / 15, 1 / 30, 1 / 3, 1 / 10, 0, 0, 0]
     assert got.tolist() == pytest.approx(want, rel=1e-15)
-    assert length_classes(LENGTHS_N, ()).tolist() == [0] * 10
 
 
 def test_each_cell_comes_to_rest_at_its_own_inverse_and_only_where_it_has_tokens():
     algorithm = daro(length_edges=EDGES, learning_rate=0.003)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, EDGES)
+    totals = totals_of(algorithm)
     measures = torch.linspace(0.4, 2.0, 15, dtype=torch.float64).reshape(5, 3)
     step_stats = StepStats(totals, {"loss_sums": measures * totals.tokens_per_cell}, torch.zeros(0), 0.0)
     for _ in range(5000):
@@ -136,7 +140,7 @@ FORMS = [
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(options):
     whole, first = daro(**options), daro(**options)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4, tuple(options.get("length_edges", ())))
+    totals = totals_of(first)
 
     def learn(algorithm, step):
         names = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
