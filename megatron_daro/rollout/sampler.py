@@ -176,7 +176,7 @@ class Sampler:
             self._short_batches += 1
             if self._short_batches.bit_count() == 1:
                 self._notices.notice(
-                    f"batch has {len(batch.kept)} of {target} groups after {batch.rounds} rounds of prompts "
+                    f"batch has {len(batch.kept)} of {target} groups of {batch.rounds} rounds of prompts "
                     f"({batch.why_empty()}); going on with these"
                     + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
