@@ -62,7 +62,7 @@ _MAX_LOST_IN_A_ROW = 5
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
 )
-
+_NOT_EVALUATED = "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates its checkpoint"
 
 BuildBatch = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""
@@ -105,7 +105,7 @@ class RunOutcome:
     """How a run ended.
 
     status: finished: at `trainer.steps`, or a replay at the end of its recording, and exported; stopped, with a
-    checkpoint; or interrupted. step: optimizer steps done.
+    checkpoint of the steps that were done; or interrupted. step: optimizer steps done.
     """
 
     status: Literal["finished", "stopped", "interrupted"]
@@ -267,7 +267,9 @@ class Controller:
         """End generation at once when a stop is asked for; what is being trained is finished by `_train`."""
         await self._stop.wait()  # The one wait without a deadline: for a person.
         generator.cancel()
-        self._parts.evaluations.cancel()
+        step = self._parts.evaluations.cancel()
+        if step is not None:
+            self._parts.progress.notice(_NOT_EVALUATED.format(step=step))
 
     async def _generate(self) -> None:
         index = self._pace.batches_done
@@ -451,8 +453,11 @@ class Controller:
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(before, self.step) and not self._stop.is_set():
-                await self._parts.evaluations.run(self.step, self._lines)
+            if self._parts.evaluations.due(before, self.step):
+                if self._stop.is_set():
+                    self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
+                else:
+                    await self._parts.evaluations.run(self.step, self._lines)
         await self._pace.batch_done(self.step)
         return metrics
 

@@ -193,8 +193,9 @@ class RolloutSection(Section):
     prompts_per_batch groups are trainable; auto: all with the embedded engine, else enough."""
 
     segment_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that one answer gets while one batch is sampled; then it is set aside, and goes on with the next
-    (Kimi k1.5's partial rollouts). Keeps surplus groups as well. Unset: no limit but max_response_tokens."""
+    """Most tokens that one answer gets while one batch is sampled (again where none of its groups ended); then it is
+    set aside, and goes on with the next (Kimi k1.5's partial rollouts). Keeps surplus groups as well. Unset: no limit
+    but max_response_tokens."""
     repetition: RepetitionSection = RepetitionSection()
     """A stop for answers that repeat themselves."""
 
@@ -446,7 +447,8 @@ class TrainerSection(Section):
     export_adapter: bool = False
     """The same for the adapters (section lora): RUN/adapter, for PEFT, vLLM and SGLang."""
     eval_every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations on data.eval, also before the first and after the last; 0: never."""
+    """Steps between evaluations on data.eval, also before the first and after the last; 0: never. A stop ends one or
+    leaves it out, and says so."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """NaN or infinity in loss or gradient. stop: exit code 3; skip: count the step."""
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)

@@ -71,10 +71,13 @@ class BatchFiller:
         flight = Flight(deque(unfinished))
         try:
             await self._begin_groups(batch, flight)
-            while flight.calls and not self._filling.is_enough(batch, flight):
+            while flight.calls:
                 call = await self._next_arrival(flight)
                 if call is not None:
                     self._take_groups(batch, flight, call)
+                if self._filling.is_enough(batch, flight):
+                    break
+                if call is not None:
                     await self._begin_groups(batch, flight)
             if flight.calls:
                 await self._abort_in_flight(batch, flight)

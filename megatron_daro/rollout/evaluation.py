@@ -14,7 +14,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
@@ -169,6 +169,12 @@ def _accuracies(name: str, outcomes: Sequence[tuple[str, bool]]) -> dict[str, fl
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 
+class _UnderWay(NamedTuple):
+    step: int
+    work: asyncio.Task[None]
+    lines: StepLines
+
+
 class Evaluations:
     """All of one run."""
 
@@ -191,7 +197,7 @@ class Evaluations:
         self._every, self._steps = (section.eval_every_steps, section.steps) if section else (0, 0)
         self._evaluate = evaluate if self._every else None
         self._beside, self._phases, self._deadlines = beside, phases or Phases(), deadlines or Deadlines()
-        self._under_way: tuple[asyncio.Task[None], Callable[[], None]] | None = None
+        self._under_way: _UnderWay | None = None
 
     def due(self, before: int, step: int) -> bool:
         """Whether one belongs between these steps: every `every` steps, before the first and after the last."""
@@ -204,25 +210,26 @@ class Evaluations:
         evaluation only begins here."""
         assert self._under_way is None, "the one before was waited for"
         lines.hold(step)
-        self._under_way = asyncio.ensure_future(self._measure(step, lines)), partial(lines.release, step, {})
+        self._under_way = _UnderWay(step, asyncio.ensure_future(self._measure(step, lines)), lines)
         if not self._beside:
             await self.ended()
 
-    def cancel(self) -> None:
-        """End the one under way without a result."""
-        if self._under_way:
-            self._under_way[0].cancel()
+    def cancel(self) -> int | None:
+        """End the one under way without a result, and return its step; None without one."""
+        if self._under_way and self._under_way.work.cancel():
+            return self._under_way.step
+        return None
 
     async def ended(self) -> None:
         """Wait for the end of the one under way. Raises what it raised."""
         if self._under_way is None:
             return
-        task, release = self._under_way
-        await asyncio.wait({task})
+        step, work, lines = self._under_way
+        await asyncio.wait({work})
         self._under_way = None
-        release()  # one that was cancelled before it began has not
-        if not task.cancelled():
-            task.result()
+        lines.release(step, {})  # one that was cancelled before it began has not
+        if not work.cancelled():
+            work.result()
 
     async def _measure(self, step: int, lines: StepLines) -> None:
         assert self._evaluate is not None, "it is due"

@@ -1,4 +1,5 @@
-"""Evaluations beside generation: they stop nothing, are of one version, and no line or checkpoint lacks them."""
+"""Evaluations beside generation: they stop nothing, are of one version, and no line or checkpoint lacks them, but
+where a stop ends them, which is said."""
 
 from __future__ import annotations
 
@@ -160,6 +161,7 @@ def test_a_stop_ends_the_evaluation_or_begins_none_and_writes_the_line_without_i
     outcome = asyncio.run(go())
     assert outcome.status == "stopped" and ("evaluated", 2) not in stack.events
     assert (("evaluate", 2) in stack.events) == (at == "evaluate")
+    assert [text for text in stack.progress.messages if "step 2 is not evaluated" in text]
     assert [line["step"] for line in read_metrics(tmp_path) if KEY in line] == [0]
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(outcome.step + 1))
 

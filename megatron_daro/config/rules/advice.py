@@ -70,7 +70,7 @@ def sampling(config: Config) -> Iterator[Problem]:
         fix = "set algorithm.correction.kind=tis"
         yield wrong(config, "algorithm.correction.kind", allowed, fix, beside="rollout.max_staleness")
     if config.engine.kind == "embedded" and config.rollout.finish_batch_with("embedded") != "all":
-        allowed = "all or auto: with enough this engine generates one group after the other; all repeats exactly"
+        allowed = "all or auto: else this engine generates one group after the other, and a run does not repeat"
         yield wrong(config, "rollout.finish_batch", allowed, "set rollout.finish_batch=auto", beside="engine.kind")
 
 
