@@ -37,6 +37,7 @@ pytestmark = [
 ]
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "olmo3", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
+FAMILIES += ["deepseek_v3", "deepseek_v3_plain", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
 @pytest.fixture(scope="module")
