@@ -58,6 +58,9 @@ class Practice:
     batches_at_once: int = 0
 
 
+_BY_COLUMNS = ("attention_output", "down", "linear_output")
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
     """A weight with adapters beside it, as Megatron holds it: its role (families/table.py), inputs and outputs over all
@@ -77,12 +80,12 @@ class AdaptedWeight:
     @property
     def by_rows(self) -> bool:
         """Whether tensor parallelism cuts its outputs, else its inputs."""
-        return not self.whole and self.of_hidden or self.role in ("q_up", "kv_up")
+        return not self.whole and self.role not in _BY_COLUMNS
 
     @property
     def of_hidden(self) -> bool:
         """Whether its input is that of attention or of an MLP."""
-        return self.role not in ("attention_output", "down", "linear_output", "q_up", "kv_up")
+        return self.role not in (*_BY_COLUMNS, "q_up", "kv_up")
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def test_weights_gradients_and_optimizer_are_those_of_megatron(measured):
         (small(), 2, 2, "bf16", True, 1, {"rank": 16}),
         (small(tie_word_embeddings=True), 1, 2, "fp32", True, 1, {"rank": 8, "targets": ("q_proj", "down_proj")}),
         (small_experts(), 2, 4, "bf16", True, 4, {"rank": 16, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
-        (small_latent(), 2, 2, "bf16", True, 2, {"rank": 8, "targets": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")}),
+        (small_latent(), 2, 2, "bf16", True, 2, {"rank": 8, "targets": ("q_a_proj", "kv_b_proj", "o_proj")}),
         (small_linear(), 2, 2, "bf16", True, 1, {"rank": 8}),
     ]
     keys = ("config", "tensor", "data", "dtype", "distributed", "expert", "adapters")
