@@ -92,7 +92,8 @@ class Adapter(torch.nn.Module):
         self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] of this rank."""
+        """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] or
+        [tokens, in] of this rank."""
         low = F.linear(x, self._joined_a())
         if self._cut_by_columns and self._sequence:
             low = reduce_scatter_to_sequence_parallel_region(low)
@@ -158,7 +159,7 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
             layer = layers[id(local.parameter)]
             layer.adapter = Adapter(local, targets, section, sequence=chunks[0].config.sequence_parallel)
             layer.register_forward_hook(_add_adapter)
-    if chunks[0].config.recompute_granularity == "full":
+    if chunks[0].config.recompute_granularity is not None:
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
@@ -183,8 +184,8 @@ def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to a layer's
-    parameters only where its input asks for one, which that of a frozen embedding does not."""
+    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to the parameters
+    of a layer, or of a part of it, only where its input asks for one, which that of a frozen embedding does not."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 

@@ -162,6 +162,17 @@ def test_some_matrices_of_a_fused_layer(rank_pool, tmp_path, family, layout, tar
     assert check(rank_pool, tmp_path, family, layout, targets) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "part", "targets"), [("qwen2", "mlp", ["down_proj"]), ("deepseek_v3", "mla_up_proj", ["kv_b_proj"])]
+)
+def test_adapters_in_parts_that_are_recomputed_are_trained_where_none_comes_before(
+    rank_pool, tmp_path, family, part, targets
+):
+    (tmp_path / "hf").mkdir()
+    options = {"recompute_granularity": "selective", "recompute_modules": [part]}
+    assert check(rank_pool, tmp_path, family, Layout(), targets, megatron=options) < 1e-5
+
+
 LORA = {"rank": RANK, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_a"]}
 
 
