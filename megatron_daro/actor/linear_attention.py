@@ -127,7 +127,7 @@ class GatedDeltaNet(MegatronModule):
             ("conv1d.weight", self.conv1d.weight, self._convolved),
         ):
             whole = state[prefix + name]
-            state[prefix + name] = _in_sections(whole, weight, sections, self._tp_rank, self._tp_size)
+            state[prefix + name] = in_sections(whole, weight, sections, self._tp_rank, self._tp_size)
         return state
 
 
@@ -229,7 +229,7 @@ def _of_length_one(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _LENGTH_EPS)
 
 
-def _in_sections(
+def in_sections(
     whole: ShardedTensor, weight: Tensor, sections: Sequence[int], rank: int, ranks: int
 ) -> ShardedTensorFactory:
     """Return a weight, of which a rank has rows of each section, as runs of rows in what one rank alone would have."""

@@ -9,6 +9,7 @@ Under tensor parallelism what crosses the ranks has `rank` numbers for each toke
     layers cut by rows (q, k, v, gate, up)   A whole on each rank, A x gathered where ranks have parts of the sequence;
                                              B cut as the weight
     layers cut by columns (o, down)          A cut as the weight, A x summed over the ranks; B whole on each rank
+    layers that are whole (to latents)       both whole on each rank, which has its own tokens
 
 What is whole on each rank sees only its rank's tokens under sequence parallelism, and is marked for the sum of
 gradients that norms have there. `attach` puts adapters beside a model's weights and freezes these; from then on they
@@ -32,9 +33,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.linear_attention import in_sections
 from megatron_daro.actor.megatron import (
     ShardedTensor,
-    apply_swiglu_sharded_factory,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     parallel_state,
@@ -66,7 +67,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         rule, weight, rank = local.rule, local.parameter, section.rank
         chosen = [place for place, name in enumerate(rule.hf_names) if matrix_of(name) in targets]
-        self.scale, self._sequence, self._cut_by_columns = section.scale, sequence, rule.kind == "columns"
+        self.scale, self._sequence, self._is_cut = section.scale, sequence, rule.is_cut
+        self._cut_by_columns = rule.kind == "columns"
         self._rules: dict[str, TensorRule] = {}
         kinds: tuple[Kind, Kind] = ("columns", "copy") if self._cut_by_columns else ("copy", rule.kind)
         for place in chosen:
@@ -90,15 +92,16 @@ class Adapter(torch.nn.Module):
         self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] of this rank."""
+        """Return what is added to the layer's output. Args: x: the layer's input, [tokens, 1, in] or
+        [tokens, in] of this rank."""
         low = F.linear(x, self._joined_a())
         if self._cut_by_columns and self._sequence:
             low = reduce_scatter_to_sequence_parallel_region(low)
         elif self._cut_by_columns:
             low = reduce_from_tensor_model_parallel_region(low)
-        elif self._sequence:
+        elif self._is_cut and self._sequence:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        else:
+        elif self._is_cut:
             low = copy_to_tensor_model_parallel_region(low)
         return F.linear(low, self._wide_b()) * self.scale
 
@@ -156,7 +159,7 @@ def attach(chunks: Chunks, shape: ModelShape, section: LoraSection, *, seed: int
             layer = layers[id(local.parameter)]
             layer.adapter = Adapter(local, targets, section, sequence=chunks[0].config.sequence_parallel)
             layer.register_forward_hook(_add_adapter)
-    if chunks[0].config.recompute_granularity == "full":
+    if chunks[0].config.recompute_granularity is not None:
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
@@ -172,14 +175,17 @@ def is_base(parameter: Tensor) -> bool:
 def _add_adapter(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
     """Add what the adapter says to a linear layer's output: a forward hook."""
     (x, *_), (values, bias) = inputs, output
-    if getattr(layer, "layer_norm_weight", None) is not None:  # Transformer Engine's layer holds the norm before it
-        x = F.rms_norm(x, (x.shape[-1],), layer.layer_norm_weight, layer.eps)
+    weight = getattr(layer, "layer_norm_weight", None)  # Transformer Engine's layer holds the norm before it
+    if weight is not None and layer.zero_centered_gamma:
+        x = F.rms_norm(x.float(), (x.shape[-1],), 1 + weight.float(), layer.eps).to(x.dtype)
+    elif weight is not None:
+        x = F.rms_norm(x, (x.shape[-1],), weight, layer.eps)
     return values + layer.adapter(x), bias
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to a layer's
-    parameters only where its input asks for one, which that of a frozen embedding does not."""
+    """Let what is recomputed in the backward pass have one: upstream's recomputation gives gradients to the parameters
+    of a layer, or of a part of it, only where its input asks for one, which that of a frozen embedding does not."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -260,6 +266,8 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
         cut = ((local.rule.dim, rank, size),) if local.rule.is_cut else ()
         place = (0, 0 if cut else rank, replica)
         tensor = ShardedTensor.from_rank_offsets(local.rule.megatron_name, local.parameter, *cut, replica_id=place)
-        fused = local.rule.kind == "gate_up"
-        found[names[local.parameter]] = apply_swiglu_sharded_factory(tensor, ()) if fused else tensor
+        runs = local.rule.sections if local.rule.kind == "heads" else ()
+        rows = [sum(run.stop - run.start for run in section) // size for section in runs]
+        rows = [len(local.parameter) // 2] * 2 if local.rule.kind == "gate_up" else rows
+        found[names[local.parameter]] = in_sections(tensor, local.parameter, rows, rank, size) if rows else tensor
     return found

@@ -54,7 +54,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -95,7 +94,6 @@ __all__ = [
     "TransformerConfig",
     "YarnRotaryEmbedding",
     "apply_factory_merges",
-    "apply_swiglu_sharded_factory",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "determine_global_metadata",

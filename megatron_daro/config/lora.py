@@ -69,17 +69,36 @@ def matrix_of(hf_name: str) -> str:
 def sides_of_roles(shape: ModelShape) -> Mapping[str, Mapping[str, Sides]]:
     """Return the matrices of a layer that can have an adapter: role (families/table.py) -> name -> its sides. A name
     is a whole one, with {layer} for the layer's number. Experts get none."""
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    outputs = {"qkv": (query, key, key), "attention_output": (shape.hidden,)}
-    inputs = {"qkv": shape.hidden, "attention_output": query}
+    query, key, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    outputs = {"qkv": (query, key, key), "gated_qkv": (2 * query, key, key), "attention_output": (hidden,)}
+    inputs = {"attention_output": shape.heads * shape.value_dim}  # of the others the hidden state
+    if latent := shape.latent:
+        rank, rows = latent.query_rank or 0, shape.heads * (latent.plain + latent.value)
+        outputs |= {"q": (query,), "q_down": (rank,), "q_up": (query,)}
+        outputs |= {"kv_down": (latent.kv_rank + latent.rotary,), "kv_up": (rows,)}
+        inputs |= {"q_up": rank, "kv_up": latent.kv_rank}
+    if linear := shape.linear:
+        convolved, heads = 2 * linear.keys + linear.values, linear.value_heads
+        outputs |= {"linear_in": (convolved, linear.values, heads, heads), "linear_output": (hidden,)}
+        outputs |= {"linear_in_by_head": (convolved + linear.values, 2 * heads)}
+        inputs |= {"linear_output": linear.values}
     if shape.experts is None:
-        outputs |= {"gate_up": (shape.ffn, shape.ffn), "down": (shape.hidden,)}
-        inputs |= {"gate_up": shape.hidden, "down": shape.ffn}
+        outputs |= {"gate_up": (shape.ffn, shape.ffn), "down": (hidden,)}
+        inputs |= {"down": shape.ffn}
     names = families()[shape.family].tensors
     return {
-        role: {name: (side, inputs[role]) for name, side in zip(names[role], sides, strict=True)}
+        role: {name: (side, inputs.get(role, hidden)) for name, side in zip(names[role], sides, strict=True)}
         for role, sides in outputs.items()
+        if role in names and shape.has_role(role)
     }
+
+
+def layers_of_role(role: str, shape: ModelShape) -> tuple[int, ...]:
+    """Return the layers that have a role's matrices. Args: role: of `sides_of_roles`."""
+    if role.startswith("linear_"):
+        return shape.linear_layers
+    without = () if role in ("gate_up", "down") else shape.linear_layers
+    return tuple(layer for layer in range(shape.layers) if layer not in without)
 
 
 def matrix_sides(shape: ModelShape) -> Mapping[str, Sides]:
@@ -90,11 +109,12 @@ def matrix_sides(shape: ModelShape) -> Mapping[str, Sides]:
 def stored_shapes(section: LoraSection, shape: ModelShape) -> Mapping[str, Sides]:
     """Return the tensors of adapter_model.safetensors: name -> shape."""
     targets, found = section.target_names(shape), dict[str, Sides]()
-    for template, (outputs, inputs) in (pair for part in sides_of_roles(shape).values() for pair in part.items()):
-        for layer in range(shape.layers if matrix_of(template) in targets else 0):
-            stem = PEFT_PREFIX + template.format(layer=layer).removesuffix("weight")
-            found[f"{stem}lora_A.weight"] = (section.rank, inputs)
-            found[f"{stem}lora_B.weight"] = (outputs, section.rank)
+    for role, matrices in sides_of_roles(shape).items():
+        for template, (outputs, inputs) in matrices.items():
+            for layer in layers_of_role(role, shape) if matrix_of(template) in targets else ():
+                stem = PEFT_PREFIX + template.format(layer=layer).removesuffix("weight")
+                found[f"{stem}lora_A.weight"] = (section.rank, inputs)
+                found[f"{stem}lora_B.weight"] = (outputs, section.rank)
     return found
 
 

@@ -413,11 +413,6 @@ class ModelShape:
         return self.linear.layers if self.linear else ()
 
     @property
-    def takes_adapters(self) -> bool:
-        """Whether there are places for adapters; rules/layers.py refuses them otherwise."""
-        return self.latent is None and self.linear is None
-
-    @property
     def local_layers(self) -> bool:
         """Whether layers are Megatron's local ones on GPUs too: Transformer Engine's were not compared with such."""
         return self.sinks or self.post_norm

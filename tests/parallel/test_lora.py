@@ -13,10 +13,14 @@ from small_models import random_batch, save_model
 from test_gradients_exact import layouts, reference_gradients, relative_difference
 
 from megatron_daro.actor.parallel import Layout
+from megatron_daro.config.lora import LoraSection, stored_shapes
+from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.daro_format import read_index
 
 RANK, ALPHA = 4, 6.0
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 
 
 class Reference:
@@ -87,6 +91,8 @@ def check(rank_pool, tmp_path, family, layout, targets=ALL, **options):
     reference = Reference(model, targets)
     section = reference.save(tmp_path / "adapter")
     begun = {name: value.detach().clone().numpy() for name, value in reference.factors.items()}
+    wanted = stored_shapes(LoraSection(**section), read_model_shape(tmp_path / "hf"))
+    assert wanted == {name: value.shape for name, value in begun.items()}, "what a run is checked against"
     results = rank_pool.run(lora_tasks.two_updates, layout, path=tmp_path / "hf", batch=batch, lora=section, **options)
     assert not any(update["skipped"] for result in results for update in result["updates"])
     differences = []
@@ -144,6 +150,11 @@ def test_two_updates_are_those_of_the_definition(rank_pool, tmp_path, family, la
         ("glm4_moe", Layout(pipeline=2, expert=2, data=2), ALL[:4]),
         ("mixtral", Layout(tensor=2), ALL[:4]),
         ("gpt_oss", Layout(tensor=2, expert=2), ALL[:4]),
+        ("deepseek_v3", Layout(tensor=2, expert=2), LATENT),
+        ("deepseek_v3_plain", Layout(pipeline=2), ["q_proj", *LATENT[2:]]),
+        ("qwen3_next", Layout(tensor=2), [*ALL[:4], "in_proj_qkvz", "in_proj_ba", "out_proj"]),
+        ("qwen3_5", Layout(tensor=2, pipeline=2), [*ALL, *LINEAR]),
+        ("qwen3_5_moe", Layout(data=2, expert=2), [*ALL[:4], *LINEAR]),
     ],
 )
 def test_some_matrices_of_a_fused_layer(rank_pool, tmp_path, family, layout, targets):
@@ -151,19 +162,38 @@ def test_some_matrices_of_a_fused_layer(rank_pool, tmp_path, family, layout, tar
     assert check(rank_pool, tmp_path, family, layout, targets) < 1e-5
 
 
-LORA = {"rank": RANK, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+@pytest.mark.parametrize(
+    ("family", "part", "targets"), [("qwen2", "mlp", ["down_proj"]), ("deepseek_v3", "mla_up_proj", ["kv_b_proj"])]
+)
+def test_adapters_in_parts_that_are_recomputed_are_trained_where_none_comes_before(
+    rank_pool, tmp_path, family, part, targets
+):
+    (tmp_path / "hf").mkdir()
+    options = {"recompute_granularity": "selective", "recompute_modules": [part]}
+    assert check(rank_pool, tmp_path, family, Layout(), targets, megatron=options) < 1e-5
+
+
+LORA = {"rank": RANK, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_a"]}
 
 
 def together(results, what=None):
     return {name: value for result in results for name, value in (result[what] if what else result).items()}
 
 
-@pytest.mark.parametrize(("saved", "other"), [("dp2", "tp2_pp2"), ("tp2_dp2", "single"), ("pp2_vpp2", "tp2_cp2")])
-def test_a_checkpoint_holds_adapters_and_goes_on(rank_pool, tmp_path, saved, other):
+@pytest.mark.parametrize(
+    ("family", "saved", "other"),
+    [
+        ("qwen2_tied", "dp2", "tp2_pp2"),
+        ("qwen2_tied", "tp2_dp2", "single"),
+        ("qwen2_tied", "pp2_vpp2", "tp2_cp2"),
+        ("qwen3_5", "tp2", "single"),
+    ],
+)
+def test_a_checkpoint_holds_adapters_and_goes_on(rank_pool, tmp_path, family, saved, other):
     """Bit for bit in its own layout, with the same adapters in another one; nothing of the frozen model is in it."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "saved").mkdir()
-    save_model("qwen2_tied", tmp_path / "hf")
+    save_model(family, tmp_path / "hf")
     options = {"path": tmp_path / "hf", "batch": random_batch(), "directory": tmp_path / "saved", "lora": LORA}
     trained = together(rank_pool.run(lora_tasks.save_train, layouts()[saved], **options))
     again = rank_pool.run(lora_tasks.load_train, layouts()[saved], **options)

@@ -30,7 +30,6 @@ def _served(config: Config) -> bool:
 
 _OPTIONS: Mapping[str, _Option] = {
     "actor.precision": _Option(lambda c: c.actor.precision == "fp8", "bf16, fp32", "set actor.precision=bf16"),
-    "lora.rank": _Option(lambda c: c.lora.rank, "0", "set lora.rank=0"),
     "actor.routing_replay": _Option(lambda c: _served(c) and c.actor.routing_replay, "false", "remove it"),
     "engine.sglang.sync": _Option(
         lambda c: _served(c) and c.engine.sglang.transport.shard_plan,
@@ -59,7 +58,6 @@ _KINDS = (
         lambda shape: shape.latent,
         {
             "actor.precision": "",
-            "lora.rank": ": adapters have no place there",
             "actor.routing_replay": ": SGLang may add shared experts to those that it reports",
             "engine.sglang.sync": "",
             "engine.sglang.fp8_blocks": ": SGLang makes other matrices of the blocks of its keys and values",
@@ -70,7 +68,6 @@ _KINDS = (
         lambda shape: shape.linear,
         {
             "actor.precision": "",
-            "lora.rank": ": adapters have no place there",
             "engine.sglang.sync": "",
             "engine.sglang.fp8_blocks": "",
         },

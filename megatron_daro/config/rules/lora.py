@@ -96,7 +96,7 @@ def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]
     if config.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"
         yield wrong(config, "lora.rank", "0 with weights in fp8", fix, beside="actor.precision")
-    if shape is not None and shape.takes_adapters:
+    if shape is not None:
         yield from _target_problems(config, section, shape)
     if section.path is not None:
         yield from _path_problems(section, shape)
@@ -131,7 +131,7 @@ def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[P
         allowed = f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
         yield Problem("lora.path", f"{section.path} ({error})", allowed, "name such a folder")
         return
-    if shape is not None and shape.takes_adapters and not others:
+    if shape is not None and not others:
         wanted = stored_shapes(section, shape)
         names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
         others = [(name, str(stored.get(name, "absent")), str(wanted.get(name, "absent"))) for name in names[:1]]

@@ -11,7 +11,7 @@ the real modules on the meta device against them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -84,18 +84,20 @@ def expert_parameters(shape: ModelShape, cut: Cut, layer: int) -> tuple[int, ...
     return (2 * width * shape.hidden, width * shape.hidden, *biases) * (shape.experts.number // cut.expert)
 
 
-def adapter_parameters(adapters: Adapters, cut: Cut) -> tuple[int, ...]:
-    """Return the elements of each parameter of one layer's adapters on one rank: an A for each matrix, and the B's in
+def adapter_parameters(adapters: Adapters, cut: Cut, layers: Iterable[int]) -> list[int]:
+    """Return the elements of each parameter of these layers' adapters on one rank: an A for each matrix, and the B's in
     one (actor/lora.py)."""
     sizes: list[int] = []
-    for weight in adapters.weights:
+    for weight in (weight for layer in layers for weight in adapters.weights if layer in weight.layers):
         inputs, outputs = own_sides(weight, cut.tensor)
         sizes += [adapters.rank * inputs] * weight.matrices + [adapters.rank * outputs]
-    return tuple(sizes)
+    return sizes
 
 
 def own_sides(weight: AdaptedWeight, tensor: int) -> tuple[int, int]:
     """Return inputs and outputs of a weight on one rank."""
+    if weight.whole:
+        return weight.inputs, weight.outputs
     if weight.by_rows:
         return weight.inputs, weight.outputs // tensor
     return weight.inputs // tensor, weight.outputs
@@ -121,7 +123,7 @@ def part_parameters(
     first, last, own = place == 0, place == parts - 1, shape.layers // parts
     layers = range(place * own, (place + 1) * own)
     if adapters is not None:
-        return [size for _ in layers for size in adapter_parameters(adapters, cut)], []
+        return adapter_parameters(adapters, cut, layers), []
     sizes = [table] if first else []
     sizes += [size for layer in layers for size in layer_parameters(shape, cut, layer)]
     if last:

@@ -103,9 +103,10 @@ def _less_of_frozen(workload: Workload, kinds: LayerActivations) -> LayerActivat
     if workload.adapters is None:
         return kinds
     shape, adapted = workload.shape, {weight.role for weight in workload.adapters.weights}
+    attention = any(weight.of_hidden and weight.role != "gate_up" for weight in workload.adapters.weights)
     dense, local = 1 - shape.expert_layers / shape.layers, kinds is not ENGINE
     return LayerActivations(
-        hidden=kinds.hidden - ("qkv" not in adapted) - dense * ("gate_up" not in adapted) - 2 * local,
+        hidden=kinds.hidden - (not attention) - dense * ("gate_up" not in adapted) - 2 * local,
         query=kinds.query - local * ("attention_output" not in adapted),
         key=kinds.key,
         ffn=kinds.ffn - ("down" not in adapted),
@@ -152,15 +153,16 @@ def _expert_elements(experts: ExpertShape, hidden: int, kinds: LayerActivations)
 
 
 def adapter_elements(workload: Workload, layout: ModelLayout) -> float:
-    """Return the elements that the adapters of one layer keep for each token on one rank: A x, and what does not depend
-    on tokens, the matrices as they are joined for one product (actor/lora.py)."""
+    """Return the elements that the adapters of a layer keep in the mean for each token on one rank: A x, and what does
+    not depend on tokens, the matrices as they are joined for one product (actor/lora.py)."""
     if workload.adapters is None:
         return 0.0
     kept = 0.0
     for weight in workload.adapters.weights:
         inputs, outputs = own_sides(weight, layout.tensor)
         each = 1.0 if weight.by_rows else 1 / layout.tensor
-        kept += workload.adapters.rank * weight.matrices * (each + (inputs + outputs) / layout.tokens_per_rank)
+        own = weight.matrices * (each + (inputs + outputs) / layout.tokens_per_rank)
+        kept += workload.adapters.rank * own * len(weight.layers) / workload.shape.layers
     return kept
 
 
@@ -394,7 +396,7 @@ def server_memory(workload: Workload, gpu: Gpu, tensor: int) -> Memory:
     weights = server_weight_bytes(workload) / tensor
     bucket = max(workload.bucket_bytes, largest_tensor_bytes(workload))
     if workload.adapters and workload.adapters.alone:
-        each = sum(adapter_parameters(workload.adapters, Cut(tensor))) * workload.shape.layers
+        each = sum(adapter_parameters(workload.adapters, Cut(tensor), range(workload.shape.layers)))
         bucket = SERVED_ADAPTERS * each * workload.dtype_bytes
     room = gpu.memory_bytes - SERVER_RESERVE_BYTES - bucket
     if workload.server_fraction is not None:

@@ -204,7 +204,7 @@ def _stage_s(
     output = shape.vocab * shape.hidden
     products = operations * share * (active_parameters(shape) - output) / rate
     if workload.adapters:
-        products += 6 * share * sum(adapter_parameters(workload.adapters, Cut())) * shape.layers / rate
+        products += 6 * share * sum(adapter_parameters(workload.adapters, Cut(), range(shape.layers))) / rate
     length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
     pairs = CostModel.of_model(shape).quadratic * length + window_operations(shape)
     scores = pairs * share / (bf16 * constants.attention)
@@ -414,7 +414,7 @@ def sync_s(
         server_gpus: of all servers.
     """
     if workload.adapters and workload.adapters.alone:
-        elements = sum(adapter_parameters(workload.adapters, Cut())) * workload.shape.layers
+        elements = sum(adapter_parameters(workload.adapters, Cut(), range(workload.shape.layers)))
         written = elements * workload.dtype_bytes * 4 / 3 * server_gpus
         return constants.sync_factor * written / (constants.http_gb_s * 1e9)
     shape, link, network = workload.shape, gpu.link_gb_s * 1e9, gpu.network_gb_s * 1e9

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_daro.config import Config
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.lora import LoraSection, matrix_of, sides_of_roles
+from megatron_daro.config.lora import LoraSection, layers_of_role, matrix_of, sides_of_roles
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import ModelShape
@@ -58,20 +58,34 @@ class Practice:
     batches_at_once: int = 0
 
 
+_BY_COLUMNS = ("attention_output", "down", "linear_output")
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """A weight of each layer with adapters beside it, as Megatron holds it: its role (families/table.py), inputs and
-    outputs over all ranks, matrices in it that have one."""
+    """A weight with adapters beside it, as Megatron holds it: its role (families/table.py), inputs and outputs over all
+    ranks, matrices in it that have one, the layers that it is in."""
 
     role: str
     inputs: int
     outputs: int
     matrices: int
+    layers: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether tensor parallelism does not cut it."""
+        return self.role in ("q_down", "kv_down")
 
     @property
     def by_rows(self) -> bool:
         """Whether tensor parallelism cuts its outputs, else its inputs."""
-        return self.role in ("qkv", "gate_up")
+        return not self.whole and self.role not in _BY_COLUMNS
+
+    @property
+    def of_hidden(self) -> bool:
+        """Whether its input is that of attention or of an MLP."""
+        return self.role not in (*_BY_COLUMNS, "q_up", "kv_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +254,12 @@ def adapters_of(config: Config, shape: ModelShape) -> Adapters | None:
 
 
 def adapted_weights(section: LoraSection, shape: ModelShape) -> tuple[AdaptedWeight, ...]:
-    """Return the weights of a layer that get adapters; experts get none."""
+    """Return the weights that get adapters; experts get none."""
     targets, weights = section.target_names(shape), list[AdaptedWeight]()
     for role, matrices in sides_of_roles(shape).items():
         outputs, inputs = zip(*matrices.values(), strict=True)
         if chosen := len(targets.intersection(map(matrix_of, matrices))):
-            weights.append(AdaptedWeight(role, inputs[0], sum(outputs), chosen))
+            weights.append(AdaptedWeight(role, inputs[0], sum(outputs), chosen, layers_of_role(role, shape)))
     return tuple(weights)
 
 

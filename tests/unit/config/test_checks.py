@@ -128,7 +128,6 @@ def test_training_without_the_layers_that_predict_further_tokens_is_a_warning(ru
         ("actor.precision=fp8", "actor.precision"),
         ("actor.context_parallel=2", "actor.context_parallel"),
         ("actor.tensor_parallel=4", "actor.tensor_parallel"),
-        ("lora.rank=4", "lora.rank"),
         ("engine.sglang.sync=shards", "engine.sglang.sync"),
         ("engine.sglang.fp8_blocks=true", "engine.sglang.fp8_blocks"),
     ],
@@ -159,7 +158,6 @@ LATENT = {
     ("option", "field"),
     [
         ("actor.precision=fp8", "actor.precision"),
-        ("lora.rank=4", "lora.rank"),
         ("actor.routing_replay=true", "actor.routing_replay"),
         ("engine.sglang.sync=shards", "engine.sglang.sync"),
         ("engine.sglang.fp8_blocks=true", "engine.sglang.fp8_blocks"),

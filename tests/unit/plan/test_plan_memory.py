@@ -49,6 +49,21 @@ def small_experts() -> dict[str, object]:
     return small("qwen3_moe", **experts)
 
 
+def small_latent() -> dict[str, object]:
+    latents = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_group": 4}
+    sizes = {"num_key_value_heads": 8, "head_dim": 16, "topk_group": 2, "num_nextn_predict_layers": 0}
+    return small("deepseek_v3", **latents, **experts, **sizes, first_k_dense_replace=1)
+
+
+def small_linear() -> dict[str, object]:
+    linear = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32}
+    return small("qwen3_5_text", **linear, linear_value_head_dim=32, layer_types=LAYER_TYPES)
+
+
+LAYER_TYPES = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """What real modules take: one process for all tests, since importing Megatron takes seconds."""
@@ -222,6 +237,8 @@ def test_weights_gradients_and_optimizer_are_those_of_megatron(measured):
         (small(), 2, 2, "bf16", True, 1, {"rank": 16}),
         (small(tie_word_embeddings=True), 1, 2, "fp32", True, 1, {"rank": 8, "targets": ("q_proj", "down_proj")}),
         (small_experts(), 2, 4, "bf16", True, 4, {"rank": 16, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
+        (small_latent(), 2, 2, "bf16", True, 2, {"rank": 8, "targets": ("q_a_proj", "kv_b_proj", "o_proj")}),
+        (small_linear(), 2, 2, "bf16", True, 1, {"rank": 8}),
     ]
     keys = ("config", "tensor", "data", "dtype", "distributed", "expert", "adapters")
     found = measured([("optimizer", dict(zip(keys, case, strict=True))) for case in cases])
