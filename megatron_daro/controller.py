@@ -386,7 +386,8 @@ class Controller:
         return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch, of_batch: Mapping[str, float]) -> None:
-        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its columns."""
+        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch
+        and its columns."""
         with self._parts.phases.measure("train"):
             result = await self._optimizer_step(prepared, minibatch)
         resolved = self._resolve_step(minibatch, trained=not result.skipped)

@@ -116,8 +116,7 @@ def _write_hf(plan: Plan, job: Job, folder: Path, stop: StopFlag | None) -> File
     header = [(t.name, torch_dtype(t.dtype), t.shape) for t in job.in_file]
     with ExitStack() as stack:
         weights = stack.enter_context(plan.tensors)
-        if not isinstance(weights, MegatronWeights):
-            raise AssertionError
+        assert isinstance(weights, MegatronWeights), "a plan to Hugging Face files has a Megatron source"
         out = stack.enter_context(FileWriter(path, header, metadata={"format": "pt"}, part=job.part))
         writer = _HFWriter(weights, out, record, plan.piece_bytes)
         items = [item for item in job.items if isinstance(item, HFTensor)]
