@@ -54,7 +54,7 @@ from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
 from megatron_daro.rollout.summary import batch_metrics, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync.colocation import Colocation
+from megatron_daro.sync.colocation import Gpus, OwnGpus
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PlainValue, PreparedBatch, StepBatch, StepResult
 
@@ -76,8 +76,8 @@ class Parts:
     experts: files of the experts that servers chose; None without routing replay.
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
     name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
-    colocation: of policy and engine on the GPUs that they share; None where they share none. drift: warns when
-    engine and trainer drift apart. environment_of_source: data source -> name of its environment, of several.
+    gpus: whose turn it is on those that policy and engine share. drift: warns when engine and trainer drift apart.
+    environment_of_source: data source -> name of its environment, of several.
     """
 
     policy: ExportingPolicy
@@ -92,7 +92,7 @@ class Parts:
     experts: ExpertsFolder | None = None
     evaluations: Evaluations = field(default_factory=Evaluations)
     export: Callable[[int], Awaitable[None]] | None = None
-    colocation: Colocation | None = None
+    gpus: Gpus = field(default_factory=OwnGpus)
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -301,14 +301,12 @@ class Controller:
                     self._parts.progress.warn(_RECORDING_ENDS.format(step=self.step, steps=self._section.steps))
                 break
             await self._give_gpus_to_policy()
-            if self._save_due:
-                await self._checkpoint()
+            await self._checkpoint_if_due()
             before = self.step
             await self._train_batch(batch)
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
-            if self._save_due and not self._parts.colocation:
-                await self._checkpoint()
+            await self._checkpoint_if_due()
         if self._parts.recorder and (lost := sum(map(len, self._unrecorded))):
             self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
@@ -331,7 +329,7 @@ class Controller:
         if not minibatches:
             self._unrecorded = batch.filtered, (*batch.dropped, *unused)
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
-            if self._parts.colocation:
+            if not self._parts.gpus.engine_is_ready:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
@@ -430,18 +428,16 @@ class Controller:
             raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
-        sync, colocation = self._weight_sync, self._parts.colocation
-        if sync is None:
+        if self._weight_sync is None:
             return {}
-        work = colocation.publish(sync, self.step) if colocation else sync.publish(self.step)
-        return await self._within("sync", work, what=what)
+        return await self._within("sync", self._parts.gpus.publish(self._weight_sync, self.step), what=what)
 
     async def _give_gpus_to_policy(self) -> None:
-        """Bring the policy back to GPUs that it shares with the engine; without it nothing is trained or saved."""
-        if self._parts.colocation:
+        """Bring the policy back to GPUs that it shares with the engine; without them nothing is trained or saved."""
+        if not self._parts.gpus.policy_is_ready:
             await self._parts.evaluations.ended()
             async with self._engine_use():
-                await self._parts.colocation.to_policy()
+                await self._parts.gpus.to_policy()
 
     async def _sync_weights(self, before: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
@@ -515,6 +511,11 @@ class Controller:
             "rollout/late_refused": float(ledger.late_refused),
             "rollout/steps_skipped": float(self._skipped_steps),
         }
+
+    async def _checkpoint_if_due(self) -> None:
+        """Save at once, or with shared GPUs when the policy has them again."""
+        if self._save_due and self._parts.gpus.policy_is_ready:
+            await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         """Save the state after the last trained batch, if that is not saved yet."""

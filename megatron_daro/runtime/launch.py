@@ -160,7 +160,7 @@ async def _train(
             else {},
             identity=identity(config),
             deadlines=run.deadlines,
-            colocation=parts.colocation(run, policy, generation, placement),
+            gpus=parts.gpus(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
             environment_of_source=config.environment_of_source,
         ),

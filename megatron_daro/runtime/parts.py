@@ -49,7 +49,7 @@ from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.run_algorithm import algorithm_of
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
 from megatron_daro.runtime.step_pools import StepPools
-from megatron_daro.sync.colocation import Colocation, SharingEngine
+from megatron_daro.sync.colocation import Colocation, Gpus, OwnGpus, SharingEngine
 from megatron_daro.sync.publish import ReceivingEngine
 from megatron_daro.types import Group, SamplingParams, StepBatch
 
@@ -214,12 +214,10 @@ def evaluates_beside(config: Config) -> bool:
     return config.engine.kind != "embedded"
 
 
-def colocation(
-    run: RunContext, policy: PolicyGroup, generation: Generation | None, placement: Placement
-) -> Colocation | None:
-    """Return whose turn it is on GPUs that policy and engine share; None where each has its own."""
+def gpus(run: RunContext, policy: PolicyGroup, generation: Generation | None, placement: Placement) -> Gpus:
+    """Return who has the GPUs when."""
     if generation is None or not placement.shares_gpus:
-        return None
+        return OwnGpus()
     assert isinstance(generation.engine, SharingEngine), "the checks refuse others"
     return Colocation(policy, generation.engine, run.deadlines, run.progress.warn)
 

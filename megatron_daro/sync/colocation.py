@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that the policy and the engine share.
+"""Whose turn it is on the GPUs: of policy and engine, where they share them (`Colocation`); else of both (`OwnGpus`).
 
 The controller calls `to_policy` when a batch is complete; the engine takes its memory as part of a weight update. Both
 are there together only while weights are sent and checked, and then the policy holds its weights only.
@@ -47,35 +47,74 @@ class SharingEngine(Protocol):
         ...
 
 
+class Gpus(Protocol):
+    """Those of one run, as the controller sees them."""
+
+    @property
+    def policy_is_ready(self) -> bool:
+        """Whether the policy can train and save."""
+        ...
+
+    @property
+    def engine_is_ready(self) -> bool:
+        """Whether the engine can generate."""
+        ...
+
+    async def to_policy(self) -> None:
+        """Make the policy ready; the engine may be none afterwards."""
+        ...
+
+    async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
+        """Bring the weights to the engine, which is ready then; the policy may be no longer. Returns metrics. Raises
+        as `sync` does."""
+        ...
+
+
+class OwnGpus:
+    """Policy and engine have GPUs of their own, or the run has no engine: both are always ready."""
+
+    policy_is_ready = engine_is_ready = True
+
+    async def to_policy(self) -> None:
+        """Nothing."""
+
+    async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
+        """See `Gpus.publish`."""
+        return await sync.publish(version)
+
+
 class Colocation:
-    """Whose turn it is in one run: at first the policy's."""
+    """Policy and engine take turns: at first it is the policy's."""
 
     def __init__(
         self, policy: MovablePolicy, engine: SharingEngine, deadlines: Deadlines, warn: Callable[[str], None]
     ) -> None:
         """Move nothing. Args: deadlines: `memory` bounds each move. warn: shows the user memory left behind."""
         self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
-        self._policy_has_gpus = True
+        self.policy_is_ready = True
         self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
         self._has_worked = False  # libraries take their work space when a batch is trained for the first time
         self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
         where = "a device, contexts included, after the servers gave their memory back"
         self._servers_left = LeftBehind(where, _MOST_GROWTH_OF_SERVERS)
 
+    @property
+    def engine_is_ready(self) -> bool:
+        """When it is not the policy's turn."""
+        return not self.policy_is_ready
+
     async def to_policy(self) -> None:
-        """Have the engine give its memory back, then the policy take its own. Nothing where it is its turn."""
-        if self._policy_has_gpus:
-            return
+        """Have the engine give its memory back, then the policy take its own."""
         started = time.perf_counter()
         await self._within("memory", self._engine.release_memory(), what="of the engine")
-        self._policy_has_gpus = self._has_worked = True
+        self.policy_is_ready = self._has_worked = True
         move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
         self._metrics["memory/servers_left_bytes"] = float(move.others)
         self._metrics["timing/to_policy_s"] = time.perf_counter() - started
         self._tell(self._servers_left.observe(move.others))
 
     async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:
-        """Bring the weights to the engine, and leave it the GPUs. Returns metrics of both. Raises as `sync` does."""
+        """See `Gpus.publish`; the metrics are those of the moves as well."""
         await self._make_room()
         metrics = await sync.publish(version)
         await self._to_engine()
@@ -92,7 +131,7 @@ class Colocation:
         """Move the policy's weights as well; the engine may use the GPUs alone."""
         started = time.perf_counter()
         move = await self._within("memory", self._policy.offload(_WEIGHTS), what="of the policy")
-        self._policy_has_gpus = False
+        self.policy_is_ready = False
         self._engine.allow_starts()
         self._metrics["memory/moved_bytes"] += float(move.moved)
         self._metrics["memory/left_bytes"] = float(move.left)

@@ -6,7 +6,6 @@ import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -444,16 +443,21 @@ def test_where_gpus_are_shared_the_engine_gets_them_back_after_a_batch_that_trai
     answer, events = stack.engine.answer, []
     stack.engine.answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
 
-    async def publish(sync, version):
-        events.append(version)
-        return {}
+    class Shared:
+        policy_is_ready = True
+        engine_is_ready = property(lambda self: not self.policy_is_ready)
 
-    async def to_policy():
-        events.append("policy")
+        async def publish(self, sync, version):
+            events.append(version)
+            self.policy_is_ready = False
+            return {}
 
-    shared = SimpleNamespace(publish=publish, to_policy=to_policy)
+        async def to_policy(self):
+            events.append("policy")
+            self.policy_is_ready = True
+
     with pytest.raises(DataError, match="5 batches"):
-        run_stack(with_parts(stack, colocation=shared))
+        run_stack(with_parts(stack, gpus=Shared()))
     assert events == [0, *["policy", 0] * 4, "policy"]
 
 

@@ -86,7 +86,7 @@ def in_turns(run, **options):
     stack = make_stack(run, **options)
     device = SharedDevice(stack)
     colocation = Colocation(device, device, FAST, stack.progress.warn)
-    stack.controller = Controller(stack.section, replace(stack.parts, colocation=colocation), batches_ahead=0)
+    stack.controller = Controller(stack.section, replace(stack.parts, gpus=colocation), batches_ahead=0)
     return stack, device
 
 
