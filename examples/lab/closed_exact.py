@@ -29,8 +29,6 @@ def refusal(algorithm: Algorithm) -> str:
     """Why the expectation of this algorithm's gradient is no sum over right answers per group; empty if it is."""
     if algorithm.token_columns is not None:
         return "its advantages are those of single tokens"
-    if hasattr(algorithm, "learn_from_gradients"):
-        return "it learns from gradients of single steps"
     if algorithm.std == "batch":
         return "its advantages depend on the other groups of the batch"
     if algorithm.needs_group_lengths or len(algorithm.classes[1]) > 1:
@@ -79,7 +77,6 @@ def expected_step(
         sample_T=torch.arange(len(bins_N)),
         num_samples=len(bins_N),
         settings=settings,
-        gradient_squares=algorithm.needs_gradient_squares,
     )
     (slopes_N,) = torch.autograd.grad(objective.loss_T.sum(), one_token, retain_graph=True)
     samples = Samples(bins_N, torch.ones_like(bins_N), advantages_N)
@@ -87,9 +84,10 @@ def expected_step(
     loss = ((mass_GBV * pull_BV).sum(1) * chance_GV.clamp(min=1e-300).log()).sum()
 
     per_token = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
+    per_token["gradient_squares"] = slopes_N.square()
     sums = {n: (tokens_GBV * values_N.reshape(-1, 2)).sum((0, 2))[:, None] for n, values_N in per_token.items()}
     entropy = float((mass_GBV * entropies_GV[:, None]).sum() / tokens_B.sum().clamp(min=1e-300))
-    return loss, StepStats(totals, sums, torch.zeros(0, dtype=torch.float64), entropy)
+    return loss, StepStats(totals, sums, entropy)
 
 
 def _answers(policy: Policy, problems: Problems, prompts_G: Tensor, dials: Dials) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,8 +31,10 @@ from closed_world import (
     sample_answers,
     token_logprobs,
 )
+from lab_algorithms import LambdaGrpo
 from torch import Tensor
 
+from megatron_daro.algo.corrections import sample_sums
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
@@ -170,29 +172,31 @@ class ClosedRun:
         of_critic = self._of_critic(batch)
         samples, totals = samples_of(self.algorithm, batch.bins_N, answers.lengths_N, batch.advantages_N)
         coefficients_N = self.algorithm.coefficients(samples, totals)
-        slopes_WN = self.algorithm.coefficient_slopes(samples, totals)
         entropy = mean_entropy(self.policy, self.problems, answers)
+        logprobs_T = token_logprobs(self.policy, self.problems, answers)
+        all_T = torch.ones_like(sample_T, dtype=torch.bool)
         objective = token_objective(
-            token_logprobs(self.policy, self.problems, answers),
+            logprobs_T,
             None,
             old_logprobs_T=batch.old_T,
             rollout_logprobs_T=None,
             ref_logprobs_T=None,
             advantages_T=batch.advantages_N[sample_T] if of_critic is None else of_critic.advantages_T,
-            mask_T=torch.ones_like(sample_T, dtype=torch.bool),
+            mask_T=all_T,
             sample_T=sample_T,
             num_samples=len(batch.bins_N),
             settings=self.settings,
-            gradient_squares=self.algorithm.needs_gradient_squares,
         )
         self.steps += 1
         if self.critic is not None and of_critic is not None:
             self.critic.learn(answers, of_critic)
             if self.steps <= self.critic.pretrain_steps:
                 return
+        (slopes_T,) = torch.autograd.grad(objective.loss_T.sum(), logprobs_T, retain_graph=True)
         self._descend((coefficients_N * objective.sample_losses_M).sum())
         sums_N = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
-        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, slopes_WN, entropy))
+        sums_N["gradient_squares"] = sample_sums(slopes_T.square(), all_T, sample_T, len(batch.bins_N))
+        self.algorithm.learn(evidence_of(self.algorithm, samples, totals, sums_N, entropy))
 
     def _of_critic(self, batch: Batch) -> CriticColumns | None:
         """What the critic makes of a step; None without one. What stands for advantages of answers are their rewards
@@ -275,17 +279,19 @@ def evidence_of(
     samples: Samples,
     totals: BatchTotals,
     sums_N: dict[str, Tensor],
-    slopes_WN: Tensor,
     entropy: float,
 ) -> StepStats:
-    """What the algorithm learns from: the sums per bin and class that the actor makes over all ranks."""
+    """What the algorithm learns from: the sums per bin and class that the actor makes over all ranks, and what only
+    algorithms of the lab read."""
     classes_N = algorithm.classes_of(samples)
     size, classes = algorithm.rollouts_per_prompt, range(len(algorithm.classes[1]))
     cells = {
         name: torch.stack([bin_sums(values_N * (classes_N == c), samples.bins_N, size) for c in classes], dim=1)
         for name, values_N in sums_N.items()
     }
-    return StepStats(totals, cells, slopes_WN @ sums_N["loss_sums"], entropy)
+    if isinstance(algorithm, LambdaGrpo):
+        cells["lambda_slope"] = algorithm.coefficient_slopes(samples, totals)[None] @ sums_N["loss_sums"]
+    return StepStats(totals, cells, entropy)
 
 
 def run_arm(dials: Dials, arm: str, learning_rate: float, seed: int, every: int = 10) -> Run:

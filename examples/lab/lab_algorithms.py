@@ -1,8 +1,8 @@
 """Algorithms that the lab compared and nobody needed: each is named in a configuration as `lab_algorithms:Class`.
 
-They are what an algorithm of one's own can be (docs/algorithms.md), and use every seam that it has: totals per class of
-lengths, squares of the gradient, lengths of whole groups, numbers learnt by descending the policy loss. Put this folder
-into PYTHONPATH on every machine of the run. Options go into `algorithm.options`.
+They are what an algorithm of one's own can be (docs/algorithms.md). Put this folder into PYTHONPATH on every machine of
+the run. Options go into `algorithm.options`. LambdaGrpo and magnitude "gradient" learn from sums that only the
+closed-form worlds make (closed_run.py); `megatron-daro train` ends with an error at their first step.
 
 Shape letters: N samples, K rollouts per prompt, L classes of lengths, J kernels, C = (K+1) L cells, bin by bin; P
 learned numbers (one per cell, or one per kernel and class). Cells of bins 0 and K carry no signal.
@@ -200,11 +200,6 @@ class DaroCells(Daro):
         """How many edges each length has reached."""
         return torch.bucketize(samples.lengths_N, samples.lengths_N.new_tensor(self.length_edges), right=True)
 
-    @property
-    def needs_gradient_squares(self) -> bool:
-        """See `Algorithm.needs_gradient_squares`."""
-        return self.difficulty.magnitude == "gradient"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the weights' state beside the name, and where lengths are divided."""
         edges = {"length_edges": list(self.length_edges)} if self.length_edges else {}
@@ -363,9 +358,9 @@ class LambdaGrpo(SampleAlgorithm):
         return token_mean(samples.lengths_N, totals) * weights_N
 
     def coefficient_slopes(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """float64 [1, N]: the derivative by lambda."""
+        """float64 [N]: the derivative of `coefficients` by lambda."""
         _, slopes_N = self._weights(samples)
-        return (token_mean(samples.lengths_N, totals) * slopes_N)[None]
+        return token_mean(samples.lengths_N, totals) * slopes_N
 
     def _weights(self, samples: Samples) -> tuple[Tensor, Tensor]:
         """K softmax(g)_i with g = h^lambda, and its derivative by lambda: f_i (g_i ln h_i - mean of g ln h under f)."""
@@ -393,14 +388,20 @@ class LambdaGrpo(SampleAlgorithm):
         return 1 + self.spread * (lengths_NK - mean_N[:, None]) / safe_N[:, None]
 
     def learn(self, step_stats: StepStats) -> None:
-        """One Adam step of lambda down the policy loss.
+        """One Adam step of lambda down the policy loss, whose derivative, float64 [1], is the sum "lambda_slope".
 
         Raises:
-            NonFiniteError: the slope is not finite; lambda is left as it was.
+            AlgorithmError: that sum is not there. NonFiniteError: it is not finite. Lambda is left as it was.
         """
-        if not bool(torch.isfinite(step_stats.slopes).all()):
+        slope = step_stats.sums.get("lambda_slope")
+        if slope is None:
+            raise AlgorithmError(
+                'lambda_grpo: got a step without the sum "lambda_slope", allowed is with it: it learns in the '
+                "closed-form worlds of examples/lab alone"
+            )
+        if not bool(torch.isfinite(slope).all()):
             raise NonFiniteError("the slope of lambda is not finite; lambda was not changed")
-        moves = self._adam.moves(step_stats.slopes.to("cpu", torch.float64), torch.ones(1, dtype=torch.bool))
+        moves = self._adam.moves(slope, torch.ones(1, dtype=torch.bool))
         self._lambda -= float(moves[0])
 
     def state_dict(self) -> dict[str, Any]:

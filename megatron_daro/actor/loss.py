@@ -13,8 +13,7 @@ theirs. Megatron-core rescales in three places, and each is switched off or canc
   3. finalize_model_grads divides by num_tokens: actor/compat.py passes None.
 
 Legend: K rollouts per prompt (bins 0..K), N samples of this shard, M samples of a micro-batch, T its packed tokens of
-this CP rank, J those of them that are trained, all that the objective is asked about; D hidden, W numbers that the
-algorithm learns by descending the policy loss.
+this CP rank, J those of them that are trained, all that the objective is asked about; D hidden.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MEANS: Mapping[str, str] = {
 TOKEN_SUMS = ("tokens", *MEANS)
 """Sums that a step adds up over its tokens, in the order of the reduced vector."""
 
-CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
+CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums")
 """Sums that a step adds up per bin and class of samples; see algo.algorithm.StepStats."""
 
 
@@ -73,7 +72,7 @@ class StepSums:
     @property
     def finite(self) -> bool:
         """Whether every sum is a number."""
-        sums = torch.cat([*(values.reshape(-1) for values in self.step_stats.sums.values()), self.step_stats.slopes])
+        sums = torch.cat([values.reshape(-1) for values in self.step_stats.sums.values()])
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 
     @property
@@ -118,25 +117,22 @@ class StepLoss:
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
-        num_classes, self._measures_gradient = len(algorithm.classes[1]), algorithm.needs_gradient_squares
         samples, on = _samples(batch), device.prepare()
-        classes_N = algorithm.classes_of(samples)
+        classes_N, num_classes = algorithm.classes_of(samples), len(algorithm.classes[1])
         self.totals = global_totals(batch, classes_N, num_classes)
         self._cells_N = (samples.bins_N * num_classes + classes_N).to(on)
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
-        self._slopes_WN = algorithm.coefficient_slopes(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         self._kl_scales_N = (
             _kl_scales(samples.lengths_N, self.totals).to(on) if settings.kl_mean == "rollouts" else None
         )
         self._num_bins = batch.rollouts_per_prompt + 1
         cells = self._num_bins * num_classes
-        size = len(CELL_SUMS) * cells + 2 + len(self._slopes_WN) + len(TOKEN_SUMS)
         # One vector, so that one reduction serves all; the others are views of its parts.
-        self._sums = torch.zeros(size, dtype=torch.float64, device=on)
-        self._cell_sums, rest = self._sums.tensor_split([len(CELL_SUMS) * cells])
-        self._cell_sums = self._cell_sums.view(len(CELL_SUMS), cells)
-        self._loss_parts, self._slopes, self._token_sums = rest.tensor_split([2, 2 + len(self._slopes_WN)])
+        sizes = [len(CELL_SUMS) * cells, 2, len(TOKEN_SUMS)]
+        self._sums = torch.zeros(sum(sizes), dtype=torch.float64, device=on)
+        cell_sums, self._loss_parts, self._token_sums = self._sums.split(sizes)
+        self._cell_sums = cell_sums.view(len(CELL_SUMS), cells)
         self._max_logprob_diff = torch.zeros((), dtype=torch.float64, device=on)
 
     def micro_batch(
@@ -163,7 +159,6 @@ class StepLoss:
             settings=self._settings,
             kl_scales_T=self._kl_scales(packed, positions_J),
             sample_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
-            gradient_squares=self._measures_gradient,
         )
         policy = (self._coefficients_N[packed.sample_indices] * objective.sample_losses_M).sum()
         regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
@@ -181,13 +176,11 @@ class StepLoss:
     def _accumulate(
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
     ) -> None:
-        losses_M = objective.sample_losses_M.detach()
         cells_M = self._cells_N[packed.sample_indices]
-        by_name = {"loss_sums": losses_M, **objective.sample_sums_M}
+        by_name = {"loss_sums": objective.sample_losses_M.detach(), **objective.sample_sums_M}
         for name, sums_M in by_name.items():
             self._cell_sums[CELL_SUMS.index(name)].index_add_(0, cells_M, sums_M)
         self._loss_parts += torch.stack([policy, regularizer])
-        self._slopes += self._slopes_WN[:, packed.sample_indices] @ losses_M
         for name, value in objective.sums.items():
             self._token_sums[TOKEN_SUMS.index(name)] += value
         if "logprob_abs_diff" in objective.maxima:
@@ -202,7 +195,7 @@ class StepLoss:
         entropy = token_sums["entropy"] / max(token_sums["tokens"], 1.0)
         policy, regularizer = self._loss_parts.tolist()
         return StepSums(
-            step_stats=StepStats(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), self._slopes.cpu(), entropy),
+            step_stats=StepStats(self.totals, dict(zip(CELL_SUMS, cells, strict=True)), entropy),
             policy_loss=policy,
             regularizer=regularizer,
             token_sums=token_sums,

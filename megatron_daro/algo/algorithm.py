@@ -5,8 +5,7 @@ The totals of the whole optimizer step (bins, trained tokens, rollouts; summed o
 what the algorithm learns, the same on every rank.
 A denominator taken from part of a step would make the loss depend on how the step was split.
 
-Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K, W numbers that
-an algorithm learns by descending the policy loss.
+Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
 """
 
 from __future__ import annotations
@@ -124,21 +123,19 @@ class StepStats:
     """What a whole step says, over all ranks: what an algorithm learns from.
 
     sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
-    of the (absolute) token losses, "advantage_sums" of |A|, and "gradient_squares" of the squared derivatives of token
-    losses by their log-probs (only where the algorithm `needs_gradient_squares`). slopes: float64 [W], derivative of
-    the policy loss by each number that `coefficient_slopes` has a row for. entropy: mean over the trained tokens, nats.
+    of the (absolute) token losses, "advantage_sums" of |A|; a loop of your own may add what its algorithm reads.
+    entropy: mean over the trained tokens, nats.
     """
 
     totals: BatchTotals
     sums: Mapping[str, Tensor]
-    slopes: Tensor
     entropy: float
 
     @classmethod
     def of_bins(cls, totals: BatchTotals, loss_sums: Tensor, abs_loss_sums: Tensor) -> StepStats:
         """Return those of a host that knows sums [K+1] of token losses, and nothing else."""
         sums = {"loss_sums": loss_sums[:, None], "abs_loss_sums": abs_loss_sums[:, None]}
-        return cls(totals, sums, slopes=loss_sums.new_zeros(0), entropy=0.0)
+        return cls(totals, sums, entropy=0.0)
 
     def per_bin(self, name: str) -> Tensor:
         """float64 [K+1], a sum over all classes."""
@@ -203,11 +200,6 @@ class Algorithm(ABC):
         """Fields of `objective.ObjectiveSettings` that belong to the method: they take the place of what a
         configuration says."""
         return {}
-
-    @property
-    def needs_gradient_squares(self) -> bool:
-        """Whether `StepStats.sums` must hold "gradient_squares"; of one of your own (examples/lab)."""
-        return False
 
     def __init__(
         self,
@@ -326,17 +318,6 @@ class Algorithm(ABC):
             float64 [N], as `sample_coefficients`.
         """
         return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
-
-    def coefficient_slopes(self, samples: Samples, totals: BatchTotals) -> Tensor:
-        """Return the derivative of `coefficients` by each number that is learnt by descending the policy loss.
-
-        Args:
-            samples, totals: as in `coefficients`.
-
-        Returns:
-            float64 [W, N]; the package's algorithms learn nothing that way: W is 0. examples/lab has some that do.
-        """
-        return torch.zeros(0, len(samples.bins_N), dtype=torch.float64)
 
     def regularizer_coefficient(self, totals: BatchTotals) -> float:
         """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the

@@ -239,7 +239,7 @@ class TokenObjective:
     regularizer_T: kl_coefficient * kl_T (times its scale) - entropy_coefficient * entropy_T; sum it and multiply by
     `Algorithm.regularizer_coefficient`. sample_losses_M: float64 [M], sum of loss_T per sample, with gradient:
     multiply by `Algorithm.coefficients`. sample_sums_M: by the names in `algorithm.StepStats.sums`, float64 [M],
-    detached: sums per sample of |loss_T|, |A| and, where measured, of the squared derivative of loss_T by its log-prob.
+    detached: sums per sample of |loss_T| and |A|.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
     maxima: with rollout log-probs "logprob_abs_diff".
@@ -269,7 +269,6 @@ def token_objective(
     settings: ObjectiveSettings,
     kl_scales_T: Tensor | None = None,
     sample_reduce: SampleReduce | None = None,
-    gradient_squares: bool = False,
 ) -> TokenObjective:
     """Everything a micro-batch contributes, token by token.
 
@@ -288,7 +287,6 @@ def token_objective(
         sample_reduce: sums a float64 [M] tensor over the context-parallel ranks that share these samples; no gradient
             passes through it (see `corrections.sequence_log_ratio`). Called by the trust regions "gspo" and
             "mirror" and by sequence-level corrections.
-        gradient_squares: whether to measure them; needs log-probs with a gradient.
 
     Returns:
         A TokenObjective.
@@ -331,7 +329,10 @@ def token_objective(
         regularizer_T=_weighted(settings.kl_coefficient, scaled_kl_T)
         - _weighted(settings.entropy_coefficient, entropies_T),
         sample_losses_M=sample_sums(loss_T, *where),
-        sample_sums_M=_measured(loss_T, logprobs_T if gradient_squares else None, advantages_T, where),
+        sample_sums_M={
+            "abs_loss_sums": sample_sums(loss_T.detach().abs(), *where),
+            "advantage_sums": sample_sums(advantages_T.abs(), *where),
+        },
         sums={name: _masked_sum(values_T, kept_T) for name, values_T in sums.items()},
         maxima=maxima,
     )
@@ -379,18 +380,6 @@ def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tenso
         return losses_T, {"clip_high": above_T, "clip_low": nowhere_T, "dual_clip": nowhere_T}
     clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
     return clipped_ratio_loss(ratio_T, advantages_T, *clip), clip_fractions(ratio_T, advantages_T, *clip)
-
-
-def _measured(
-    loss_T: Tensor, logprobs_T: Tensor | None, advantages_T: Tensor, where: tuple[Tensor, Tensor, int]
-) -> dict[str, Tensor]:
-    """Return what difficulty is measured by, summed per sample; squares of the gradient by the log-probs, if given."""
-    measured = {"abs_loss_sums": loss_T.detach().abs(), "advantage_sums": advantages_T.abs()}
-    if logprobs_T is not None:
-        # Elementwise: a token's loss depends on its own log-prob only (a sequence's ratio is routed through it).
-        (slopes_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T, retain_graph=True)
-        measured["gradient_squares"] = slopes_T.square()
-    return {name: sample_sums(values_T, *where) for name, values_T in measured.items()}
 
 
 def _correction(

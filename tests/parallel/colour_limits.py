@@ -22,7 +22,7 @@ LAYERS = {
 """Where layers wait that a GPU runs with Transformer Engine's kernels, or as upstream must."""
 STEP = {
     ("to the host", "megatron_daro/actor/loss.py:global_totals"): 1,
-    ("to the host", "megatron_daro/actor/loss.py:reduce"): 2,
+    ("to the host", "megatron_daro/actor/loss.py:reduce"): 1,
     ("tolist", "megatron_daro/actor/loss.py:reduce"): 2,
     ("__float__", "megatron_daro/actor/loss.py:reduce"): 1,
     ("item", "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"): 1,

@@ -133,7 +133,6 @@ def gradients(
         "loss_sums": sums.loss_sums.numpy(),
         "policy_loss": sums.policy_loss,
         "regularizer": sums.regularizer,
-        "slopes": sums.step_stats.slopes.tolist(),
     }
 
 

@@ -15,14 +15,13 @@ STATEFUL = {
     "fade": {"name": configured("fade"), "options": {"rate": 0.3}},
     "daro_lengths": {
         "name": configured("daro_cells"),
-        "options": {"length_edges": [8, 16], "magnitude": "gradient", "half_life": 3},
+        "options": {"length_edges": [8, 16], "magnitude": "token", "half_life": 3},
     },
     "daro_environments": {"name": "daro", "options": {"environments": ["a", "b"], "learning_rate": 0.3}},
     "daro_kernels": {
         "name": configured("daro_cells"),
         "options": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3},
     },
-    "lambda_grpo": {"name": configured("lambda_grpo"), "options": {"learning_rate": 0.3}},
 }
 
 

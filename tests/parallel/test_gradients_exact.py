@@ -39,8 +39,8 @@ def layout_for(directory, name):
 
 LAYOUTS = list(layouts())
 ALGORITHMS = ["grpo", "grpo_sequence", "dapo", "lite_ppo", "dr_grpo", "daro"]
-RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade", "lambda_grpo"]
-ANCHOR, POWER, SCALE, LAMBDA = 0.3, 2.5, 0.6, -1.7
+RIVALS = ["maxrl", "f_grpo", "mgpo", "dgpo", "ha_dw", "fade"]
+ANCHOR, POWER, SCALE = 0.3, 2.5, 0.6
 EDGES = [8, 16]
 WEIGHTS = [1.0, *np.geomspace(4.0, 0.25, ROLLOUTS - 1), 1.0]
 """Of DARO, learnt before the step that is compared."""
@@ -60,10 +60,6 @@ LEARNT_OF_ENVIRONMENTS = {
 STATES = {
     "ha_dw": {"anchor": ANCHOR, "anchors": [ANCHOR], "early": []},
     "fade": {"solved": 3 / 8, "entropy": 0.5, "target_entropy": 0.9},  # alpha 2.5, delta 0.6
-    "lambda_grpo": {
-        "lambda": LAMBDA,
-        "adam": {"first_moments": [0.0], "second_moments": [0.0], "steps": [0]},
-    },
 }
 
 
@@ -75,14 +71,12 @@ def model(tmp_path_factory):
 
 def rival_factor(algorithm, samples, i):
     """What multiplies 1 / N, or for dgpo 1 / (N of the mixed groups), written out for sample i."""
-    mu, sample = int(samples[i].bins_N[0]) / ROLLOUTS, samples[i]
-    sign = float(np.sign(sample.advantages_N[0]))
+    mu = int(samples[i].bins_N[0]) / ROLLOUTS
+    sign = float(np.sign(samples[i].advantages_N[0]))
     if algorithm == "dgpo":
         rates = {int(s.group_ids_N[0]): int(s.bins_N[0]) / ROLLOUTS for s in samples}
         mixed = [np.exp(-rate / 2) for rate in rates.values() if 0 < rate < 1]
         return np.exp(-mu / 2) * len(mixed) / sum(mixed) / (2 * mu * (1 - mu)) if 0 < mu < 1 else 0.0
-    if algorithm == "lambda_grpo":
-        return ROLLOUTS * group_softmax(sample, LAMBDA)
     return {
         "maxrl": 1 / mu if mu else 0.0,
         "f_grpo": 1 - mu,
@@ -90,13 +84,6 @@ def rival_factor(algorithm, samples, i):
         "ha_dw": 1.3 * np.exp(-sign * (mu - ANCHOR)),
         "fade": (1 - mu) ** (POWER - 1) / (SCALE if sign < 0 else 1),
     }[algorithm]
-
-
-def group_softmax(sample, exponent):
-    """Share of one sample in the softmax of h^lambda over its group."""
-    lengths, own = sample.group_lengths_NK[0], int(sample.trained_tokens_N[0])
-    scores = np.exp((1 + (lengths - lengths.mean()) / lengths.std() / 9) ** exponent)
-    return np.exp((1 + (own - lengths.mean()) / lengths.std() / 9) ** exponent) / scores.sum()
 
 
 def reference_gradients(model, batch, algorithm):
@@ -234,27 +221,6 @@ def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algori
     for result in results:
         np.testing.assert_allclose(result["loss_sums"], loss_sums, rtol=1e-5, atol=1e-6)
         assert result["policy_loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
-
-
-def test_the_slope_of_lambda_is_the_derivative_of_the_policy_loss(rank_pool, model):
-    """Lambda moves, nothing else: the loss sums of the samples stay, their coefficients change."""
-    directory, _ = model
-    batch = random_batch()
-    found = {}
-    for exponent in (LAMBDA - 1e-3, LAMBDA, LAMBDA + 1e-3):
-        results = rank_pool.run(
-            megatron_tasks.gradients,
-            layouts()["cp2_dp2"],
-            path=directory,
-            batch=batch,
-            num_micro_batches=3,
-            algorithm={"name": configured("lambda_grpo")},
-            state={**STATES["lambda_grpo"], "lambda": exponent},
-        )
-        assert all(result["slopes"] == results[0]["slopes"] for result in results)
-        found[exponent] = results[0]
-    below, at, above = (found[e] for e in sorted(found))
-    assert at["slopes"][0] == pytest.approx((above["policy_loss"] - below["policy_loss"]) / 2e-3, rel=1e-4)
 
 
 FORMS = {

@@ -12,10 +12,10 @@ from megatron_daro.algo.weighting import Grpo, make_algorithm
 def step_stats_of(*, classes):
     """A step with K = 4: every sum of a cell is another number."""
     cells = torch.arange(1, 5 * classes + 1).reshape(5, classes)
-    names = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
+    names = ("loss_sums", "abs_loss_sums", "advantage_sums")
     sums = {name: (cells + 100.0 * place).double() for place, name in enumerate(names)}
     totals = BatchTotals(cells + 7, torch.full((5,), 8))
-    return StepStats(totals, sums, torch.zeros(0, dtype=torch.float64), entropy=1.0)
+    return StepStats(totals, sums, entropy=1.0)
 
 
 def test_daro_learns_from_the_sums_that_its_magnitude_reads():

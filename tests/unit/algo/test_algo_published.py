@@ -88,7 +88,7 @@ def stats(right, rollouts):
     per_bin = torch.zeros(K + 1, dtype=torch.int64)
     per_bin[K], per_bin[0] = right, rollouts - right
     totals = BatchTotals(torch.ones(K + 1, 1, dtype=torch.int64), per_bin)
-    return StepStats(totals, {}, torch.zeros(0, dtype=torch.float64), 0.0)
+    return StepStats(totals, {}, 0.0)
 
 
 BATCHES = [[(1, 4), (2, 4)], [(4, 8), (4, 4), (0, 4)], [(3, 4)], [(4, 4), (1, 4)], [(1, 8), (4, 4)]]

@@ -27,9 +27,8 @@ def step_stats(pass_rate, *, entropy=1.0, slope=0.0, k=4):
     rollouts[-1] = round(100 * pass_rate) * k
     rollouts[0] = 100 * k - rollouts[-1]
     zeros = torch.zeros(k + 1, 1, dtype=torch.float64)
-    sums = {"loss_sums": zeros, "abs_loss_sums": zeros}
-    slopes = torch.tensor([slope], dtype=torch.float64)
-    return StepStats(BatchTotals(rollouts[:, None], rollouts), sums, slopes, entropy)
+    sums = {"loss_sums": zeros, "abs_loss_sums": zeros, "lambda_slope": torch.tensor([slope], dtype=torch.float64)}
+    return StepStats(BatchTotals(rollouts[:, None], rollouts), sums, entropy)
 
 
 def test_ha_dw_follows_the_pass_rates_as_its_equations_say():
@@ -92,7 +91,7 @@ def test_lambda_weights_by_hand():
     assert algorithm.coefficients(samples, totals).tolist() == pytest.approx([0.25, 0.25], rel=1e-15)
     # at lambda 0 the weights are 1 and their slopes ln h less the mean of ln h, over the N = 4 tokens
     spread = (math.log(10 / 9) - math.log(8 / 9)) / 2 / 4
-    assert algorithm.coefficient_slopes(samples, totals)[0].tolist() == pytest.approx([-spread, spread], rel=1e-12)
+    assert algorithm.coefficient_slopes(samples, totals).tolist() == pytest.approx([-spread, spread], rel=1e-12)
     algorithm.load_state_dict({**algorithm.state_dict(), "lambda": 1.0})
     share = 1 / (1 + math.exp(2 / 9))
     assert algorithm.coefficients(samples, totals).tolist() == pytest.approx([share / 2, (1 - share) / 2], rel=1e-12)
@@ -109,8 +108,7 @@ def test_lambda_slopes_are_the_derivative_of_the_coefficients():
     got = algorithm.coefficient_slopes(parts, BatchTotals.of(bins_N, lengths_N, 4))
     tokens = int(lengths_N.sum())
     want = [reference.lambda_factor(samples, i, 4)[1] / tokens if s.tokens else 0.0 for i, s in enumerate(samples)]
-    assert got.shape == (1, len(samples))
-    assert got[0].tolist() == pytest.approx(want, rel=1e-5, abs=1e-9)
+    assert got.tolist() == pytest.approx(want, rel=1e-5, abs=1e-9)
 
 
 def test_lambda_descends_the_policy_loss_by_adam():
@@ -120,6 +118,8 @@ def test_lambda_descends_the_policy_loss_by_adam():
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
     with pytest.raises(NonFiniteError, match="lambda"):
         algorithm.learn(step_stats(0.5, slope=math.nan))
+    with pytest.raises(AlgorithmError, match="lambda_slope"):
+        algorithm.learn(StepStats(step_stats(0.5).totals, {}, 0.0))
     assert algorithm.exponent == pytest.approx(-0.3, rel=1e-6)
 
 

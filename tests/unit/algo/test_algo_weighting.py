@@ -230,7 +230,6 @@ def test_steps_without_tokens_give_finite_coefficients(name):
     algorithm, totals = build(name, 2), BatchTotals.of(bins_N, lengths_N, 2)
     samples = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.zeros(4, 2, dtype=torch.long))
     assert algorithm.coefficients(samples, totals).tolist() == [0.0] * 4
-    assert not algorithm.coefficient_slopes(samples, totals).any()
     assert algorithm.regularizer_coefficient(totals) == 0.0
     assert algorithm.extra_loss(totals) == 0.0
     one_token = BatchTotals(torch.tensor([[0], [1], [0]]), torch.tensor([0, 1, 0]))

@@ -295,8 +295,32 @@ def learnt(algorithm):
     sums = dict.fromkeys(("loss_sums", "abs_loss_sums", "advantage_sums"), torch.tensor([[0.0, 1, 5, 20, 0]]).T)
     sums["gradient_squares"] = sums["loss_sums"].square()
     for _ in range(2):
-        algorithm.learn(closed_run.StepStats(totals, sums, torch.zeros(0), 0.4))
+        algorithm.learn(closed_run.StepStats(totals, sums, 0.4))
     return algorithm.state_dict()
+
+
+def test_squares_of_the_gradient_are_of_every_token(monkeypatch):
+    """Where the ratio is 1 the derivative of a token's loss by its log-prob is -A."""
+    run, told = closed_run.ClosedRun(SMALL, "daro_gradient", 0.0, seed=4), []
+    monkeypatch.setattr(run.algorithm, "learn", told.append)
+    batch = run.sample()
+    run.step(batch)
+    squares_N = batch.advantages_N.square() * batch.answers.lengths_N
+    want = [float(squares_N[batch.bins_N == k].sum()) for k in range(5)]
+    assert told[0].per_bin("gradient_squares").tolist() == pytest.approx(want, rel=1e-12) and min(want[1:4]) > 0
+
+
+def test_lambda_is_told_the_derivative_of_the_policy_loss(monkeypatch):
+    """Lambda moves, nothing else: the losses of the answers stay, their coefficients change."""
+    run, told, losses = closed_run.ClosedRun(SMALL, "lambda_grpo", 0.0, seed=4), [], []
+    monkeypatch.setattr(run, "_descend", lambda loss: losses.append(float(loss.detach())))
+    monkeypatch.setattr(run.algorithm, "learn", told.append)
+    batch = run.sample()
+    for exponent in (-1.701, -1.7, -1.699):
+        run.algorithm.load_state_dict({**run.algorithm.state_dict(), "lambda": exponent})
+        run.step(batch)
+    slope = float(told[1].sums["lambda_slope"])
+    assert slope == pytest.approx((losses[2] - losses[0]) / 2e-3, rel=1e-4) and abs(slope) > 1e-6
 
 
 def test_fade_is_told_the_expected_entropy_and_pass_rate():
