@@ -59,10 +59,9 @@ class PolicyGroup:
         self._settings, self._algorithm, self._placement = settings, algorithm, placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
-        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch, oldest first.
+        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch.
         self._prepared: dict[int, list[Shard]] = {}
         self._numbers = itertools.count()
-        self._most_prepared = run.config.trainer.minibatches_per_batch
         self._version = 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
@@ -137,13 +136,13 @@ class PolicyGroup:
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
             return PreparedBatch(batch)
+        if batch.opens_batch:
+            self._prepared.clear()  # steps of the batch before that were not trained
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
         for name in self._passes:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
         number = next(self._numbers)
         self._prepared[number] = shards
-        while len(self._prepared) > self._most_prepared:
-            del self._prepared[next(iter(self._prepared))]
         return PreparedBatch(dataclasses.replace(batch, **columns), number)
 
     async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
