@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_daro.data.packing import pack, pack_multiples
 from megatron_daro.data.schedule import CostModel, Schedule, schedule
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences
 
 Split = list[list[list[int]]]
 Splitter = Callable[[np.ndarray], tuple[Split, float]]
@@ -162,7 +162,7 @@ def packing(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Padding and time of packing all micro-batches of the first rank, by layout; and padding to the longest sample."""
     lengths = reasoning_lengths(options.samples, 0, options.longest)
     own = [list(micro) for micro in schedule(lengths, options.ranks, options.budget).ranks[0]]
-    batch = batch_of(lengths[np.concatenate(own)])
+    batch = sequences_of(lengths[np.concatenate(own)])
     ends = np.cumsum([len(micro) for micro in own])
     micros = [list(range(end - len(micro), end)) for micro, end in zip(own, ends, strict=True)]
     tokens = int(batch.lengths_N.sum())
@@ -181,22 +181,13 @@ def packing(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def batch_of(lengths: np.ndarray) -> StepBatch:
-    """A batch of these lengths with a prompt of 32 tokens each; the contents do not matter."""
-    num, num_response = len(lengths), int(lengths.sum()) - 32 * len(lengths)
-    return StepBatch(
+def sequences_of(lengths: np.ndarray) -> Sequences:
+    """Samples of these lengths with a prompt of 32 tokens each; the contents do not matter."""
+    return Sequences(
         tokens_T=np.ones(int(lengths.sum()), dtype=np.int32),
         lengths_N=lengths,
-        prompt_lengths_N=np.full(num, 32),
-        loss_mask_R=np.ones(num_response, dtype=np.uint8),
-        rollout_logprobs_R=np.zeros(num_response, dtype=np.float32),
-        rewards_N=np.zeros(num, dtype=np.float32),
-        correct_N=np.zeros(num, dtype=np.uint8),
-        bins_N=np.zeros(num, dtype=np.int64),
-        group_ids_N=np.arange(num),
-        advantages_N=np.zeros(num, dtype=np.float32),
-        truncated_N=np.zeros(num, dtype=np.uint8),
-        rollouts_per_prompt=8,
+        prompt_lengths_N=np.full(len(lengths), 32),
+        loss_mask_R=np.ones(int(lengths.sum()) - 32 * len(lengths), dtype=np.uint8),
     )
 
 

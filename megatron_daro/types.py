@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -322,46 +322,38 @@ class Group:
         return min(r.weight_version for r in self.rollouts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
-    """The samples of one optimizer step (a mini-batch), as columns. Their suffixes count: _N and _NK have an entry for
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sequences:
+    """Samples as columns: all that splitting, packing and a pass read. Suffixes count: _N and _NK have an entry for
     each sample, _R for each response token and _T for each token, end to end in sample order.
 
     tokens_T int32 [T], prompt then response of each sample; lengths_N int64, prompt + response; prompt_lengths_N int64;
-    loss_mask_R uint8, rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K;
-    group_ids_N int64; advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and
-    ref_logprobs_R float32: `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where
-    advantages_N holds for all tokens of a sample. values_R and value_targets_R float32, what the critic said before
-    each token when the batch began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K],
-    trained tokens of every rollout of each sample's group; None unless the algorithm needs them. routed_experts_N:
-    where the experts that the engine chose for the tokens of each sample are recorded; None for a sample of which it
-    did not tell, and where no engine was asked. contexts_N: tokens of each sequence that a sample consists of, see
-    `Rollout.contexts`; None where each is one. environments_N: int64, the number of each sample's environment; None
-    where the run has one. opens_batch: whether this is the first optimizer step of a batch of rollouts.
+    loss_mask_R uint8. routed_experts_N: where the experts that the engine chose for the tokens of each sample are
+    recorded; None for a sample of which it did not tell, and where no engine was asked. contexts_N: tokens of each
+    sequence that a sample consists of, see `Rollout.contexts`; None where each is one.
     """
 
     tokens_T: np.ndarray
     lengths_N: np.ndarray
     prompt_lengths_N: np.ndarray
     loss_mask_R: np.ndarray
-    rollout_logprobs_R: np.ndarray
-    rewards_N: np.ndarray
-    correct_N: np.ndarray
-    bins_N: np.ndarray
-    group_ids_N: np.ndarray
-    advantages_N: np.ndarray
-    truncated_N: np.ndarray
-    rollouts_per_prompt: int
-    old_logprobs_R: np.ndarray | None = None
-    ref_logprobs_R: np.ndarray | None = None
-    token_advantages_R: np.ndarray | None = None
-    values_R: np.ndarray | None = None
-    value_targets_R: np.ndarray | None = None
-    group_lengths_NK: np.ndarray | None = None
     routed_experts_N: tuple[StoredExperts | None, ...] | None = None
     contexts_N: tuple[tuple[int, ...], ...] | None = None
-    environments_N: np.ndarray | None = None
-    opens_batch: bool = True
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], **columns: Any) -> Self:
+        """Return the rollouts, in order. Args: columns: what a subclass has besides."""
+        experts_N = tuple(rollout.routed_experts for rollout in rollouts)
+        contexts_N = tuple(rollout.contexts for rollout in rollouts)
+        return cls(
+            tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
+            lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
+            prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),
+            loss_mask_R=np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts]),
+            routed_experts_N=None if all(experts is None for experts in experts_N) else experts_N,
+            contexts_N=contexts_N if any(contexts_N) else None,
+            **columns,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -387,8 +379,8 @@ class StepBatch:
         rows = self.contexts_of(range(len(self)))
         return np.array([sum(-(-tokens // multiple) * multiple for tokens in row) for row in rows], dtype=np.int64)
 
-    def select(self, indices: Sequence[int]) -> StepBatch:
-        """Return the batch of the given samples, in the given order."""
+    def select(self, indices: Sequence[int]) -> Self:
+        """Return the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
         changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
         for column_field in fields(self):
@@ -399,6 +391,38 @@ class StepBatch:
                 is_array = isinstance(column, np.ndarray)
                 changed[name] = column[indices_M] if is_array else tuple(column[i] for i in indices_M.tolist())
         return replace(self, **changed)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepBatch(Sequences):
+    """The samples of one optimizer step (a mini-batch).
+
+    rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K; group_ids_N int64;
+    advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and ref_logprobs_R float32:
+    `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where advantages_N holds for
+    all tokens of a sample. values_R and value_targets_R float32, what the critic said before each token when the batch
+    began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K], trained tokens of every rollout
+    of each sample's group; None unless the algorithm needs them. environments_N: int64, the number of each sample's
+    environment; None where the run has one. opens_batch: whether this is the first optimizer step of a batch of
+    rollouts.
+    """
+
+    rollout_logprobs_R: np.ndarray
+    rewards_N: np.ndarray
+    correct_N: np.ndarray
+    bins_N: np.ndarray
+    group_ids_N: np.ndarray
+    advantages_N: np.ndarray
+    truncated_N: np.ndarray
+    rollouts_per_prompt: int
+    old_logprobs_R: np.ndarray | None = None
+    ref_logprobs_R: np.ndarray | None = None
+    token_advantages_R: np.ndarray | None = None
+    values_R: np.ndarray | None = None
+    value_targets_R: np.ndarray | None = None
+    group_lengths_NK: np.ndarray | None = None
+    environments_N: np.ndarray | None = None
+    opens_batch: bool = True
 
 
 def _ragged(column: np.ndarray, lengths_N: np.ndarray) -> list[np.ndarray]:

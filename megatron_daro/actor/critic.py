@@ -41,7 +41,7 @@ from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import ModelError
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences, StepBatch
 
 _BIAS = "score.bias"
 FOLDER = "critic"
@@ -86,7 +86,7 @@ class Critic:
         scheduler = build_scheduler(optimizer, chosen, total_steps=settings.total_steps)
         self.state = TrainedModel(wrapped, optimizer, scheduler)
 
-    def values(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def values(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """float32 [R], what it says before each response token; None before the last stage."""
         last: ValueModel = self.state.chunks[-1].module
 

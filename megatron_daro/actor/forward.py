@@ -1,6 +1,6 @@
 """Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
 
-StepBatch shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
+Shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
 entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
 
 Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P positions of its response
@@ -35,7 +35,7 @@ from megatron_daro.actor.routing_replay import check_numbers, replay_routing
 from megatron_daro.config.precision import NEEDS
 from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack, pack_multiples
 from megatron_daro.data.schedule import interleaved_group
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences
 
 MicroBatches = Sequence[Sequence[int]]
 
@@ -51,7 +51,7 @@ class OutputSettings:
 
 
 def packed_micro_batches(
-    config: TransformerConfig, batch: StepBatch, micro_batches: MicroBatches, *, vocab_size: int
+    config: TransformerConfig, batch: Sequences, micro_batches: MicroBatches, *, vocab_size: int
 ) -> list[PackedMicroBatch]:
     """Return this rank's micro-batches on its device, sliced for context parallelism, padded as the model needs it.
 
@@ -191,7 +191,7 @@ def position_logprobs(
 
 def response_logprobs(
     chunks: Sequence[DistributedDataParallel],
-    batch: StepBatch,
+    batch: Sequences,
     micro_batches: MicroBatches,
     settings: OutputSettings,
 ) -> np.ndarray | None:
@@ -207,7 +207,7 @@ def response_logprobs(
 
 def response_column(
     chunks: Sequence[DistributedDataParallel],
-    batch: StepBatch,
+    batch: Sequences,
     micro_batches: MicroBatches,
     at: Callable[[PackedMicroBatch, Tensor, Tensor], Tensor],
     *,

@@ -150,7 +150,7 @@ class StepLoss:
             logprobs_J,
             entropy_J,
             old_logprobs_T=_at(packed.old_logprobs_T, positions_J),
-            rollout_logprobs_T=packed.rollout_logprobs_T[positions_J],
+            rollout_logprobs_T=_at(packed.rollout_logprobs_T, positions_J),
             ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
             advantages_T=packed.advantages_T[positions_J],
             mask_T=packed.mask_T[positions_J],

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,17 @@ from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.errors import CheckpointError, ConfigError, WorkerError
-from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind, MemoryMove, StepBatch, StepResult, TrainedName
+from megatron_daro.types import (
+    KINDS_OF_MEMORY,
+    MemoryKind,
+    MemoryMove,
+    Sequences,
+    StepBatch,
+    StepResult,
+    TrainedName,
+)
+
+AnySequences = TypeVar("AnySequences", bound=Sequences)
 
 
 def layout_of(actor: ActorSection) -> Layout:
@@ -273,14 +283,14 @@ class MegatronPolicy:
             return result
         return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
-    def run_pass(self, name: str, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def run_pass(self, name: str, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """Compute the column `name` of `AlgorithmSection.passes`, float32 [R] of the shard's response tokens; None
         before the last stage. Collective over the ranks that share the shard."""
         passes = {"old_logprobs": self.logprobs, "ref_logprobs": self.reference_logprobs, "values": self.values}
         return passes[name](batch, micro_batches)
 
     def logprobs(
-        self, batch: StepBatch, micro_batches: MicroBatches, *, temperature: float | None = None, base: bool = False
+        self, batch: Sequences, micro_batches: MicroBatches, *, temperature: float | None = None, base: bool = False
     ) -> np.ndarray | None:
         """float32 [R] of the shard's response tokens under the current weights; None before the last stage.
 
@@ -295,7 +305,7 @@ class MegatronPolicy:
         with lora.without_adapters(self.chunks) if base else nullcontext():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, output)
 
-    def reference_logprobs(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def reference_logprobs(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """As `logprobs`, under the weights that the run started from, where `AlgorithmSection.passes` has them."""
         self._needs("weights")
         self._take_turn("policy")
@@ -303,7 +313,7 @@ class MegatronPolicy:
         with self._reference_weights():
             return response_logprobs(self.train_state.chunks, batch, micro_batches, self._output)
 
-    def values(self, batch: StepBatch, micro_batches: MicroBatches) -> np.ndarray | None:
+    def values(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return what the critic says before each response token, where `AlgorithmSection.passes` has it."""
         self._needs("weights")
         own = self._own_critic()
@@ -315,7 +325,7 @@ class MegatronPolicy:
             raise RuntimeError("values or weights of a critic were asked for, but the algorithm has no critic")
         return self.critic
 
-    def _routed(self, batch: StepBatch) -> StepBatch:
+    def _routed(self, batch: AnySequences) -> AnySequences:
         """Return the batch with the experts of its tokens, or without them where the routers shall choose."""
         if not self._routing_replay:
             return replace(batch, routed_experts_N=None)

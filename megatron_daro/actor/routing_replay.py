@@ -22,7 +22,7 @@ from megatron_daro.actor.megatron import TopKRouter, parallel_state
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.errors import DataError
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences
 
 
 class RouterReplay:
@@ -84,7 +84,7 @@ def replay_routing(model: HiddenStateGPTModel, packed: PackedMicroBatch) -> None
         router.router_replay.set_experts(experts_TK, training=model.training)
 
 
-def check_routed_experts(batch: StepBatch, shape: ModelShape) -> None:
+def check_routed_experts(batch: Sequences, shape: ModelShape) -> None:
     """Refuse experts that are not those of this model.
 
     Raises:

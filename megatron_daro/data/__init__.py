@@ -7,7 +7,7 @@ tokenizer   Prompt text -> token ids
 stops       what ends an answer: token ids and texts
 orders      endless, resumable order of prompts: shuffled, curriculum, prioritised
 batch       scored groups -> StepBatch
-schedule    lengths of a StepBatch -> ranks and micro-batches
+schedule    lengths of samples -> ranks and micro-batches
 packing     samples of one micro-batch -> PackedMicroBatch and back, and its context-parallel slice
 
 Nothing is imported here, so that `megatron_daro.data.orders` loads without torch or transformers.

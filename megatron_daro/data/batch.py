@@ -28,7 +28,6 @@ from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config.algorithm import PASSES
 from megatron_daro.errors import DataError
-from megatron_daro.routed_experts import StoredExperts
 from megatron_daro.types import Group, Rollout, StepBatch
 
 Overlong = Literal["none", "penalty", "filter", "both"]
@@ -78,13 +77,9 @@ def build_batch(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     group_ids_N = np.repeat(np.array([g.group_id for g in groups], dtype=np.int64), rollouts_per_prompt)
-    lengths_N = np.array([len(r.tokens) for r in rollouts], dtype=np.int64)
-    prompt_lengths_N = np.array([r.prompt_length for r in rollouts], dtype=np.int64)
-    response_lengths_N = lengths_N - prompt_lengths_N
     correct_N = np.array([v.correct for v in verdicts], dtype=np.uint8)
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
-    loss_mask_R = np.concatenate([np.asarray(r.loss_mask, dtype=np.uint8) for r in rollouts])
     generated_N: np.ndarray = np.array([r.generated_length for r in rollouts], dtype=np.int64)
     if length_weight:
         shorter_N = length_rewards(generated_N, correct_N, group_ids_N)
@@ -94,14 +89,9 @@ def build_batch(
         rewards_N = (rewards_N - repetition_penalty * repeating_N).astype(np.float32)
     if overlong in ("penalty", "both"):
         rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
-    if overlong in ("filter", "both"):
-        loss_mask_R = overlong_filter(loss_mask_R, response_lengths_N, truncated_N)
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
-    batch = StepBatch(
-        tokens_T=np.concatenate([np.asarray(r.tokens, dtype=np.int32) for r in rollouts]),
-        lengths_N=lengths_N,
-        prompt_lengths_N=prompt_lengths_N,
-        loss_mask_R=loss_mask_R,
+    batch = StepBatch.of(
+        rollouts,
         rollout_logprobs_R=np.concatenate([np.asarray(r.logprobs, dtype=np.float32) for r in rollouts]),
         rewards_N=rewards_N,
         correct_N=correct_N,
@@ -110,10 +100,10 @@ def build_batch(
         advantages_N=algorithm.advantages(rewards, group_ids).float().numpy(),
         truncated_N=truncated_N,
         rollouts_per_prompt=rollouts_per_prompt,
-        routed_experts_N=_routed_experts(rollouts),
-        contexts_N=contexts_of(rollouts),
         environments_N=None if not environments else _environments(groups, environments, rollouts_per_prompt),
     )
+    if overlong in ("filter", "both"):
+        batch = replace(batch, loss_mask_R=overlong_filter(batch.loss_mask_R, batch.response_lengths_N, truncated_N))
     if by_turn:
         batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
     if teacher is not None:
@@ -201,11 +191,6 @@ def _with_group_lengths(batch: StepBatch) -> StepBatch:
     return replace(batch, group_lengths_NK=np.repeat(lengths_GK, batch.rollouts_per_prompt, axis=0))
 
 
-def contexts_of(rollouts: Sequence[Rollout]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the tokens of each sequence of each rollout; None if each is one."""
-    return tuple(r.contexts for r in rollouts) if any(r.contexts for r in rollouts) else None
-
-
 def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_per_prompt: int) -> np.ndarray:
     """int64 [N]. Raises DataError: a source has none."""
     if strange := sorted({group.prompt.source for group in groups} - numbers.keys()):
@@ -214,12 +199,6 @@ def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_
             "it in the sources of an environment"
         )
     return np.repeat(np.array([numbers[group.prompt.source] for group in groups], np.int64), rollouts_per_prompt)
-
-
-def _routed_experts(rollouts: Sequence[Rollout]) -> tuple[StoredExperts | None, ...] | None:
-    """Return where those of each rollout stand; None if no engine told any."""
-    experts_N = tuple(rollout.routed_experts for rollout in rollouts)
-    return None if all(experts is None for experts in experts_N) else experts_N
 
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:

@@ -1,14 +1,14 @@
 """Packing: the samples of one micro-batch end to end in one row ("thd" layout), and the way back.
 
-StepBatch + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T ->
-response columns. Every column stands at the position that *predicts*: position t sees token t and its label is token t
-+ 1. So the log-probability a model returns at t is that of `labels_T[t]`, and nothing has to be shifted afterwards.
+Sequences + one micro-batch of the schedule -> PackedMicroBatch -> model -> values_T -> response columns. Every column
+stands at the position that *predicts*: position t sees token t and its label is token t + 1. So the log-probability a
+model returns at t is that of `labels_T[t]`, and nothing has to be shifted afterwards.
 Refuses samples without a prompt token (their first response token has no position that predicts it), repeated or
 unknown sample indices, and multiples below one. It never truncates and never drops a token.
 
 Shape letters: M samples of the micro-batch, T packed tokens with padding, R response tokens of the batch, P response
 tokens of this micro-batch (of this context-parallel slice), J those of them that are trained, C sequences of the
-samples (one each, but several of an agent that rewrote its history: `StepBatch.contexts_N`), G the same and one more
+samples (one each, but several of an agent that rewrote its history: `Sequences.contexts_N`), G the same and one more
 where the end is padding.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.errors import DataError
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences, StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,12 +34,12 @@ class PackedMicroBatch:
     tokens_T, labels_T, positions_T int64 (labels are 0 where there is nothing to predict); positions start at 0 in
     every sequence. mask_T float32, 1 where the label is a trained response token. sample_T int64, index into
     sample_indices, -1 on padding. cu_seqlens int32 [G + 1], boundaries of the whole (unsliced) pack with padding
-    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. advantages_M float32: the
-    batch's, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, token_advantages_T, values_T,
-    value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
-    None where it has none. response_slots_P int64: where in T the response tokens are predicted; batch_slots_P int64:
-    where they stand in the batch's R. trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would
-    have to be waited for. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
+    included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. response_slots_P int64:
+    where in T the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R.
+    trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would have to be waited for.
+    advantages_M float32: those of a StepBatch, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
+    token_advantages_T, values_T, value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
+    None where it has none. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
     does not know. context_parallel_rank and _size say which slice the T columns are.
     """
 
@@ -51,14 +51,14 @@ class PackedMicroBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     sample_indices: Tensor
-    advantages_M: Tensor
-    rollout_logprobs_T: Tensor
-    old_logprobs_T: Tensor | None
-    ref_logprobs_T: Tensor | None
-    token_advantages_T: Tensor | None
     response_slots_P: Tensor
     batch_slots_P: Tensor
     trained_slots_J: Tensor
+    advantages_M: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    token_advantages_T: Tensor | None = None
     values_T: Tensor | None = None
     value_targets_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
@@ -82,8 +82,10 @@ class PackedMicroBatch:
     @property
     def advantages_T(self) -> Tensor:
         """float32 [T]: each token's own advantage where the batch has them, else its sample's."""
-        own_T = self.token_advantages_T
-        return self.per_token(self.advantages_M) if own_T is None else own_T
+        if self.token_advantages_T is not None:
+            return self.token_advantages_T
+        assert self.advantages_M is not None
+        return self.per_token(self.advantages_M)
 
     def silent(self) -> PackedMicroBatch:
         """Return the same tokens with nothing to train or to report: a schedule is filled up with it."""
@@ -117,7 +119,7 @@ def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_paralle
 
 
 def pack(
-    batch: StepBatch,
+    batch: Sequences,
     indices: Sequence[int],
     *,
     sequence_multiple: int = 1,
@@ -171,6 +173,8 @@ def pack(
         column_R = getattr(batch, f"{name}_R")
         columns[f"{name}_T"] = None if column_R is None else _spread(column_R, batch_slots_P, response_slots_P, total)
     mask_T = columns.pop("loss_mask_T")
+    if isinstance(batch, StepBatch):
+        columns["advantages_M"] = torch.from_numpy(batch.advantages_N[indices_M])
     return PackedMicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
         labels_T=torch.from_numpy(labels_T),
@@ -180,7 +184,6 @@ def pack(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(padded_G)]).astype(np.int32)),
         max_seqlen=int(padded_G.max()),
         sample_indices=torch.from_numpy(indices_M),
-        advantages_M=torch.from_numpy(batch.advantages_N[indices_M]),
         response_slots_P=torch.from_numpy(response_slots_P),
         batch_slots_P=torch.from_numpy(batch_slots_P),
         trained_slots_J=_trained_slots(mask_T),
@@ -189,7 +192,7 @@ def pack(
     )
 
 
-def _routed_experts(batch: StepBatch, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
+def _routed_experts(batch: Sequences, indices_M: np.ndarray, token_slots: np.ndarray, total: int) -> Tensor | None:
     """Read those of the samples from their files."""
     experts_N = batch.routed_experts_N or ()
     shape = next((experts.shape[1:] for experts in experts_N if experts), None)
@@ -300,7 +303,7 @@ def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor
 
 
 def _checked_indices(
-    batch: StepBatch, indices: Sequence[int], sequence_multiple: int, total_multiple: int
+    batch: Sequences, indices: Sequence[int], sequence_multiple: int, total_multiple: int
 ) -> np.ndarray:
     indices_M = np.asarray(indices, dtype=np.int64)
     if sequence_multiple < 1 or total_multiple < 1:

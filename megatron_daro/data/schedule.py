@@ -1,6 +1,6 @@
 """The split of a batch: which data-parallel rank computes which samples, in which micro-batches.
 
-Lengths of a StepBatch -> Schedule -> each rank packs its own micro-batches.
+Lengths of samples -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
 pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
 Refuses a sample that does not fit the token budget. It never drops or repeats a sample.

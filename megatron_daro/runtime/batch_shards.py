@@ -12,28 +12,28 @@ from ray import ObjectRef
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.data.schedule import CostModel, schedule
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
     """What one data-parallel rank computes.
 
-    rows: of the batch. reference: to its StepBatch in the object store. micro_batches: row numbers within that one.
+    rows: of the batch. reference: to them, in the object store. micro_batches: row numbers within these.
     columns: names of StepBatch -> references to columns that were computed for this shard since.
     """
 
     rows: tuple[int, ...]
-    reference: ObjectRef[StepBatch]
+    reference: ObjectRef[Sequences]
     micro_batches: tuple[tuple[int, ...], ...]
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def shards_of(batch: StepBatch, actor: ActorSection, cost: CostModel) -> list[Shard]:
+def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Shard]:
     """Return the batch split over data-parallel ranks, each part put once into the object store.
 
     Args:
-        batch: all samples of an optimizer step.
+        batch: all samples of an optimizer step, or of a pass.
         actor: how many ranks, and the token budget of a micro-batch.
         cost: what a sample costs: ranks get equal sums of it.
 
@@ -63,7 +63,7 @@ def renumbered(micro_batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...],
     return rows, tuple(local)
 
 
-def joined_column(batch: StepBatch, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
+def joined_column(batch: Sequences, shards: Sequence[Shard], parts: Mapping[int, np.ndarray]) -> np.ndarray:
     """Return a response column of the batch from those of its shards.
 
     Args:

@@ -24,7 +24,6 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.transports import TRANSPORTS
-from megatron_daro.data.batch import contexts_of
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
@@ -36,7 +35,7 @@ from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather
 from megatron_daro.sync.plan import SendPlan, SendReport
-from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, StepBatch, StepResult
+from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, Sequences, StepBatch, StepResult
 
 T = TypeVar("T")
 
@@ -60,10 +59,9 @@ class PolicyGroup:
         self._settings, self._algorithm, self._placement = settings, algorithm, placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
-        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch, oldest first.
+        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch.
         self._prepared: dict[int, list[Shard]] = {}
         self._numbers = itertools.count()
-        self._most_prepared = run.config.trainer.minibatches_per_batch
         self._version = 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
@@ -138,13 +136,13 @@ class PolicyGroup:
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
             return PreparedBatch(batch)
+        if batch.opens_batch:
+            self._prepared.clear()  # steps of the batch before that were not trained
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
         for name in self._passes:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
         number = next(self._numbers)
         self._prepared[number] = shards
-        while len(self._prepared) > self._most_prepared:
-            del self._prepared[next(iter(self._prepared))]
         return PreparedBatch(dataclasses.replace(batch, **columns), number)
 
     async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
@@ -205,7 +203,7 @@ class PolicyGroup:
         return await self._repeated(lambda: self._score(rollouts, temperature, base))
 
     async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
-        batch = _scored_batch(rollouts)
+        batch = Sequences.of(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
             shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature, base)
@@ -279,10 +277,10 @@ class PolicyGroup:
             self._healing.close()
         self.ranks.dismiss()
 
-    def _shards(self, batch: StepBatch) -> list[Shard]:
+    def _shards(self, batch: Sequences) -> list[Shard]:
         return shards_of(batch, self._actor, self._cost)
 
-    async def _run_pass(self, name: str, batch: StepBatch, shards: Sequence[Shard]) -> np.ndarray:
+    async def _run_pass(self, name: str, batch: Sequences, shards: Sequence[Shard]) -> np.ndarray:
         """float32 [R] of the whole batch; the shards keep references to their parts."""
         calls = await self.ranks.with_shards(
             shards, lambda worker, s: worker.run_pass.remote(name, s.reference, s.micro_batches)
@@ -296,26 +294,6 @@ class PolicyGroup:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _scored_batch(rollouts: Sequence[Rollout]) -> StepBatch:
-    """Return the rollouts as a batch of which only log-probs are wanted."""
-    zeros, counts = np.zeros(len(rollouts), dtype=np.float32), np.zeros(len(rollouts), dtype=np.int64)
-    return StepBatch(
-        tokens_T=np.concatenate([r.tokens for r in rollouts]),
-        lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
-        prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),
-        loss_mask_R=np.concatenate([r.loss_mask for r in rollouts]),
-        rollout_logprobs_R=np.concatenate([r.logprobs for r in rollouts]),
-        rewards_N=zeros,
-        correct_N=counts.astype(np.uint8),
-        bins_N=counts,
-        group_ids_N=counts,
-        advantages_N=zeros,
-        truncated_N=counts.astype(np.uint8),
-        rollouts_per_prompt=1,
-        contexts_N=contexts_of(rollouts),
-    )
 
 
 def _check_agreement(results: Sequence[StepResult]) -> None:

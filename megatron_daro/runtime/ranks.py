@@ -19,7 +19,7 @@ from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, yielding_to_event_loop
 from megatron_daro.runtime.workers import RankInfo, TrainWorker
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences
 
 _COLLECTIVE_S = 1800.0
 """Limit of one collective operation of the ranks."""
@@ -87,7 +87,7 @@ class Ranks:
             async for (name, worker), info in yielding_to_event_loop(zip(self.workers.items(), self.infos, strict=True))
         }
 
-    async def column(self, batch: StepBatch, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:
+    async def column(self, batch: Sequences, shards: Sequence[Shard], calls: Mapping[str, Any]) -> np.ndarray:
         """float32 [R] of the whole batch, of what the ranks answer for their shards."""
         answers = await gather(calls)
         parts = {info.data_parallel: answer for info, answer in zip(self.infos, answers, strict=True) if info.reports}

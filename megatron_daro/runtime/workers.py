@@ -44,7 +44,7 @@ from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender
 from megatron_daro.sync.shard_sender import Offer
-from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, StepBatch, StepResult
+from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, Sequences, StepBatch, StepResult
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,7 +210,7 @@ class TrainWorker:
     def run_pass(
         self,
         name: str,
-        batch: StepBatch,
+        batch: Sequences,
         micro_batches: Sequence[Sequence[int]],
     ) -> np.ndarray | None:
         """float32 [R], the shard's column `name` of `AlgorithmSection.passes`; None where another rank reports."""
@@ -220,7 +220,7 @@ class TrainWorker:
     @ray.method(concurrency_group="work")
     @logs.failures_logged
     def score(
-        self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
+        self, batch: Sequences, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
     ) -> np.ndarray | None:
         """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
         another rank reports. base: without adapters."""

@@ -49,11 +49,8 @@ async def policy_of(model, *, lora=None, **layout):
 def batch_of(rollouts):
     """The rollouts as a batch; every other one is taken for right."""
     advantages_N = np.array([1.0 if i % 2 else -1.0 for i in range(len(rollouts))], dtype=np.float32)
-    return StepBatch(
-        tokens_T=np.concatenate([r.tokens for r in rollouts]),
-        lengths_N=np.array([len(r.tokens) for r in rollouts], dtype=np.int64),
-        prompt_lengths_N=np.array([r.prompt_length for r in rollouts], dtype=np.int64),
-        loss_mask_R=np.concatenate([r.loss_mask for r in rollouts]),
+    return StepBatch.of(
+        rollouts,
         rollout_logprobs_R=np.concatenate([r.logprobs for r in rollouts]),
         rewards_N=(advantages_N > 0).astype(np.float32),
         correct_N=(advantages_N > 0).astype(np.uint8),

@@ -46,6 +46,7 @@ class Batch:
     rollout_logprobs_R: Any = None
     old_logprobs_R: Any = None
     response_lengths_N: Any = field(default_factory=lambda: np.ones(3, np.int64))
+    opens_batch: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Packing: alignment by hand, round trip, padding, and reassembly of context-parallel slices."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from megatron_daro.data.packing import (
     unpack_responses,
 )
 from megatron_daro.errors import DataError
-from megatron_daro.types import StepBatch
+from megatron_daro.types import Sequences, StepBatch
 
 
 def make_batch(shapes: list[tuple[int, int]], seed: int = 0, old: bool = True) -> StepBatch:
@@ -163,6 +163,20 @@ def test_context_parallel_slices_reassemble_to_the_whole(shapes, cp_size, tp_siz
         assert torch.equal(joined, getattr(packed, name)), name
     column = collect_responses([(part.rollout_logprobs_T, part) for part in slices], len(batch.loss_mask_R))
     np.testing.assert_array_equal(column, batch.rollout_logprobs_R)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_sequences_without_columns_of_a_loss_are_packed_like_the_batch_that_has_them(cp_size):
+    batch = make_batch([(2, 3), (1, 4)])
+    sequences = Sequences(**{field.name: getattr(batch, field.name) for field in fields(Sequences)})
+    mine, theirs = (
+        context_parallel_slice(pack(one.select([1, 0]), [1, 0], sequence_multiple=4), cp_size - 1, cp_size).to("cpu")
+        for one in (sequences, batch)
+    )
+    absent = {field.name for field in fields(mine) if getattr(mine, field.name) is None}
+    assert {"advantages_M", "rollout_logprobs_T", "old_logprobs_T"} <= absent
+    for name in {field.name for field in fields(mine)} - absent:
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), name)
 
 
 def test_zigzag_by_hand():

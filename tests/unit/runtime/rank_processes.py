@@ -131,8 +131,12 @@ class Rank:
         metrics = {"loss": step / 4} if self.do_info().reports else {}
         return StepResult(step, metrics, own_s=own_s)
 
+    def do_run_pass(self, name, batch, micro_batches):
+        return batch.rollout_logprobs_R if self.do_info().reports else None
+
     def do_score(self, batch, micro_batches, temperature, base):
-        return batch.rollout_logprobs_R / temperature if self.do_info().reports else None
+        column_R = np.array([-i for length in batch.response_lengths_N for i in range(length)], np.float32)
+        return column_R / temperature if self.do_info().reports else None
 
     def do_start_save(self, directory):
         (directory / f"rank_{self.rank}").write_text(json.dumps(self.seen["weights"]))
@@ -196,7 +200,7 @@ class Handle:
 class World:
     """A PolicyGroup of such processes, tensor_parallel=2 and data_parallel=2."""
 
-    def __init__(self, monkeypatch, folder, *, limits=None, deadlines=None, has_gpus=False):
+    def __init__(self, monkeypatch, folder, *, limits=None, deadlines=None, has_gpus=False, algorithm=None):
         self.folder, self.started, self.meetings, self.warnings = folder, [], [], []
         self.slow, self.device, self.memory, self.snapshots_fail = (), "cpu", 10**6, False
         self.no_place = set()  # of the processes that are started next
@@ -220,7 +224,7 @@ class World:
                 warn=self.warnings.append, run_dir=folder, deadlines=deadlines, actor=self.actor, trainer={"seed": 5}
             ),
             PolicySettings(folder, 1, 32, 1.0, total_steps=10),
-            AlgorithmSection(name="grpo"),
+            algorithm or AlgorithmSection(name="grpo"),
             placement,
             healing=limits,
         )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from rank_processes import run, steps
+from rank_processes import BATCH, run, steps
 
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.runtime import batch_shards
 from megatron_daro.runtime.slow_replicas import STEPS
 from megatron_daro.types import Rollout
 
@@ -23,6 +29,26 @@ def test_scores_are_of_the_rollouts_in_order(world, lengths):
         return await one.policy.score([rollout(length) for length in lengths], temperature=0.5)
 
     assert [column.tolist() for column in run(score())] == [[-2.0 * i for i in range(length)] for length in lengths]
+
+
+def test_shards_of_steps_that_nobody_trains_go_with_the_next_batch(world, monkeypatch):
+    one, put = world(algorithm=AlgorithmSection(name="grpo", old_logprobs="recompute")), []
+    monkeypatch.setattr(batch_shards.ray, "put", lambda shard: put.append(weakref.ref(shard.tokens_T)) or shard)
+
+    def held():
+        gc.collect()
+        return sum(tokens() is not None for tokens in put)
+
+    async def work():
+        await one.policy.start()
+        dropped = [await one.policy.prepare(replace(BATCH, opens_batch=first)) for first in (True, False)]
+        counts = [held()]
+        prepared = await one.policy.prepare(BATCH)
+        counts.append(held())
+        await one.policy.train(prepared, 1)
+        return len(dropped), [*counts, held()]
+
+    assert run(work()) == (2, [4, 2, 0]), "of two replicas each"
 
 
 @pytest.mark.parametrize(
