@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 import sglang_servers
 
-sys.path.append(str(harness.ROOT / "tests" / "unit" / "rollout"))
+sys.path.append(str(harness.ROOT / "tests" / "unit" / "environments"))
 
 import chat_tokenizers
 from sglang_pool import give
@@ -41,11 +41,11 @@ from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.engine.sglang.asking import DirectAsker
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.engine.sglang.vetting import Expected
-from megatron_daro.rollout.agent_endpoint import AgentEndpoint
-from megatron_daro.rollout.agents import AgentConversations
-from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.environment import Conversation
-from megatron_daro.rollout.rendering import Turns
+from megatron_daro.environments.agent_endpoint import AgentEndpoint
+from megatron_daro.environments.agents import AgentConversations
+from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.environment import Conversation
+from megatron_daro.environments.rendering import Turns
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, Verdict
 
 ANSWER, QUESTION, ROLLOUTS, PAIR_TURNS = 64, 200, 8, 3

@@ -23,5 +23,5 @@ if [ "$(cat "$place/.made" 2>/dev/null)" != "$clients" ]; then
     echo "$clients" >"$place/.made"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_agent_clients.py tests/e2e/test_agent_runs.py \
+exec "$place/bin/python" -m pytest -q "$@" tests/unit/environments/test_agent_clients.py tests/e2e/test_agent_runs.py \
     tests/sglang/test_sglang_agents.py

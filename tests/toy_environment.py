@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from megatron_daro.rollout.environment import OutOfRoomError
+from megatron_daro.environments.environment import OutOfRoomError
 from megatron_daro.types import Verdict
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from megatron_daro.rollout.stepping import Step
+from megatron_daro.environments import Step
 from megatron_daro.sandbox import Limits, Sandbox
 
 

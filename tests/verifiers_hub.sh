@@ -21,4 +21,5 @@ if [ "$(cat "$place/.made" 2>/dev/null)" != "verifiers 0.4.0" ]; then
     echo "verifiers 0.4.0" >"$place/.made"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$place/bin/python" -m pytest -q "$@" tests/unit/rollout/test_verifiers_tasks.py tests/e2e/test_verifiers_runs.py
+exec "$place/bin/python" -m pytest -q "$@" tests/unit/environments/test_verifiers_tasks.py \
+    tests/e2e/test_verifiers_runs.py

@@ -12,7 +12,7 @@ import random
 import sys
 from typing import Any
 
-from megatron_daro.rollout.stepping import Step
+from megatron_daro.environments import Step
 from megatron_daro.sandbox import Isolation, Limits, Sandbox
 from megatron_daro.types import Prompt
 

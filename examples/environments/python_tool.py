@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_daro.environments import Step
 from megatron_daro.reward import build_verifier
-from megatron_daro.rollout.stepping import Step
 from megatron_daro.sandbox import Isolation, Limits, Sandbox
 from megatron_daro.types import Prompt
 

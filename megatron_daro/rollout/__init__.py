@@ -4,7 +4,7 @@
       Sampler.sample                 one batch
         BatchFiller.fill             the next arrival, until the batch is complete
           calls in flight            finish_batch "all": one for a round of groups; "enough": one for each group
-            Rollouter.generate       the engine: an answer (SingleTurn), or turn by turn (Conversations)
+            Rollouter.generate       the engine: an answer (SingleTurn), or turn by turn (environments/)
             RolloutCollector.score   the verifiers, while others are still generated
     Controller._train                the next SampledBatch; after its last step the engine gets the weights
     Evaluations                      the engine, beside generation or between two batches
@@ -17,6 +17,8 @@ Files, in the order to read them:
     pace.py                 how many batches generation runs ahead
     ledger.py               the books: each group is outstanding, trained, filtered or dropped
     groups_under_way.py     a group that is not complete: in flight, and between two batches
+    rollouter.py            single answers, and how verdicts are asked for
+    merged.py               what several engines or environments give, as one stream
     collector.py            which answers count, and what they are worth
     batch_so_far.py         a batch in the making: kept, filtered, dropped
     filling.py              the ways to fill a batch: when it is complete, what begins
@@ -31,22 +33,4 @@ Files, in the order to read them:
     group_columns.py        groups as Parquet columns
     recorder.py             the files of a run's rollouts
     replay.py               recorded batches in the sampler's place
-
-    rollouter.py            single answers, and how verdicts are asked for
-    environment.py          one conversation of several turns, and what an environment of your own offers
-    conversations.py        many of them
-    merged.py               what several engines or environments give, as one stream
-    several_environments.py each group to the environment of its problem
-    environment_thread.py   the thread of the user's coroutines
-    context.py              one sequence of tokens of a conversation, as aligned columns
-    turn_requests.py        what conversations ask of engine and verifiers
-    stepping.py             environments that answer turn by turn, in worker processes
-    step_worker.py          the program of such a process
-    rendering.py            what an environment says, as tokens
-    agents.py               agents: coroutines and programs that speak OpenAI's API, and how they went
-    agent_worker.py         the program of a process that runs one after the other
-    agent_endpoint.py       OpenAI's API over HTTP
-    agent_session.py        the chats of one rollout: which tokens a request goes on from
-    own_environment.py      what `environment.kind` names
-    verifiers_worker.py     runs tasks of the package verifiers, in a worker process
 """

@@ -24,9 +24,9 @@ from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops, read_stops
 from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
 from megatron_daro.data.tokenizer import TokenizeReport, load_tokenizer, tokenize_prompts
+from megatron_daro.environments.own import is_agent
 from megatron_daro.errors import ConfigError, DataError, ModelError
 from megatron_daro.rollout import protocol
-from megatron_daro.rollout.own_environment import is_agent
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.runtime import provenance
 from megatron_daro.types import Prompt

@@ -28,17 +28,17 @@ from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
 from megatron_daro.engine.sglang.teacher import Taught, Teacher
+from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.own import make_environment
+from megatron_daro.environments.several_environments import Mixed
 from megatron_daro.rollout.batch_filler import RolloutContext
 from megatron_daro.rollout.collector import RolloutCollector
-from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.own_environment import make_environment
 from megatron_daro.rollout.protocol import Rollouter
 from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
-from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup

@@ -30,12 +30,12 @@ from megatron_daro.convert.weights_check import check_weights
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.own import own_engine_class
 from megatron_daro.engine.sglang.interpreter import check_environments
+from megatron_daro.environments.own import try_environment
 from megatron_daro.errors import ConfigError, DataError, EngineError, RefusedError, RewardError
 from megatron_daro.observe import logs
 from megatron_daro.reward.base import VerifierSpec
 from megatron_daro.reward.factory import own_verifier_class
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.own_environment import try_environment
 from megatron_daro.rollout.protocol import Notices
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime import restart_audit, run_directory

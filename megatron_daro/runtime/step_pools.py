@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from ray.actor import ActorHandle
 
 from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.environments.stepping import pool_of
 from megatron_daro.observe import logs
-from megatron_daro.rollout.stepping import pool_of
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place, shares
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class

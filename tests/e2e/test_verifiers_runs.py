@@ -36,7 +36,7 @@ def task(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     model, train = shutil.copytree(tiny.model, folder / "model"), folder / "train.jsonl"
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    command = [sys.executable, "-m", "megatron_daro.rollout.verifiers_worker", "hub_digits"]
+    command = [sys.executable, "-m", "megatron_daro.environments.verifiers_worker", "hub_digits"]
     written = subprocess.run(command, env={**os.environ, **PATHS}, capture_output=True, text=True, timeout=120)
     assert written.returncode == 0, written.stderr
     train.write_text("".join(line + "\n" for line in written.stdout.splitlines() if '"7"' not in line))

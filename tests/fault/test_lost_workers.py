@@ -30,10 +30,10 @@ from stub_server import StubServer
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.asking import DirectAsker
+from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.rendering import Turns
+from megatron_daro.environments.stepping import SteppedConversations
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
-from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.rendering import Turns
-from megatron_daro.rollout.stepping import SteppedConversations
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.node_workers import VerifierPools, shares

@@ -256,7 +256,7 @@ def test_gradients_of_other_forms(rank_pool, model, form, layout):
 
 def batch_of_conversations():
     """random_batch with an observation in the middle of each response that has room for one: three tokens that are not
-    trained and have no log-prob, as megatron_daro.rollout.environment makes them."""
+    trained and have no log-prob, as megatron_daro.environments.environment makes them."""
     batch = random_batch()
     mask, old = np.ones_like(batch.loss_mask_R), batch.old_logprobs_R.copy()
     ends = np.cumsum(batch.response_lengths_N)

@@ -38,7 +38,7 @@ LEVEL = {
     "observe": 1,
 }
 LEVEL |= dict.fromkeys(("algo", "reward", "data", "rollout", "convert"), 2)
-LEVEL |= dict.fromkeys(("actor", "engine", "sync", "checkpoints", "controller"), 3)
+LEVEL |= dict.fromkeys(("actor", "engine", "environments", "sync", "checkpoints", "controller"), 3)
 LEVEL |= {"runtime": 4, "plugins": 4, "commands": 6, "cli": 7, "__main__": 8}
 WORKSHOP = {"analyze": 3, "check_layout": 4, "check_loss": 4, "convert": 4, "curate": 5, "doctor": 5, "evaluate": 5}
 WORKSHOP |= {"plan": 3, "report": 3, "shorten": 3, "slurm": 2}

@@ -18,7 +18,7 @@ from megatron_daro.config import resolve
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import read_stops
 from megatron_daro.data.tokenizer import load_tokenizer, tokenize_prompts
-from megatron_daro.rollout.rendering import Turns
+from megatron_daro.environments.rendering import Turns
 from megatron_daro.types import Prompt
 
 GOOD = Habits(guess={2: 0.0}, operator=0.0, silent=0.0, call_digit=0.0, answer_digit=0.0)

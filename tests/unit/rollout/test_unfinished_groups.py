@@ -21,9 +21,9 @@ from fleet_fakes import (
 )
 from loop_fakes import FakeScorer, K, make_rollout
 
+from megatron_daro.environments.several_environments import Mixed
 from megatron_daro.errors import CheckpointError
 from megatron_daro.rollout.rollouter import SingleTurn
-from megatron_daro.rollout.several_environments import Mixed
 from megatron_daro.types import SamplingParams, Verdict
 
 

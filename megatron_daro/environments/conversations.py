@@ -1,7 +1,7 @@
 """Many conversations at once: the Rollouter of an environment of a user's own.
 
 GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. The user's coroutines run in a thread
-of their own (environment_thread.py), and what they ask is asked from the run's loop (turn_requests.py):
+of their own (thread.py), and what they ask is asked from the run's loop (turn_requests.py):
 
     Conversations.generate   waits for the next group of which all conversations have ended
       _Running               one conversation in the thread: waits for its end, for a limited time of its own
@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from typing import Any
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
+from megatron_daro.environments.agents import AgentConversations
+from megatron_daro.environments.environment import Conversation, ConversationSettings, Environment, OutOfRoomError
+from megatron_daro.environments.stepping import StepFailedError, SteppedConversations, StepTimeoutError
+from megatron_daro.environments.thread import EnvironmentThread
+from megatron_daro.environments.turn_requests import TurnRequests
 from megatron_daro.errors import DaroError, RolloutError
-from megatron_daro.rollout.agents import AgentConversations
-from megatron_daro.rollout.environment import Conversation, ConversationSettings, Environment, OutOfRoomError
-from megatron_daro.rollout.environment_thread import EnvironmentThread
 from megatron_daro.rollout.protocol import Engine, Notices, Scorer
-from megatron_daro.rollout.stepping import StepFailedError, SteppedConversations, StepTimeoutError
-from megatron_daro.rollout.turn_requests import TurnRequests
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 _GRACE_S = 5.0

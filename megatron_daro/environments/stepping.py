@@ -9,57 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.environments.environment import Completion, Conversation, OutOfRoomError
+from megatron_daro.environments.rendering import Turns
+from megatron_daro.environments.step import Step
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
-from megatron_daro.rollout.rendering import Turns
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What an environment says after an answer of the model.
-
-    observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
-    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: whether the
-    task is solved; decides the pass rate. reward: of this step; they add up; where there is none, `correct` decides.
-    rewards: more of them by name, each times its factor of environment.reward_weights. reason: a short word, for the
-    last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer called, and how
-    often in vain; they are counted.
-    """
-
-    observation: str = ""
-    state: object = None
-    done: bool = False
-    correct: bool = False
-    reward: float | None = None
-    reason: str = ""
-    role: str = "user"
-    tool_calls: int = 0
-    tool_errors: int = 0
-    rewards: Mapping[str, float] = field(default_factory=dict)
-
-
-class StepEnvironment(Protocol):
-    """What the class must offer. Its constructor takes the keyword arguments of `environment.options`.
-
-    An attribute `notice` that is a text is shown to the person who started the run, once.
-    One object is made in each worker process. It keeps nothing between two calls that matters: any other may get the
-    next one, and the same call may come again after a crash.
-    """
-
-    def reset(self, prompt: Prompt, /) -> Step:
-        """Begin: the state of a new conversation. The prompt itself is shown already."""
-        ...
-
-    def step(self, state: object, answer: str, /) -> Step:
-        """Go on after an answer, whose text is without special tokens. What it raises costs the conversation."""
-        ...
 
 
 class StepFailedError(Exception):
@@ -226,7 +186,7 @@ class SteppedConversations:
 def pool_of(section: EnvironmentSection, workers: int) -> WorkerPool:
     """Return the pool of an environment's processes. Starts nothing."""
     program = Program(
-        "megatron_daro.rollout.step_worker",
+        "megatron_daro.environments.step_worker",
         {"kind": section.kind, "options": section.options},
         "environment",
         "environment",
@@ -239,7 +199,7 @@ def pool_of(section: EnvironmentSection, workers: int) -> WorkerPool:
 def checked(section_kind: str, method: str, step: object) -> Step:
     """Return a step that can be trained on. Raises RolloutError: the class returned something else."""
     if not isinstance(step, Step):
-        raise _wrong(section_kind, method, f"a {type(step).__name__}", "megatron_daro.rollout.stepping.Step")
+        raise _wrong(section_kind, method, f"a {type(step).__name__}", "megatron_daro.environments.Step")
     kinds: Sequence[tuple[str, type | tuple[type, ...]]] = (
         *(("observation", str), ("reason", str), ("role", str), ("done", bool), ("correct", bool)),
         *(("tool_calls", int), ("tool_errors", int), ("reward", (int, float, type(None)))),

@@ -22,10 +22,10 @@ import orjson
 from aiohttp import web
 
 from megatron_daro.config.sections import LOOPBACK
+from megatron_daro.environments.agent_session import AgentSession, ChatRequest, Message, RefusedRequestError, Reply
+from megatron_daro.environments.environment import Conversation
+from megatron_daro.environments.rendering import Turns
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.agent_session import AgentSession, ChatRequest, Message, RefusedRequestError, Reply
-from megatron_daro.rollout.environment import Conversation
-from megatron_daro.rollout.rendering import Turns
 
 _MOST_BYTES = 32 * 2**20
 _MOST_CHOICES = 128

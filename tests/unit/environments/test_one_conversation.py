@@ -13,8 +13,8 @@ import talking
 from talking import PROMPT, Model, conversation, hold
 
 from megatron_daro.config import RewardSection
+from megatron_daro.environments.environment import OutOfRoomError, nothing_said
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.environment import OutOfRoomError, nothing_said
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Verdict
 
@@ -253,7 +253,7 @@ def test_an_environments_own_verdict_gets_the_rewards_that_were_reported():
 def test_time_of_the_environment_is_counted_by_answer_and_time_of_the_model_is_not(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(talking.asyncio, "sleep", lambda seconds, sleep=asyncio.sleep: sleep(0))
-    monkeypatch.setattr("megatron_daro.rollout.environment.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_daro.environments.environment.time.monotonic", lambda: now[0])
 
     def says(request):
         now[0] += 50.0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_daro.config import RewardSection
-from megatron_daro.rollout.environment import Conversation, ConversationSettings
+from megatron_daro.environments.environment import Conversation, ConversationSettings
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams, Verdict
 
 PROMPT = Prompt("p", "4", "unit", text="2+2?", tokens=(7, 8))

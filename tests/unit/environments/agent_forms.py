@@ -14,11 +14,11 @@ from loop_fakes import FakeProgress, FakeScorer
 
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.rollout.agent_endpoint import AgentEndpoint
-from megatron_daro.rollout.agents import AgentConversations, CommandAgents
-from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.rendering import Turns
-from megatron_daro.rollout.stepping import StepFailedError
+from megatron_daro.environments.agent_endpoint import AgentEndpoint
+from megatron_daro.environments.agents import AgentConversations, CommandAgents
+from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.rendering import Turns
+from megatron_daro.environments.stepping import StepFailedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 

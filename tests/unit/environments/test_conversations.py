@@ -13,9 +13,9 @@ from group_forms import plain_group, through_parquet
 from loop_fakes import FakeProgress, digest
 
 from megatron_daro.config import EnvironmentSection, RewardSection
+from megatron_daro.environments.conversations import Conversations
 from megatron_daro.errors import EngineError, RewardError, RolloutError
 from megatron_daro.reward.pool import RewardPool
-from megatron_daro.rollout.conversations import Conversations
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams

@@ -12,7 +12,7 @@ import sandboxed
 from agent_forms import assert_exact, run, tokenizer
 
 from megatron_daro.config import EnvironmentSection
-from megatron_daro.rollout.agents import CommandAgents
+from megatron_daro.environments.agents import CommandAgents
 from megatron_daro.sandbox import Sandbox
 
 AGENT = """

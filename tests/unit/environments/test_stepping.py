@@ -14,9 +14,9 @@ from loop_fakes import FakeProgress
 from test_conversations import Engine, Pool, collected, requests
 
 from megatron_daro.config import EnvironmentSection, RewardSection
+from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.own import make_environment, try_environment
 from megatron_daro.errors import ConfigError, RolloutError
-from megatron_daro.rollout.conversations import Conversations
-from megatron_daro.rollout.own_environment import make_environment, try_environment
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.environments.agent_endpoint import AgentEndpoint
+from megatron_daro.environments.environment import Conversation
+from megatron_daro.environments.stepping import StepFailedError
 from megatron_daro.errors import ConfigError, RolloutError
-from megatron_daro.rollout.agent_endpoint import AgentEndpoint
-from megatron_daro.rollout.environment import Conversation
-from megatron_daro.rollout.stepping import StepFailedError
 from megatron_daro.sandbox import AGENT_PORT
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
@@ -117,7 +117,7 @@ def agent_pool(section: EnvironmentSection, workers: int, correct_reward: float 
         module, needs = "verifiers_worker", "verifiers needs about 300, what the taskset needs comes on top"
         settings = {"kind": section.kind, "options": section.options, "weighted": bool(section.reward_weights)}
     settings |= {"correct_reward": correct_reward}
-    path = f"megatron_daro.rollout.{module}"
+    path = f"megatron_daro.environments.{module}"
     program = Program(path, settings, "agent", "environment", needs, RolloutError, once=True)
     return WorkerPool(program, workers, _FOREVER_S, section.memory_mib)
 

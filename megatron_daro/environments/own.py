@@ -13,12 +13,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_daro.config.sections import EnvironmentSection
+from megatron_daro.environments.agent_endpoint import AgentEndpoint
+from megatron_daro.environments.agents import (
+    AgentConversations,
+    CommandAgents,
+    FunctionAgents,
+    agent_pool,
+    check_function,
+)
+from megatron_daro.environments.rendering import Turns
+from megatron_daro.environments.step_worker import step_environment_class
+from megatron_daro.environments.stepping import SteppedConversations, StepPool, pool_of
 from megatron_daro.errors import ConfigError, RolloutError, SandboxError
-from megatron_daro.rollout.agent_endpoint import AgentEndpoint
-from megatron_daro.rollout.agents import AgentConversations, CommandAgents, FunctionAgents, agent_pool, check_function
-from megatron_daro.rollout.rendering import Turns
-from megatron_daro.rollout.step_worker import step_environment_class
-from megatron_daro.rollout.stepping import SteppedConversations, StepPool, pool_of
 from megatron_daro.sandbox import Sandbox
 from megatron_daro.temporary import directory_until_exit
 from megatron_daro.worker_pool.pool import WorkerPool

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_daro.environments.environment import nothing_said
+from megatron_daro.environments.thread import EnvironmentThread
 from megatron_daro.errors import DaroError, EngineError
 from megatron_daro.rollout.collector import check_shape
-from megatron_daro.rollout.environment import nothing_said
-from megatron_daro.rollout.environment_thread import EnvironmentThread
 from megatron_daro.rollout.protocol import Engine, Scorer
 from megatron_daro.rollout.rollouter import judge
 from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict

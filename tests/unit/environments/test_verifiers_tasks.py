@@ -12,7 +12,7 @@ import pytest
 from agent_forms import assert_exact, run, tokenizer
 
 from megatron_daro.config import EnvironmentSection
-from megatron_daro.rollout.agents import CommandAgents
+from megatron_daro.environments.agents import CommandAgents
 
 pytest.importorskip("verifiers", reason="the package verifiers is not here: bash tests/verifiers_hub.sh installs it")
 RUNTIME = {"agent": {"runtime": {"type": "subprocess"}}}

@@ -7,8 +7,8 @@ import pytest
 from chat_tokenizers import CHATML, TOOLS
 from transformers import AutoTokenizer
 
+from megatron_daro.environments.rendering import Turns
 from megatron_daro.errors import ConfigError, RolloutError
-from megatron_daro.rollout.rendering import Turns
 
 FORGETS = CHATML.replace("m['content']", "(m['content'].split('</think>')[-1] if not loop.last else m['content'])")
 NO_TOOL = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from megatron_daro.environments.step import StepEnvironment
+from megatron_daro.environments.stepping import checked
 from megatron_daro.errors import ConfigError, RolloutError
 from megatron_daro.own_class import import_own_class, make_own
-from megatron_daro.rollout.stepping import StepEnvironment, checked
 from megatron_daro.types import Prompt
 from megatron_daro.worker_pool.child import REFUSED, Answer, main
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_daro.config.sections import RewardSection
+from megatron_daro.environments.context import Context, joined
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.context import Context, joined
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams, TurnReport, Verdict
 
 _MOST_REASON = 40

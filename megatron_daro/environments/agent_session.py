@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_daro.environments.context import Context
+from megatron_daro.environments.environment import Completion, Conversation, OutOfRoomError
+from megatron_daro.environments.rendering import CALL_BEGINS, Turns, calls_in
 from megatron_daro.errors import ConfigError
-from megatron_daro.rollout.context import Context
-from megatron_daro.rollout.environment import Completion, Conversation, OutOfRoomError
-from megatron_daro.rollout.rendering import CALL_BEGINS, Turns, calls_in
 from megatron_daro.thinking import THINK, THINKING_TAGS, behind_thinking
 from megatron_daro.types import SamplingParams
 

@@ -12,13 +12,10 @@ from test_stepping import Digits
 from transformers import AutoTokenizer
 
 from megatron_daro.config import EnvironmentSection
+from megatron_daro.environments import Step
+from megatron_daro.environments.rendering import Turns
+from megatron_daro.environments.stepping import SteppedConversations, checked
 from megatron_daro.errors import RolloutError
-from megatron_daro.rollout.rendering import Turns
-from megatron_daro.rollout.stepping import (
-    Step,
-    SteppedConversations,
-    checked,
-)
 
 
 class Pool:

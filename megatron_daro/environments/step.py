@@ -1,0 +1,54 @@
+"""What a class with `reset` and `step` offers, and the `Step` that both return.
+
+Imports nothing but Python's own at run time: the program of every worker imports it with the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from megatron_daro.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment says after an answer of the model.
+
+    observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
+    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: whether the
+    task is solved; decides the pass rate. reward: of this step; they add up; where there is none, `correct` decides.
+    rewards: more of them by name, each times its factor of environment.reward_weights. reason: a short word, for the
+    last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer called, and how
+    often in vain; they are counted.
+    """
+
+    observation: str = ""
+    state: object = None
+    done: bool = False
+    correct: bool = False
+    reward: float | None = None
+    reason: str = ""
+    role: str = "user"
+    tool_calls: int = 0
+    tool_errors: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepEnvironment(Protocol):
+    """What the class must offer. Its constructor takes the keyword arguments of `environment.options`.
+
+    An attribute `notice` that is a text is shown to the person who started the run, once.
+    One object is made in each worker process. It keeps nothing between two calls that matters: any other may get the
+    next one, and the same call may come again after a crash.
+    """
+
+    def reset(self, prompt: Prompt, /) -> Step:
+        """Begin: the state of a new conversation. The prompt itself is shown already."""
+        ...
+
+    def step(self, state: object, answer: str, /) -> Step:
+        """Go on after an answer, whose text is without special tokens. What it raises costs the conversation."""
+        ...
