@@ -188,7 +188,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         progress,
         phases,
         rollout=rollout | ({"keep_surplus": True} if schedule.early and schedule.staleness else {}),
-        minibatches=schedule.minibatches,
+        steps_per_batch=schedule.minibatches,
         finish_batch="enough" if schedule.early else "all",
         deadlines=Deadlines(),
         scorer=FakeScorer(schedule.seed),
