@@ -167,9 +167,9 @@ def workload_of(row: Row) -> Workload:
         fp8=row["precision"] in ("fp8", "mxfp8", "fp8-block"),
         samples=samples,
         generated=samples,
-        updates=samples // int(row["update_batch"]) if rl else 1,
+        minibatches=samples // int(row["update_batch"]) if rl else 1,
         staleness=int(row["staleness"] or 0),
-        # From 0.7 on NeMo-RL's recipes leave out the policy's pass where an update is a batch (force_on_policy_ratio).
+        # From 0.7 on NeMo-RL's recipes leave out the policy's pass where a step is a batch (force_on_policy_ratio).
         extra_passes=int(row["logprob_passes"] or 2) if rl else 0,
         mean_prompt=float(PROMPT_TOKENS if rl else 0),
         longest=longest,

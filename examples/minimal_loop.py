@@ -110,7 +110,7 @@ class Trainer:
         all_MSV = torch.log_softmax(logits_MSV / self.config.rollout.temperature, dim=-1)
         logprobs_MS = all_MSV.gather(2, columns["tokens"][:, 1:, None])[..., 0]
         clip = (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
-        # One update per batch: the old policy is the current one, and the ratio is 1.
+        # One step per batch: the old policy is the current one, and the ratio is 1.
         old_MS, advantages_MS = logprobs_MS.detach(), advantages_M[:, None]
         losses_MS = clipped_token_loss(logprobs_MS, old_MS, advantages_MS, *clip, mask=mask_MS).double()
         loss = (coefficients_M * losses_MS.sum(1)).sum()

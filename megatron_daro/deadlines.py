@@ -33,7 +33,7 @@ class Deadlines:
     """Until an engine can generate (a server loads its model)."""
     workers_start: float = 300.0
     """Until processes that ask servers, or verify, are ready: each time they are started."""
-    generate: float = 7200.0
+    next_group: float = 7200.0
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
     """Until an engine acknowledged an abort."""

@@ -194,7 +194,7 @@ def run_items(given: argparse.Namespace) -> int:
     from megatron_daro.actor import device as devices
     from megatron_daro.actor import parallel
 
-    device = devices.prepare()
+    device = devices.current()
     on, rows = facts(device), read(given.out)
     done = {row["name"] for row in rows if given.resume and row["on"] == on and row["result"] in DONE}
     items = [(name, run, f"{title}: {name}") for title, some in parts().items() for name, run in some.items()]

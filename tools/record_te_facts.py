@@ -65,7 +65,8 @@ def _pretend() -> None:
     from megatron_daro.actor import cpu, device
 
     cpu.install()
-    device.prepare = lambda: torch.device("cpu")
+    device.prepare = lambda: None
+    device.current = lambda: torch.device("cpu")
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1

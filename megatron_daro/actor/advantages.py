@@ -167,6 +167,6 @@ def _token_columns(algorithm: Algorithm, batch: StepBatch, token_rewards_R: Tens
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:
     """Context-parallel ranks hold the same samples, so the sum does not run over them."""
-    total = values.detach().to(device.prepare(), torch.float64, copy=True)
+    total = values.detach().to(device.current(), torch.float64, copy=True)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.cpu()

@@ -142,7 +142,7 @@ class _ValueLoss:
 
     def __init__(self, model: ValueModel, tokens: int, clip: float | None) -> None:
         self._model, self._scale, self._clip = model, 1.0 / max(tokens, 1), clip
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device.prepare())
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device.current())
 
     def micro_batch(self, packed: PackedMicroBatch, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """As `StepLoss.micro_batch`."""

@@ -19,17 +19,21 @@ import torch
 from megatron_daro.actor import cpu
 
 
-def prepare() -> torch.device:
-    """Make this process ready for Megatron-core and return its device: the GPU of its number on the host, or the CPU,
-    for which the redirection of actor/cpu.py is installed."""
-    if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        torch.cuda.set_device(index)
+def prepare() -> None:
+    """Make this process ready for the first import of megatron.core: without a GPU, its CUDA calls go to the CPU."""
+    if current().type == "cuda":
         _have_transformer_engine_take_torchs_cudnn()
-        return torch.device("cuda", index)
+    else:
+        cpu.install()
 
-    cpu.install()
-    return torch.device("cpu")
+
+def current() -> torch.device:
+    """Return the device of this process, the GPU of its number on the host or the CPU, and use it in this thread."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def packed_micro_batches(
         whole = pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
         check_labels(whole.labels_T, vocab_size)
         check_numbers(whole, config.num_moe_experts or 0)
-        packs.append(context_parallel_slice(whole, rank, context).to(device.prepare()))
+        packs.append(context_parallel_slice(whole, rank, context).to(device.current()))
     return packs
 
 
@@ -248,7 +248,7 @@ def _join_context(column_R: np.ndarray) -> np.ndarray:
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return column_R
-    own_R = torch.from_numpy(column_R).to(device.prepare())
+    own_R = torch.from_numpy(column_R).to(device.current())
     known_R = (~own_R.isnan()).float()
     values_R = own_R.nan_to_num()
     torch.distributed.all_reduce(values_R, group=group)

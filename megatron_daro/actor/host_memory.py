@@ -43,7 +43,7 @@ class HostMemory:
         self._models = models
         self._away: dict[MemoryKind, _Away] = {}
         self._blocks: dict[MemoryKind, list[Tensor]] = {}
-        self._where = device.prepare()
+        self._where = device.current()
 
     @property
     def device(self) -> torch.device:

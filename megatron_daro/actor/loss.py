@@ -94,7 +94,7 @@ def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes
     lengths_N, size = torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt
     classes_N = torch.zeros_like(lengths_N) if classes_N is None else classes_N
     own = BatchTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
-    vector = own.vector().to(device.prepare())
+    vector = own.vector().to(device.current())
     dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
     return BatchTotals.from_vector(vector.cpu(), num_classes)
 
@@ -117,7 +117,7 @@ class StepLoss:
             batch: this rank's shard of the step.
         """
         self._settings, self._output = settings, output
-        samples, on = _samples(batch), device.prepare()
+        samples, on = _samples(batch), device.current()
         classes_N, num_classes = algorithm.classes_of(samples), len(algorithm.classes[1])
         self.totals = global_totals(batch, classes_N, num_classes)
         self._cells_N = (samples.bins_N * num_classes + classes_N).to(on)

@@ -327,7 +327,7 @@ def build_model(
 ) -> list[HiddenStateGPTModel]:
     """Return this rank's parts of the model, with uninitialised weights, on this process's device."""
     chunks = bare_model(shape, config, transformer_engine=transformer_engine, kind=kind)
-    return [chunk.to(device.prepare()) for chunk in chunks]
+    return [chunk.to(device.current()) for chunk in chunks]
 
 
 def bare_model(

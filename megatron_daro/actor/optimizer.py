@@ -160,6 +160,6 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
 
 def _finite_everywhere(value: float) -> bool:
     """Return the same answer on every rank: a norm may be taken over a part of the world only."""
-    flag = torch.tensor([float(math.isfinite(value))], device=device.prepare())
+    flag = torch.tensor([float(math.isfinite(value))], device=device.current())
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
     return bool(flag.item() > 0)

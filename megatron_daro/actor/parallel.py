@@ -61,7 +61,7 @@ class Layout:
 def configure_process(*, expandable_segments: bool) -> tuple[str, ...]:
     """Set up a rank that has its process to itself, before its first process group: how memory is allocated, the CPUs
     near its GPU. Returns what a person should know of it."""
-    target = device.prepare()
+    target = device.current()
     if expandable_segments:
         device.expand_segments(target)
     return device.bind_to_numa_node(target)
@@ -78,7 +78,7 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
         timeout_s: limit of every collective, in seconds.
     """
     os.environ.update(nccl_environment.nccl_of_rank(os.environ))
-    target = device.prepare()
+    target = device.current()
     backend = "nccl" if target.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,

@@ -44,7 +44,7 @@ class PendingSnapshot:
         """Begin. Args: storages: of `storages_of`. slot: of `DoubleBuffer.open`. rest: what is small."""
         self._slot, self._serial = slot, serial
         self._error: BaseException | None = None
-        self._where = device.prepare()
+        self._where = device.current()
         slot.layout, slot.rest = layout_of(storages), rest
         self._ready = torch.cuda.current_stream().record_event()
         self._thread = threading.Thread(target=self._run, args=(storages,), name="snapshot", daemon=True)

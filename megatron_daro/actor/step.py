@@ -89,7 +89,7 @@ class OwnTime:
             config.finalize_model_grads_func = reduce_gradients
 
     def _mark(self) -> None:
-        if device.prepare().type != "cuda":
+        if device.current().type != "cuda":
             self._marks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)

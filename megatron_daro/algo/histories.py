@@ -32,7 +32,7 @@ class HaDw(SampleAlgorithm):
     passed, C is the mean of their y (the paper's hard update, eq. 134), and the first step's own y before there is any.
 
     A step is an optimizer step here, and a batch of several in the paper: with `every="batch"` C stays as it is over
-    all updates of a batch, and moves by the pass rate of all of them when the next batch begins.
+    all steps of a batch, and moves by the pass rate of all of them when the next batch begins.
 
     Source: arXiv 2601.08521, eq. 7 to 17; scale 1.3 is the best of its table 7. eta's factor and the window are not
     printed: chosen 1 and 10.

@@ -72,11 +72,11 @@ def plan(
     else:
         workload = workload_of(config, shape, mean_response=mean_response, mean_prompt=mean_prompt)
     result = search(workload, kind, gpus, constants=constants, best=best)
-    updates = config.trainer.steps_per_batch
+    per_batch = config.trainer.steps_per_batch
     rows = _sync_rows(config, shape, result, kind) if sync else []
-    _show(result, workload, kind, Bill(-(-config.trainer.steps // updates), price), rows, as_json)
+    _show(result, workload, kind, Bill(-(-config.trainer.steps // per_batch), price), rows, as_json)
     if scaling:
-        _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // updates, scaling)
+        _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // per_batch, scaling)
     if write:
         chosen = options_of(result.choices[0])
         write_options(recipe, chosen)

@@ -128,10 +128,10 @@ class DataSection(Section):
     pass_rates: Annotated[tuple[Share, Share], AfterValidator(_ordered)] | None = None
     """Only problems whose stored pass rate lies between these two, both inside; one without is an error. Unset: all."""
     shuffle: bool = True
-    """Shuffle in each epoch, from trainer.seed."""
+    """Shuffle anew for each pass over the problems, from trainer.seed."""
     order: Literal["epochs", "curriculum", "prioritised"] = "epochs"
-    """epochs: each problem once an epoch; curriculum: easy to hard, by stored pass rates; prioritised: by recent
-    failure in this run, at first by stored pass rates."""
+    """epochs: one pass over the problems after the other; curriculum: easy to hard, by stored pass rates; prioritised:
+    by recent failure in this run, at first by stored pass rates."""
     curriculum: CurriculumSection = CurriculumSection()
     """Options of order curriculum."""
     prioritised: PrioritisedSection = PrioritisedSection()
@@ -187,7 +187,7 @@ class RolloutSection(Section):
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
     """Keep groups beyond the batch for the next one, unfinished ones with their tokens so far. Needs max_staleness
-    >= 1; generation runs ahead by one batch fewer."""
+    >= 1."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
     """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
     prompts_per_batch groups are trainable; auto: all with the embedded engine, else enough."""

@@ -1,4 +1,4 @@
-"""Orders of the training prompts: shuffled epochs, easy to hard, and by how often the run failed lately.
+"""Orders of the training prompts: passes over all of them, easy to hard, and by how often the run failed lately.
 
 `next(n)` hands prompts to the sampler, `observe` takes the outcomes of finished groups, and the state goes into the
 checkpoint. Every draw is a function of (seed, number of the draw, state) in integers, so a resumed run draws what the
@@ -94,7 +94,7 @@ class _Order(ABC):
 
 
 class PromptSource(_Order):
-    """Each prompt once per epoch."""
+    """Each prompt once per epoch, a pass over all prompts (not over a batch, as elsewhere)."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first prompt of epoch 0.

@@ -30,7 +30,7 @@ _BURST = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
+class RolloutParts:
     """What groups are made of.
 
     section: the configuration's rollout section. rollouter: generates and scores. source: gives prompts.
@@ -49,11 +49,11 @@ class RolloutContext:
 class BatchFiller:
     """Keeps groups in flight until the batch is complete."""
 
-    def __init__(self, context: RolloutContext, finish_batch: FinishBatch) -> None:
+    def __init__(self, parts: RolloutParts, finish_batch: FinishBatch) -> None:
         """Start nothing."""
-        self._context, self._section = context, context.section
-        self._size = context.section.rollouts_per_prompt
-        self._filling = FILLINGS[finish_batch](context.section)
+        self._parts, self._section = parts, parts.section
+        self._size = parts.section.rollouts_per_prompt
+        self._filling = FILLINGS[finish_batch](parts.section)
 
     async def fill(self, batch: BatchSoFar, unfinished: Sequence[UnfinishedGroup]) -> tuple[UnfinishedGroup, ...]:
         """Add groups to the batch until it is complete. The first failure ends everything that is in flight.
@@ -83,7 +83,7 @@ class BatchFiller:
                 await self._abort_in_flight(batch, flight)
         finally:
             await self._end(flight)
-        batch.rounds += self._filling.ended(batch, flight)
+        batch.rounds += self._filling.count_rounds(batch, flight)
         self._warn_incomplete(flight)
         return tuple(sorted((*flight.to_resume, *flight.unfinished), key=lambda group: group.group_id))
 
@@ -113,8 +113,8 @@ class BatchFiller:
         """So many groups that the batch before left unfinished, by id."""
         groups = [flight.to_resume.popleft() for _ in range(count)]
         for group in groups:
-            self._context.ledger.resume(group.group_id)
-            self._context.collector.counters.groups_resumed += 1
+            self._parts.ledger.resume(group.group_id)
+            self._parts.collector.counters.groups_resumed += 1
         return {group.group_id: group.in_flight() for group in groups}
 
     def _admit(self, flight: Flight, count: int) -> dict[int, GroupInFlight]:
@@ -123,7 +123,7 @@ class BatchFiller:
         if count <= 0:
             return {}
         flight.admitted += count
-        return admit(self._context.source, self._context.ledger, count)
+        return admit(self._parts.source, self._parts.ledger, count)
 
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
         """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
@@ -133,16 +133,16 @@ class BatchFiller:
                 return
             if attempt > 0:
                 for group_id in wanted:
-                    self._context.ledger.retry(group_id)
-            requests = [self._context.collector.request(i, entry) for i, entry in wanted.items()]
+                    self._parts.ledger.retry(group_id)
+            requests = [self._parts.collector.request(i, entry) for i, entry in wanted.items()]
             await self._attempt(flight, requests, groups)
 
     async def _attempt(
         self, flight: Flight, requests: Sequence[GroupRequest], groups: dict[int, GroupInFlight]
     ) -> None:
         """One call of the engine; answers are verified while others are still generated."""
-        collector = self._context.collector
-        iterator = self._context.rollouter.generate(requests)
+        collector = self._parts.collector
+        iterator = self._parts.rollouter.generate(requests)
         try:
             async with asyncio.TaskGroup() as scoring:
                 # No deadline of its own: it may wait behind others. `_next_arrival` waits for the next of them all.
@@ -161,7 +161,7 @@ class BatchFiller:
     async def _next_arrival(self, flight: Flight) -> asyncio.Task[None] | None:
         """Wait for the end of a call, or for all rollouts of one of its groups (None)."""
         what = f"the engine, with {len(flight.calls)} calls in flight"
-        return await self._context.deadlines.within("generate", flight.arrivals.get(), what=what)
+        return await self._parts.deadlines.within("next_group", flight.arrivals.get(), what=what)
 
     def _take_groups(self, batch: BatchSoFar, flight: Flight, call: asyncio.Task[None]) -> None:
         """Take the groups of a call that ended, by id. Raises what ended it."""
@@ -172,26 +172,26 @@ class BatchFiller:
             missing = entry.missing(self._size)
             aborted = flight.stopping and (missing or entry.unscored)
             if aborted or entry.is_set_aside(self._size):
-                self._context.collector.counters.groups_aborted += bool(aborted)
+                self._parts.collector.counters.groups_aborted += bool(aborted)
                 flight.unfinished.append(entry.unfinished(group_id))
                 continue
             if missing:
                 flight.incomplete.append((group_id, missing))
-                self._context.collector.discard(entry.unfinished(group_id))
+                self._parts.collector.discard(entry.unfinished(group_id))
             batch.classify(entry.group(group_id), not missing)
 
     async def _abort_in_flight(self, batch: BatchSoFar, flight: Flight) -> None:
         """Abort what is in flight, since the batch is complete. Groups that were about to end are surplus."""
         flight.stopping = True
-        ids, deadlines = flight.group_ids(), self._context.deadlines
-        await deadlines.within("abort", self._context.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
+        ids, deadlines = flight.group_ids(), self._parts.deadlines
+        await deadlines.within("abort", self._parts.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
         if scoring:  # All that is left of it is verification, which has its own deadline.
             await asyncio.wait(scoring, timeout=deadlines.score)
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:
-            self._context.notices.warn(
+            self._parts.notices.warn(
                 f"{len(stuck)} groups did not end within {deadlines.abort:g} s of their abort (the first: group "
                 f"{min(flight.calls[stuck[0]])}); they are left behind with what they have. Look at the engine's log"
             )
@@ -210,9 +210,9 @@ class BatchFiller:
         flight.stopping = True
         ids = flight.group_ids()
         try:
-            await self._context.deadlines.within("abort", self._context.rollouter.abort(ids), what=f"{len(ids)} groups")
+            await self._parts.deadlines.within("abort", self._parts.rollouter.abort(ids), what=f"{len(ids)} groups")
         except DaroError as error:
-            self._context.notices.warn(f"{len(ids)} groups could not be aborted: {error}")
+            self._parts.notices.warn(f"{len(ids)} groups could not be aborted: {error}")
         finally:
             await self._cancel(list(flight.calls))
 
@@ -220,7 +220,7 @@ class BatchFiller:
         """Cancel and wait, not for ever: closing an iterator may take the whole deadline of an abort."""
         for call in calls:
             call.cancel()
-        await asyncio.wait(calls, timeout=2 * self._context.deadlines.abort)
+        await asyncio.wait(calls, timeout=2 * self._parts.deadlines.abort)
         for call in calls:
             if call.done():
                 mark_as_seen(call)  # Another error, or the cancellation, is the one that is raised.
@@ -228,7 +228,7 @@ class BatchFiller:
     def _warn_incomplete(self, flight: Flight) -> None:
         if flight.incomplete:
             group_id, missing = flight.incomplete[0]
-            self._context.notices.warn(
+            self._parts.notices.warn(
                 f"{len(flight.incomplete)} groups were still incomplete after {_MAX_ATTEMPTS} attempts "
                 f"and are dropped (the first: group {group_id}, rollouts {list(missing)})"
             )

@@ -39,8 +39,9 @@ class Filling(Protocol):
         """Split groups that begin into calls of the engine."""
         ...
 
-    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Take note of what was kept, and return how many rounds of prompts it took, for metrics and messages."""
+    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Return how many rounds of prompts a batch that is complete took, for metrics and messages. Called once, so a
+        way may learn here what it kept."""
         ...
 
 
@@ -71,7 +72,7 @@ class InRounds:
         """All together."""
         return [groups]
 
-    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
+    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
         """Return the rounds."""
         return flight.times_begun
 
@@ -102,8 +103,8 @@ class Continuous:
         """Each by itself."""
         return [{group_id: entry} for group_id, entry in groups.items()]
 
-    def ended(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return the prompts, in rounds."""
+    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Return the prompts, in rounds, and learn the share of kept groups for the next batch."""
         self._keep_rate = self._rate(batch)
         return math.ceil(flight.admitted / self._section.prompts_requested)
 

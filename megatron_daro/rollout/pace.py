@@ -10,10 +10,8 @@ import asyncio
 
 
 class Pace:
-    """Batch m (from 0) may be generated once batch m - 1 - batches_ahead is trained and the engine has its weights.
-
-    batches_ahead 0 alternates the two; at 1 batch m is generated while batch m - 1 is trained. No batch is
-    begun that would be trained after the run's last step.
+    """Batch m (from 0) may be generated once batch m - 1 - batches_ahead is trained and the engine has its weights: 0
+    alternates the two, 1 overlaps them. No batch is begun that would be trained after the run's last step.
     """
 
     def __init__(self, steps: int, batches_ahead: int) -> None:

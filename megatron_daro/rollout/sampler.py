@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_daro.config.sections import FinishBatch
 from megatron_daro.errors import CheckpointError, DataError
-from megatron_daro.rollout.batch_filler import BatchFiller, RolloutContext
+from megatron_daro.rollout.batch_filler import BatchFiller, RolloutParts
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.groups_under_way import UnfinishedGroup
@@ -33,7 +33,7 @@ class Sampler:
 
     def __init__(
         self,
-        context: RolloutContext,
+        parts: RolloutParts,
         scorer: Scorer,
         *,
         finish_batch: FinishBatch,
@@ -45,30 +45,30 @@ class Sampler:
         """Start nothing.
 
         Args:
-            context: what groups are made of. scorer: the verifiers, whose failed starts are counted.
+            parts: what groups are made of. scorer: the verifiers, whose failed starts are counted.
             finish_batch: whether a batch waits for all of its groups, or for enough of them.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
             max_empty_batches: batches in a row that may come out empty; more where an answer takes several of them.
         """
-        self._section = context.section
-        self._source = context.source
-        self._notices = context.notices
-        self._collector = context.collector
-        self._rollouter = context.rollouter
+        self._section = parts.section
+        self._source = parts.source
+        self._notices = parts.notices
+        self._collector = parts.collector
+        self._rollouter = parts.rollouter
         self._scorer = scorer
-        self._filler = BatchFiller(context, finish_batch)
+        self._filler = BatchFiller(parts, finish_batch)
         self._kept_bins = kept_bins
-        self._max_lag = context.section.max_staleness * steps_per_batch
+        self._max_lag = parts.section.max_staleness * steps_per_batch
         # A group that begins in the first of them can end as late as in the last of its segments.
-        self._max_empty = max_empty_batches + context.section.segments - 1
-        self.ledger = context.ledger
+        self._max_empty = max_empty_batches + parts.section.segments - 1
+        self.ledger = parts.ledger
         self._surplus: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()
         self._short_batches = 0
         self._recorder = recorder
-        self._deadlines = context.deadlines
+        self._deadlines = parts.deadlines
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continue where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.

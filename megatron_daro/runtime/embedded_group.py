@@ -5,7 +5,7 @@ its batches); the policy's ranks hand buckets of weights to every replica.
 
 A replica that was started again gets the weights as they are now, and is asked for all of its requests once more, those
 that it had answered too: rows that are decoded together decide each other's last bits. What was handed on is not handed
-on twice. So the run goes on as if nobody had died.
+on twice. So the run goes on as if nobody had died. A replica that refuses its weights ends the run.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class EngineGroup:
         self._fatal = self._fatal or error
         self._tell()
 
-    async def ended(self) -> Exception:
+    async def fatal_error(self) -> Exception:
         """Wait until a replica does not come back, and return why; for the run's supervisor."""
         while self._fatal is None:
             await self._changed.wait()

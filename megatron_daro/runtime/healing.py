@@ -1,11 +1,17 @@
-"""Ranks that die are replaced, and all go back to the newest snapshot that every rank has.
+"""Ranks that die are replaced, and all ranks go back to the newest snapshot that every one of them has.
 
-After each optimizer step the ranks take a snapshot (actor/snapshot.py) and each sends a copy to its peer, a rank of
-another node where there is one. The snapshot is committed once all of that is done. When a rank dies, living ranks stay
-processes: they leave their process groups, get a new process in the place of the dead one, build the policy around new
-groups, and fill it from the snapshot. The step that came after it, if one did, is repeated from its batch: the next
-step begins when the snapshot before it is committed. Whatever cannot be healed ends the run with the cause, as without
-all this: it resumes from a checkpoint. A process that is frozen is killed, and is a dead one from then on.
+After each optimizer step every rank copies its state to host memory (actor/snapshot.py) and sends a copy to its peer, a
+rank of another node where there is one. The snapshot is committed once every rank and its peer have it. The next step
+waits for that, so a death costs at most one step. When a rank dies:
+
+    abort     living ranks give up the collective calls in which they wait for it
+    leave     they leave their process groups, but stay processes, and say which snapshots they keep
+    replace   a new process takes the place of the dead one and gets its state from whoever keeps a copy; all meet in
+              new groups, build the policy anew and fill it from the snapshot
+    repeat    the step that came after the snapshot, if one did, is done again from its batch
+
+Where that fails the run ends with the cause, as without all this, and resumes from a checkpoint. A process that is
+frozen is killed, and is a dead one from then on.
 
 What a loss leads to is decided in healing_states.py and done here. PolicyGroup calls this with its lock held; the watch
 over the processes is the only other caller.
@@ -64,8 +70,8 @@ class Healing:
         self._deadlines, self._warn = run.deadlines, run.progress.warn
         self.keeps: Keeps = "none"
         self.remark = ""
-        self.epoch = 0
-        """How often ranks were replaced."""
+        self.replacements = 0
+        """Times that lost ranks were replaced."""
         self.counts = dict.fromkeys(("recovery/ranks_replaced", "recovery/steps_repeated", "recovery/total_s"), 0.0)
         """Metrics, since the run began or was resumed."""
         self._peers: list[int | None] = []
@@ -73,8 +79,8 @@ class Healing:
         self._pending: asyncio.Task[None] | None = None  # the snapshot that is being taken
         self.state = states.State(limits.per_hour)
 
-    async def prepare(self) -> None:
-        """Settle who keeps what, and take the first snapshot. The ranks have their policy."""
+    async def take_first_snapshot(self) -> None:
+        """Settle who keeps snapshots, as memory allows, and take the first one. The ranks have their policy."""
         answers = await self._ranks.all(lambda worker: worker.snapshot_bytes.remote())
         sizes, free = [size for size, _ in answers], [available for _, available in answers]
         infos = self._ranks.infos
@@ -97,7 +103,7 @@ class Healing:
         self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
 
     def watched(self, name: str, worker: ActorHandle) -> None:
-        """Take in that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
+        """Take note that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
         workers = self._ranks.workers
         if workers.get(name) is worker:
             self._lose([list(workers).index(name)])
@@ -144,7 +150,7 @@ class Healing:
 
     async def _snapshot_if_needed(self) -> None:
         """Begin a snapshot, unless healing took one of the same state."""
-        if self.state.updates:
+        if self.state.steps:
             await self._start_snapshot()
 
     async def snapshot_now(self) -> None:
@@ -216,10 +222,10 @@ class Healing:
                     event: states.Event = await self._leave()
                 case states.Replace():
                     event = await self._replace(action)
-                case states.Repeat(updates):
-                    event = await self._repeat_updates(updates)
-                case states.Report(ranks, steps):
-                    self._report(ranks, steps, time.perf_counter() - started)
+                case states.Repeat(steps):
+                    event = await self._repeat_steps(steps)
+                case states.Report(ranks, num_steps):
+                    self._report(ranks, num_steps, time.perf_counter() - started)
                     return
             action = self._take(event)
 
@@ -276,19 +282,19 @@ class Healing:
         await self._ranks.all(lambda worker: worker.restore.remote(plan.snapshot))
         return states.Restored(plan.snapshot)
 
-    async def _repeat_updates(self, updates: tuple[states.Update, ...]) -> states.Event:
-        for _, batch, step in updates:
+    async def _repeat_steps(self, steps: tuple[states.DoneStep, ...]) -> states.Event:
+        for _, batch, step in steps:
             await self._repeat(batch, step)
         await self.snapshot_now()
-        return states.Repeated(len(updates))
+        return states.Repeated(len(steps))
 
-    def _report(self, ranks: tuple[int, ...], steps: int, seconds: float) -> None:
-        self.epoch += 1
+    def _report(self, ranks: tuple[int, ...], num_steps: int, seconds: float) -> None:
+        self.replacements += 1
         self.counts["recovery/ranks_replaced"] += len(ranks)
-        self.counts["recovery/steps_repeated"] += steps
+        self.counts["recovery/steps_repeated"] += num_steps
         self.counts["recovery/total_s"] += seconds
         what = ", ".join(f"rank {rank}" for rank in dict.fromkeys(ranks))
-        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {steps}")
+        self._warn(f"{what} died and was replaced in {seconds:.1f} s; steps repeated: {num_steps}")
 
     async def _look(self) -> dict[int, SnapshotSerials]:
         """Return what living ranks keep. Waits for slow ones; frozen ones `end_hung` kills meanwhile."""

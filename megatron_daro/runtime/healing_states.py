@@ -4,8 +4,8 @@
                                     ^                        |                             |
                                     +--------------- another rank is lost -----------------+
 
-From each it may be over: too many losses, a state that nobody has, no place in time, a failure that is no loss.
-`Healing` tells `after` what happened, and does what it answers.
+From each the run may be over: more losses in an hour than allowed, a rank whose state nobody has, no node with room in
+time, an error that is not a lost rank. `Healing` calls `after` with each event, and does the action that it returns.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from megatron_daro.runtime.workers import RankInfo
 from megatron_daro.types import StepBatch
 
 _HOUR_S = 3600.0
-Update = tuple[int, StepBatch, int]
-"""An optimizer step: number of the first snapshot that has it, its batch, its number."""
+DoneStep = tuple[int, StepBatch, int]
+"""An optimizer step that was done: number of the first snapshot that has it, its batch, its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """per_hour: most ranks that are replaced. lost: ranks whose process is gone, and has no successor yet.
 
-    begun: number of the newest snapshot. committed: of the newest that every rank and its peer have. updates: since
-    then. replaced_s: times, of the last hour. replaced: ranks since work stopped. failure: why it is over.
+    begun: number of the newest snapshot. committed: of the newest that every rank and its peer have. steps: done
+    since then. replaced_s: when ranks were replaced, of the last hour. replaced: which, since work stopped. failure:
+    why it is over.
     """
 
     per_hour: int
@@ -40,7 +41,7 @@ class State:
     lost: frozenset[int] = frozenset()
     begun: int = 0
     committed: int = 0
-    updates: tuple[Update, ...] = ()
+    steps: tuple[DoneStep, ...] = ()
     replaced_s: tuple[float, ...] = ()
     replaced: tuple[int, ...] = ()
     failure: Exception | None = None
@@ -100,7 +101,7 @@ class Restored:
 class Repeated:
     """They have done these steps again, and hold a snapshot of what came out."""
 
-    steps: int
+    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Replace:
 class Repeat:
     """Do these steps again, then take a snapshot."""
 
-    updates: tuple[Update, ...]
+    steps: tuple[DoneStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Report:
     """Tell a person which ranks were replaced, and how many steps were repeated."""
 
     ranks: tuple[int, ...]
-    steps: int
+    num_steps: int
 
 
 Action = Abort | Leave | Replace | Repeat | Report
@@ -161,11 +162,11 @@ def after(state: State, event: Event) -> tuple[State, Action | None]:
     """Return the state after an event, and what is to be done now."""
     match event:
         case Trained(batch, step):
-            return replace(state, updates=(*state.updates, (state.begun + 1, batch, step))), None
+            return replace(state, steps=(*state.steps, (state.begun + 1, batch, step))), None
         case SnapshotBegun():
             return replace(state, begun=state.begun + 1), None
         case SnapshotCommitted(number):
-            return replace(state, committed=number, updates=_since(state, number)), None
+            return replace(state, committed=number, steps=_since(state, number)), None
         case Lost(ranks):
             is_news = state.phase == "training" and not ranks <= state.lost
             return replace(state, lost=state.lost | ranks), Abort() if is_news else None
@@ -175,8 +176,8 @@ def after(state: State, event: Event) -> tuple[State, Action | None]:
             return _after_leaving(state, event)
         case Restored(number):
             return replace(state, phase="repeating"), Repeat(_since(state, number))
-        case Repeated(steps):
-            return replace(state, phase="training", replaced=()), Report(state.replaced, steps)
+        case Repeated(num_steps):
+            return replace(state, phase="training", replaced=()), Report(state.replaced, num_steps)
         case Failed(error):
             if state.lost and isinstance(error, WorkerError):
                 return state, None  # work is still stopped: all over again, with what is lost by now
@@ -186,8 +187,8 @@ def after(state: State, event: Event) -> tuple[State, Action | None]:
             return replace(state, phase="over", failure=error), None
 
 
-def _since(state: State, snapshot: int) -> tuple[Update, ...]:
-    return tuple(update for update in state.updates if update[0] > snapshot)
+def _since(state: State, snapshot: int) -> tuple[DoneStep, ...]:
+    return tuple(step for step in state.steps if step[0] > snapshot)
 
 
 def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:

@@ -180,9 +180,9 @@ async def _train(
         except BaseException:
             await controller.shutdown()
             raise
-        endings = [policy.ended()]
+        endings = [policy.fatal_error()]
         if generation and isinstance(generation.engine, HasEnding):
-            endings.append(generation.engine.ended())
+            endings.append(generation.engine.fatal_error())
         spare_event_loop()
         return await supervised(controller.run(), endings)
 

@@ -31,7 +31,7 @@ from megatron_daro.engine.sglang.teacher import Taught, Teacher
 from megatron_daro.environments.conversations import Conversations
 from megatron_daro.environments.own import make_environment
 from megatron_daro.environments.several_environments import Mixed
-from megatron_daro.rollout.batch_filler import RolloutContext
+from megatron_daro.rollout.batch_filler import RolloutParts
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.evaluation import Evaluator
 from megatron_daro.rollout.ledger import Ledger
@@ -137,7 +137,7 @@ def generation_with(
         template=trained_with(config.data),
         opens_thinking=inputs.opens_thinking,
     )
-    context = RolloutContext(
+    rollout_parts = RolloutParts(
         section=rollout,
         rollouter=rollouter,
         source=inputs.prompts,
@@ -147,7 +147,7 @@ def generation_with(
         deadlines=run.deadlines,
     )
     sampler = Sampler(
-        context,
+        rollout_parts,
         scorer,
         finish_batch=rollout.finish_batch_with(config.engine.kind),
         kept_bins=algorithm.kept_bins,

@@ -82,19 +82,19 @@ class PolicyGroup:
         """Build the policy in the processes. Raises ModelError, ConfigError, WorkerError."""
         await self.ranks.join(to_be_restored=False)
         if self._healing:
-            await self._healing.prepare()
+            await self._healing.take_first_snapshot()
 
-    async def ended(self) -> Exception:
+    async def fatal_error(self) -> Exception:
         """Watch the ranks, and replace those that die where that is done; return why the run cannot go on."""
         if self._healing is None or self._healing.keeps == "none":
             return (await first_death(self.ranks.workers))[-1]
         hung = asyncio.ensure_future(self._healing.end_hung())
         try:
-            return await self._ended(self._healing)
+            return await self._watch(self._healing)
         finally:
             hung.cancel()
 
-    async def _ended(self, healing: Healing) -> Exception:
+    async def _watch(self, healing: Healing) -> Exception:
         while True:
             name, worker, _ = await first_death(self.ranks.workers)
             # The calls that wait for it end; where one of them is under way it heals before its lock is free.
@@ -235,25 +235,25 @@ class PolicyGroup:
         """
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
-            version, epoch = self._version, self._healing.epoch if self._healing else 0
+            version, replacements = self._version, self._healing.replacements if self._healing else 0
         captured()
         try:
             await self.ranks.all(lambda worker: worker.finish_save.remote())
         except WorkerError as error:
-            await self._save_again(directory, version, epoch, error)
+            await self._save_again(directory, version, replacements, error)
 
     async def _start_save(self, directory: Path) -> None:
         if self._healing:  # what an earlier try left behind goes
             await asyncio.to_thread(_empty, directory)
         await self.ranks.all(lambda worker: worker.start_save.remote(directory.absolute()))
 
-    async def _save_again(self, directory: Path, version: int, epoch: int, error: WorkerError) -> None:
+    async def _save_again(self, directory: Path, version: int, replacements: int, error: WorkerError) -> None:
         """Write the checkpoint anew, if what failed was a rank that was lost, and the weights are still those."""
         healing = self._healing
         if healing is None:
             raise error
         async with self._busy:
-            if not await healing.lost_ranks() and healing.epoch == epoch:
+            if not await healing.lost_ranks() and healing.replacements == replacements:
                 raise error
 
             async def anew() -> None:

@@ -262,7 +262,7 @@ T = TypeVar("T")
 class HasEnding(Protocol):
     """An engine that watches its own processes."""
 
-    async def ended(self) -> Exception:
+    async def fatal_error(self) -> Exception:
         """Wait until it cannot go on, and return why."""
         ...
 

@@ -189,7 +189,7 @@ class TrainWorker:
             exports=exports_weights(),
             sends=sends_for_stage(),
             reports=parallel.reports_for_shard(),
-            device=device.prepare().type,
+            device=device.current().type,
             host=ray.util.get_node_ip_address(),
             remarks=(*self._remarks, *self._policy.remarks),
             weights_key=parallel.weights_key(),
@@ -260,7 +260,7 @@ class TrainWorker:
         from megatron_daro.actor import device
         from megatron_daro.sync.handles import push_buckets, received
 
-        return push_buckets(received(self._relays[members], device.prepare()), plan, connect_to_servers)
+        return push_buckets(received(self._relays[members], device.current()), plan, connect_to_servers)
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -279,7 +279,7 @@ class TrainWorker:
                 pass
             return None
         if self._sender is None:
-            backend = "nccl" if device.prepare().type == "cuda" else "gloo"
+            backend = "nccl" if device.current().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
         label = f"stage{parallel.pipeline_parallel_rank()}"
         return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))

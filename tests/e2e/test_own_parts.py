@@ -55,7 +55,7 @@ def test_the_algorithms_filter_chose_the_groups(run):
 
 
 def test_the_algorithms_advantage_and_coefficient_make_the_loss_of_every_step(run):
-    """With one update per batch the ratio is 1, so a token's loss is -A."""
+    """With one step per batch the ratio is 1, so a token's loss is -A."""
     for line in read_metrics(run)[-STEPS:]:
         samples = trained_samples(run, int(line["step"]))
         tokens = sum(rollout.response_length for _, rollout, _ in samples)

@@ -65,7 +65,7 @@ def trained_samples(run, step):
 
 
 def test_they_make_the_loss_of_every_step(run, reference):
-    """With one update per batch the ratio is 1, so a token's loss is -A."""
+    """With one step per batch the ratio is 1, so a token's loss is -A."""
     lines = read_metrics(run)[-STEPS:]
     for line in lines:
         samples = trained_samples(run, int(line["step"]))

@@ -160,7 +160,7 @@ def test_two_minibatches_per_batch(tiny, tmp_path):
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(STEPS)
     assert lines[-1]["rollout/groups_trained"] == 2 * 8
-    # The first update of a batch is on-policy; the second sees weights that have moved since its rollouts.
+    # The first step of a batch is on-policy; the second sees weights that have moved since its rollouts.
     assert all(line["ratio/mean"] == pytest.approx(1.0, abs=1e-6) for line in lines[0::2])
     assert all(line["ratio/mean"] != pytest.approx(1.0, abs=1e-6) for line in lines[1::2])
     versions = {r.weight_version for step in STEPS for group, _ in read_step(run_dir, step) for r in group.rollouts}

@@ -83,7 +83,7 @@ def test_turns_have_the_rewards_that_the_environment_gave(run):
 
 
 def test_they_make_the_loss_of_every_step(run):
-    """With one update per batch the ratio is 1, so a token's loss is -A, and grpo's is the mean over all tokens."""
+    """With one step per batch the ratio is 1, so a token's loss is -A, and grpo's is the mean over all tokens."""
     for line in read_metrics(run)[-3:]:
         by_group = [advantages_of(rollouts) for rollouts in trained_rollouts(run, int(line["step"]))]
         of_tokens = [token for group in by_group for rollout in group for token in rollout]

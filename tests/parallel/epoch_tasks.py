@@ -23,7 +23,7 @@ from megatron_daro.types import StepBatch
 
 
 def ppo_epochs(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Both models' summed gradients in the last mini-batch of a second epoch, after updates on those before it, with
+    """Both models' summed gradients in the last mini-batch of a second epoch, after steps on those before it, with
     old log-probs and values of before the first. Groups of the batch are neighbours."""
     from megatron_daro.actor.advantages import with_advantages
     from megatron_daro.data.batch import with_columns_of
@@ -38,8 +38,8 @@ def ppo_epochs(path: Path, layout: Any, batch: StepBatch, algorithm: dict[str, A
 
     prepared = [_with_passes(policy, layout, one) for one in halves(range(number))]
     later = [with_columns_of(one, prepared) for one in halves(epoch_order(number, 0, 1, 2))]
-    *updates, last = [one.select(my_rows(len(one), layout)) for one in [*prepared, *later]]
-    results = [policy.train_step(mine, uneven_split(len(mine), 2), step=step) for step, mine in enumerate(updates, 1)]
+    *earlier, last = [one.select(my_rows(len(one), layout)) for one in [*prepared, *later]]
+    results = [policy.train_step(mine, uneven_split(len(mine), 2), step=step) for step, mine in enumerate(earlier, 1)]
     micro_batches = uneven_split(len(last), 3)
     sums = summed_gradients(policy, algorithm, last, micro_batches)
     gradients = collect_gradients(policy)

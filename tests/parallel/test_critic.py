@@ -1,4 +1,4 @@
-"""PPO on ranks: values, the gradients of policy and critic in every layout, updates, checkpoints of both models."""
+"""PPO on ranks: values, the gradients of policy and critic in every layout, steps, checkpoints of both models."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def check_gradients(pool, model, layout, name="ppo", beta=0.0, **options):
 
 @pytest.mark.parametrize("layout", [name for name in USED if name != "single"])
 def test_a_second_epoch_over_other_mini_batches_equals_one_process(rank_pool, untied, layout):
-    """Groups of both mini-batches are mixed; every ratio, value and advantage is of before the first update."""
+    """Groups of both mini-batches are mixed; every ratio, value and advantage is of before the first step."""
     policy, _, critic, *_ = untied
     batch = random_batch(groups=6, with_old=False)
     batch = batch.select(np.argsort(batch.group_ids_N, kind="stable"))

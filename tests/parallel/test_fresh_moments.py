@@ -1,4 +1,4 @@
-"""Kimi's reset: the optimizer's moments are zero again at the first update of each batch, on every rank."""
+"""Kimi's reset: the optimizer's moments are zero again at the first step of each batch, on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_gradients_exact import layouts
     [("dp2", True, ()), ("dp2", False, ()), ("single", True, (4,))],
 )
 def test_moments_begin_anew_with_each_batch(rank_pool, tmp_path, layout, reset, spoiled):
-    """With the first update that is applied: a replay leaves out those that were not finite."""
+    """With the first step that is applied: a replay leaves out those that were not finite."""
     save_model("qwen2", tmp_path)
     results = rank_pool.run(
         policy_tasks.moments,

@@ -348,7 +348,7 @@ def _redirected(colours: Colours) -> Iterator[None]:
         return out
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(device, "prepare", lambda: GPU))
+        stack.enter_context(mock.patch.object(device, "current", lambda: GPU))
         stack.enter_context(mock.patch.object(cpu, "_on_cpu", on_gpu))
         stack.enter_context(mock.patch.object(device, "shown", shown))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: GPU))

@@ -53,7 +53,7 @@ class LoopSchedule:
     seed: int
     staleness: int
     early: bool
-    updates: int
+    minibatches: int
     servers: int
     faults: tuple[Fault, ...] = ()
     deaths: tuple[tuple[float, int], ...] = ()
@@ -69,7 +69,7 @@ def draw_loop(seed: int) -> LoopSchedule:
         seed=seed,
         staleness=random.choice((0, 0, 1, 2)),
         early=random.random() < 0.3,
-        updates=random.choice((1, 1, 2)),
+        minibatches=random.choice((1, 1, 2)),
         servers=random.choice((1, 2, 3)),
         faults=tuple(
             Fault(random.randrange(2), "dies", at_s=12 * random.random()) for _ in range(random.choice((0, 1, 1)))
@@ -100,9 +100,9 @@ class Disk:
         self.states[step] = directory, json.dumps(state)
         return directory
 
-    def write_step(self, step: int, groups: Any, update: Any) -> Path:
+    def write_step(self, step: int, groups: Any, minibatch: Any) -> Path:
         assert step not in self.records, f"step {step} is recorded twice"
-        self.records[step] = {used: tuple(some) for used, some in groups.items()}, update
+        self.records[step] = {used: tuple(some) for used, some in groups.items()}, minibatch
         return Path("/")
 
     def write_skipped(self, step: int, groups: Any) -> Path:
@@ -159,7 +159,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         run_context(
             warn=lambda message: None,
             actor=ActorSection(data_parallel=2),
-            trainer={"minibatches_per_batch": schedule.updates},
+            trainer={"minibatches_per_batch": schedule.minibatches},
         ),
         SimpleNamespace(model_path=Path("/")),
         SimpleNamespace(passes=lambda columns: (), old_logprobs="rollout"),
@@ -179,7 +179,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         return version
 
     engine = Servers(loop, schedule.servers, sent)
-    section = TrainerSection(steps=STEPS, save_every_steps=1, minibatches_per_batch=schedule.updates)
+    section = TrainerSection(steps=STEPS, save_every_steps=1, minibatches_per_batch=schedule.minibatches)
     progress, phases = FakeProgress(), FakePhases()
     rollout = {"prompts_per_batch": 2, "oversampling": 2.0, "max_staleness": schedule.staleness}
     sampler = make_sampler(
@@ -188,7 +188,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         progress,
         phases,
         rollout=rollout | ({"keep_surplus": True} if schedule.early and schedule.staleness else {}),
-        updates=schedule.updates,
+        steps_per_batch=schedule.minibatches,
         finish_batch="enough" if schedule.early else "all",
         deadlines=Deadlines(),
         scorer=FakeScorer(schedule.seed),
@@ -224,7 +224,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))
     try:
-        outcome = await supervised(life.controller.run(), [life.group.ended()])
+        outcome = await supervised(life.controller.run(), [life.group.fatal_error()])
         life.status = outcome.status
     except DaroError as error:
         life.error = error
@@ -249,14 +249,14 @@ def simulate_loop(schedule: LoopSchedule) -> Disk:
         stop_s, faults = None, ()
     _check_books(schedule, disk, lives[-1])
     if not schedule.early and schedule.staleness == 0:
-        assert disk.batches == _unbroken_batches(schedule.updates), "another run than the unbroken one"
+        assert disk.batches == _unbroken_batches(schedule.minibatches), "another run than the unbroken one"
     return disk
 
 
 @cache
-def _unbroken_batches(updates: int) -> dict[int, int]:
+def _unbroken_batches(minibatches: int) -> dict[int, int]:
     """Digest of each step's batch where nothing happens."""
-    schedule, disk = LoopSchedule(10**6, staleness=0, early=False, updates=updates, servers=2), Disk()
+    schedule, disk = LoopSchedule(10**6, staleness=0, early=False, minibatches=minibatches, servers=2), Disk()
     loop = VirtualLoop(Random(1), deadline_s=DEADLINE_S)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller_module, "write_waiting", disk.waiting.__setitem__)
@@ -274,12 +274,12 @@ def _check_life(life: Life) -> None:
 def _check_books(schedule: LoopSchedule, disk: Disk, life: Life) -> None:
     assert sorted(disk.lines) == sorted(disk.records) == list(range(1, STEPS + 1))
     seen = dict[int, str]()
-    for step, (groups, update) in disk.records.items():
+    for step, (groups, minibatch) in disk.records.items():
         for used, some in groups.items():
             for group in some:
                 assert group.group_id not in seen, f"group {group.group_id} is {used} and {seen[group.group_id]}"
                 seen[group.group_id] = used
-        first, oldest = update.first_step - 1, schedule.staleness * schedule.updates
+        first, oldest = minibatch.first_step - 1, schedule.staleness * schedule.minibatches
         for group in groups.get("trained", ()):
             for one in group.rollouts:
                 made_by = one.tokens[one.prompt_length :] - FIRST_TOKEN

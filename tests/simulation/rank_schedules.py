@@ -242,7 +242,7 @@ async def _run(group: Group, outcome: Outcome) -> None:
     outcome.ready = True
     cluster.arm()
     try:
-        await supervised(_drive(group, outcome), [group.ended()])
+        await supervised(_drive(group, outcome), [group.fatal_error()])
     except DaroError as error:
         outcome.error = error
 

@@ -105,15 +105,15 @@ class Walk:
         return states.Restored(action.snapshot)
 
     def repeat(self, action):
-        assert len(action.updates) <= 1
+        assert len(action.steps) <= 1
         if self.loses(0.1):
             return states.Failed(WorkerError("lost meanwhile"))
-        restored = self.trained[: len(self.trained) - len(action.updates)]
-        assert [step for _, _, step in action.updates] == self.trained[len(restored) :]
+        restored = self.trained[: len(self.trained) - len(action.steps)]
+        assert [step for _, _, step in action.steps] == self.trained[len(restored) :]
         assert restored in (self.contents[self.state.begun], self.contents[self.state.committed])
         if not self.snapshot(0.1):
             return states.Failed(WorkerError("lost meanwhile"))
-        return states.Repeated(len(action.updates))
+        return states.Repeated(len(action.steps))
 
     def run(self):
         """Train a few steps; returns how it went."""

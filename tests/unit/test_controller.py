@@ -205,7 +205,7 @@ def test_several_minibatches_per_batch_are_one_line_each(tmp_path):
     groups = {step: [g for g, used in read_step(tmp_path, step) if used == "trained"] for step in range(1, 8)}
     assert [len(groups[step]) for step in range(1, 8)] == [2, 3, 2, 3, 2, 3, 2]
     assert {g.weight_version for g in groups[2]} == {0} and {g.weight_version for g in groups[4]} == {2}
-    # Old log-probs are taken before the first update of a batch, for all of its updates.
+    # Old log-probs are taken before the first step of a batch, for all of its steps.
     assert [event for event in stack.events if event[0] in ("prepare", "trained")][:6] == [
         *[("prepare", 0)] * 2,
         ("trained", 1),
@@ -227,12 +227,14 @@ def test_several_epochs_take_each_group_once_each_in_other_mini_batches(tmp_path
     stack = make_stack(tmp_path, **EPOCHS)
     run_stack(stack)
     assert [line["rollout/epoch"] for line in read_metrics(tmp_path)] == [1, 1, 2, 2, 3, 3] * 2
-    updates = {step: read_minibatch(tmp_path, step) for step in range(1, 13)}
-    assert [one.first_step for one in updates.values()] == [1] * 6 + [7] * 6
+    minibatches = {step: read_minibatch(tmp_path, step) for step in range(1, 13)}
+    assert [one.first_step for one in minibatches.values()] == [1] * 6 + [7] * 6
     for first in (1, 7):
-        epochs = [(*updates[step].group_ids, *updates[step + 1].group_ids) for step in (first, first + 2, first + 4)]
+        epochs = [
+            (*minibatches[step].group_ids, *minibatches[step + 1].group_ids) for step in (first, first + 2, first + 4)
+        ]
         assert len({frozenset(ids) for ids in epochs}) == 1 and len(set(epochs)) == 3 and len(set(epochs[0])) == 5
-        recorded = [[g.group_id for g, used in read_step(tmp_path, step) if used == "trained"] for step in updates]
+        recorded = [[g.group_id for g, used in read_step(tmp_path, step) if used == "trained"] for step in minibatches]
         assert tuple(recorded[first - 1] + recorded[first]) == epochs[0] == tuple(sorted(epochs[0]))
     assert not any(read_step(tmp_path, step) for step in (3, 4, 5, 6, 9, 10, 11, 12))
     recorded_once(tmp_path)
@@ -282,7 +284,7 @@ def test_an_order_of_an_epoch_follows_from_seed_batch_and_epoch():
 @pytest.mark.parametrize(
     ("name", "break_it"),
     [
-        ("generate", lambda engine, policy, scorer: setattr(engine, "hang_after", 9)),
+        ("next_group", lambda engine, policy, scorer: setattr(engine, "hang_after", 9)),
         ("train", lambda engine, policy, scorer: setattr(policy, "hang", True)),
         ("score", lambda engine, policy, scorer: setattr(scorer, "hang", True)),
     ],
@@ -343,7 +345,7 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
 @given(
     staleness=st.integers(0, 3),
     order_seed=st.integers(0, 10_000),
-    updates=st.integers(1, 3),
+    minibatches=st.integers(1, 3),
     epochs=st.integers(1, 2),
     oversampling=st.sampled_from([1.0, 1.7, 3.0]),
     keep_surplus=st.booleans(),
@@ -359,7 +361,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     tmp_path_factory,
     staleness,
     order_seed,
-    updates,
+    minibatches,
     epochs,
     lags,
     aborts,
@@ -372,7 +374,12 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     run = tmp_path_factory.mktemp("any")
     options = {
         "rollout": {"max_staleness": staleness, **rollout},
-        "trainer": {"minibatches_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip", "steps": 7},
+        "trainer": {
+            "minibatches_per_batch": minibatches,
+            "epochs_per_batch": epochs,
+            "on_nonfinite": "skip",
+            "steps": 7,
+        },
         "filter_groups": filter_groups,
         "finish_batch": finish_batch,
         "order_seed": order_seed,
@@ -394,7 +401,7 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     for step, group, used in recorded:
         if used == "trained":
             assert len(group.rollouts) == K and step not in skips
-            assert read_minibatch(run, step).first_step - 1 - group.weight_version <= staleness * updates * epochs
+            assert read_minibatch(run, step).first_step - 1 - group.weight_version <= staleness * minibatches * epochs
 
 
 def _misbehave(stack, lags, aborts, skips) -> None:

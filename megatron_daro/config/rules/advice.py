@@ -76,7 +76,7 @@ def sampling(config: Config) -> Iterator[Problem]:
 
 def algorithm(config: Config) -> Iterator[Problem]:
     """Options that are not the published algorithm's beside the others of this run."""
-    section, reward, updates = config.algorithm, config.reward, config.trainer.steps_per_batch
+    section, reward, steps = config.algorithm, config.reward, config.trainer.steps_per_batch
     plain_rewards = (reward.correct_reward, reward.incorrect_reward) == (1, 0)
     penalized = section.overlong.penalizes
     shaped = not plain_rewards or penalized or section.length_reward.weight > 0 or section.kl.in_reward
@@ -85,7 +85,7 @@ def algorithm(config: Config) -> Iterator[Problem]:
         field = "algorithm.options.deviation"
         allowed = "rewards is the published DGPO: they are others than 0 and 1 here"
         yield wrong(config, field, allowed, f"set {field}=rewards", got=deviation)
-    if section.name == "ha_dw" and every == "step" and updates > 1:
+    if section.name == "ha_dw" and every == "step" and steps > 1:
         field, allowed = "algorithm.options.every", "batch is the published HA-DW, with several mini-batches per batch"
         yield wrong(config, field, allowed, f"set {field}=batch", beside=STEPS_OF_A_BATCH, got=every)
     if penalized and plain_rewards:
@@ -93,7 +93,7 @@ def algorithm(config: Config) -> Iterator[Problem]:
         allowed += "is worth no more than a wrong one"
         fix = "set reward.incorrect_reward=-1"
         yield wrong(config, "reward.incorrect_reward", allowed, fix, beside="algorithm.overlong.kind")
-    if section.name == "kimi" and updates == 1:
+    if section.name == "kimi" and steps == 1:
         allowed = "2 or more, as published: its tau weighs what moved since the batch began, with 1 nothing"
         yield wrong(
             config,

@@ -25,7 +25,7 @@ from megatron_daro.engine.sglang.probe import probe_call, probe_rollouts
 from megatron_daro.engine.sglang.receiving import RECEIVING, ServersEnd
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.supervision import Supervision
-from megatron_daro.engine.sglang.update import ServerUpdate, UpdateContext
+from megatron_daro.engine.sglang.update import ServerUpdate, UpdateParts
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError
 from megatron_daro.sync.check import ProbeAnswer
@@ -88,7 +88,7 @@ class SGLangEngine:
             adapter=expected.adapter,
             new_name=self._generation.new_name,
         )
-        self._updates = UpdateContext(
+        self._updates = UpdateParts(
             fleet=self.fleet,
             options=options,
             receiving=partial(RECEIVING[options.sync], self._end),
@@ -184,9 +184,9 @@ class SGLangEngine:
         """Start servers again that died in the trainer's turn: it has left the GPUs."""
         self._supervision.allow_starts()
 
-    async def ended(self) -> EngineError:
+    async def fatal_error(self) -> EngineError:
         """Wait until all servers are gone; for the run's supervisor."""
-        return await self.fleet.ended()
+        return await self.fleet.fatal_error()
 
     async def close(self) -> None:
         """End requests and servers of ours. May be called twice."""

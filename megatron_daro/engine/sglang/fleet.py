@@ -163,7 +163,7 @@ class Fleet:
         if self._closed:
             raise EngineError(self._closed)
 
-    async def ended(self) -> EngineError:
+    async def fatal_error(self) -> EngineError:
         """Wait for the end of the fleet; for a supervisor."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()

@@ -220,7 +220,10 @@ class ServerGeneration:
         limit = self._options.request_timeout_s
         question = Question(server.url, tuple(calls), version, loaded, limit, self._vocabulary)
         work = asyncio.create_task(self._asker.ask(question))
-        given_up, ended = asyncio.ensure_future(server.given_up.wait()), asyncio.ensure_future(self._fleet.ended())
+        given_up, ended = (
+            asyncio.ensure_future(server.given_up.wait()),
+            asyncio.ensure_future(self._fleet.fatal_error()),
+        )
         try:
             waits: set[asyncio.Future[Any]] = {work, given_up, ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

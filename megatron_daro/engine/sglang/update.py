@@ -43,7 +43,7 @@ class Probe(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateContext:
+class UpdateParts:
     """What the updates of one fleet have in common.
 
     receiving: weight version -> the servers' end of an update. probe: asks a server. death_of: why the process of one
@@ -65,14 +65,14 @@ class ServerUpdate:
     """An update of these servers; its methods are the steps that WeightSync calls."""
 
     def __init__(
-        self, context: UpdateContext, servers: Sequence[Server], version: int, *, awaits_others: bool = False
+        self, parts: UpdateParts, servers: Sequence[Server], version: int, *, awaits_others: bool = False
     ) -> None:
         """Args: servers: in state serving or joining. version: what the weights are stamped with. awaits_others: where
         no server is left, those take part that are started again."""
-        self._context, self._servers, self._version = context, list(servers), version
+        self._parts, self._servers, self._version = parts, list(servers), version
         self._awaits_others = awaits_others
-        self._fleet, self._options = context.fleet, context.options
-        self.receiving = context.receiving(version)
+        self._fleet, self._options = parts.fleet, parts.options
+        self.receiving = parts.receiving(version)
         self._report: SendReport | None = None
         self._joining = {server.name for server in servers if server.state == "joining"}
 
@@ -125,7 +125,7 @@ class ServerUpdate:
         others = ", ".join(server.name for server in self._taking_part()) or "none"
         all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
         again = f"sent again from the beginning to: {others}"
-        self._context.warn(f"a weight update failed while sending ({all_said}); {again}")
+        self._parts.warn(f"a weight update failed while sending ({all_said}); {again}")
         for server in self._taking_part():
             server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
 
@@ -148,7 +148,7 @@ class ServerUpdate:
         answers: dict[str, ProbeAnswer] = {}
 
         async def ask(server: Server) -> None:
-            answers[server.name] = await self._context.probe(server, server.name in self.receiving.verified)
+            answers[server.name] = await self._parts.probe(server, server.name in self.receiving.verified)
 
         if self._options.verify:
             await self._phase("probe", ask)
@@ -167,7 +167,7 @@ class ServerUpdate:
         done = self._taking_part() if report else []
         for server in done:
             server.version = self._version
-            self._context.adapters.unload_unused(server)
+            self._parts.adapters.unload_unused(server)
             self._fleet.set_state(server, "serving")
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
@@ -178,7 +178,7 @@ class ServerUpdate:
             "sync/bytes": float(report.num_bytes),
             "sync/servers": float(len(done)),
             "timing/sync_send_s": report.send_s,
-            **self._context.metrics(),
+            **self._parts.metrics(),
         }
 
     def abandon(self, error: SyncError) -> None:
@@ -216,7 +216,7 @@ class ServerUpdate:
 
     async def _fence(self, server: Server, phase: str, failure: object, *, may_be_dead: bool) -> None:
         """Give a server up. If its process is gone that is the reason: its log says more than a broken connection."""
-        death = await self._context.death_of(server) if may_be_dead else ""
+        death = await self._parts.death_of(server) if may_be_dead else ""
         if server.state == "updating":
             self._fleet.fence(server, f"weight update, {phase}: {death or failure}")
 

@@ -104,7 +104,7 @@ def _transformers_logits(hf: Path, tokens: Tensor, rounding: torch.dtype) -> Ten
 
 
 def _megatron_logits(megatron: Path, shape: ModelShape, tokens: Tensor, rounding: torch.dtype) -> Tensor:
-    target = device.prepare()
+    target = device.current()
     with quiet():
         return _logits(megatron, shape, tokens.to(target), rounding)
 

@@ -102,7 +102,7 @@ class _AnswerRecorder:
             silent = time.monotonic() - self._last
             if silent > self._parts.patience_s:
                 raise DeadlineError(
-                    f"deadline 'generate': no answer came for {silent:.0f} s; if the engine is only slow, raise "
+                    f"deadline 'next_group': no answer came for {silent:.0f} s; if the engine is only slow, raise "
                     "trainer.deadline_scale; else look at its log"
                 )
 

@@ -217,7 +217,7 @@ async def _run(plan: Plan, tokenizer: PreTrainedTokenizerBase, questions: Sequen
                 return
             told = _Told(len(pending), notices.notice)
             store = AnswerStore(plan.out)
-            await ask(Parts(engine, scorer, store, window, told, run.deadlines.generate), pending, questions)
+            await ask(Parts(engine, scorer, store, window, told, run.deadlines.next_group), pending, questions)
         left = len(requests(questions, answers.kept(plan.out)))
         if left:
             raise EngineError(f"the engine gave no answer to {left} requests, though it was asked {_TRIES} times")

@@ -233,7 +233,7 @@ def _trainers(
     if inner % group:
         refusals.add("groups of experts (ETP x EP) do not divide TP x CP x DP", group, f"{describe(layout)} DP {data}")
         return None
-    samples = workload.samples // workload.updates
+    samples = workload.samples // workload.minibatches
     if samples < data:
         refusals.add(f"an update has {samples} samples, fewer than replicas (DP)", data, f"DP {data}")
         return None

@@ -125,8 +125,8 @@ class TrainTimes:
 def micro_batches_of(workload: Workload, layout: ModelLayout, data: int) -> int:
     """Return the micro-batches of an update on one data-parallel rank; packing leaves a tenth of the budget empty where
     lengths differ."""
-    tokens = workload.tokens / workload.updates / data
-    samples = workload.samples / workload.updates / data
+    tokens = workload.tokens / workload.minibatches / data
+    samples = workload.samples / workload.minibatches / data
     even = workload.response_Q[0] == workload.response_Q[-1]
     fill = (
         (layout.micro_batch_tokens // workload.longest) * workload.longest if even else 0.9 * layout.micro_batch_tokens
@@ -138,7 +138,7 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     """Return what one batch costs on `data` replicas of this layout."""
     num = micro_batches_of(workload, layout, data)
     taken = num if layout.virtual == 1 else interleaved_group(num, layout.pipeline)[0]
-    tokens = workload.tokens / workload.updates / data / num / layout.context  # of a micro-batch on one rank
+    tokens = workload.tokens / workload.minibatches / data / num / layout.context  # of a micro-batch on one rank
     whole, on_host = _stage_s(workload, layout, tokens, gpu, constants)
     on_gpu = whole  # frozen weights have no gradients of their own
     if workload.adapters:
@@ -147,13 +147,13 @@ def train_times(workload: Workload, layout: ModelLayout, data: int, gpu: Gpu, co
     traffic = _layer_traffic(workload, layout, tokens, gpu, constants)
     uneven = 1 + constants.imbalance * (not workload.practice.balanced)
     one = max((on_gpu + again * whole) * uneven, on_host * (1 + again))
-    compute = workload.updates * (taken * one + _optimizer_s(workload, layout, data, gpu, constants))
-    inner = workload.updates * taken * traffic
-    outer = workload.updates * _data_parallel_s(workload, layout, data, num, gpu, constants)
+    compute = workload.minibatches * (taken * one + _optimizer_s(workload, layout, data, gpu, constants))
+    inner = workload.minibatches * taken * traffic
+    outer = workload.minibatches * _data_parallel_s(workload, layout, data, num, gpu, constants)
     idle = (layout.pipeline - 1) / (taken * layout.virtual)
-    bubble = workload.updates * taken * (one + traffic) * idle
+    bubble = workload.minibatches * taken * (one + traffic) * idle
     alone = max(whole * uneven, on_host / workload.practice.logprobs_at_once)  # a micro-batch without gradients
-    forward = num * workload.updates * (alone + 0.4 * traffic) / 3
+    forward = num * workload.minibatches * (alone + 0.4 * traffic) / 3
     # The critic sees the same tokens, for its values and when it is trained, which is whole.
     critic = active_parameters(workload.critic) / active_parameters(workload.shape) if workload.critic else 0.0
     passes = (workload.extra_passes - (workload.critic is not None) + critic) * forward * (1 + idle)
@@ -169,8 +169,8 @@ def _turns_s(workload: Workload, layout: ModelLayout, data: int, constants: Cons
     shards = data * layout.context
     experts = expert_shards_of(layout, shards)
     own, its = (static_bytes(workload, layout.cut, 0, shards, experts, critic=c) for c in (False, True))
-    updates = workload.updates * workload.epochs
-    moved = (2 + 2 * updates) * (own[0] + own[2] + its[0] + its[2]) + 2 * updates * its[1]
+    steps = workload.minibatches * workload.epochs
+    moved = (2 + 2 * steps) * (own[0] + own[2] + its[0] + its[2]) + 2 * steps * its[1]
     return moved / (constants.host_gb_s * 1e9)
 
 

@@ -103,7 +103,7 @@ class Workload:
 
     samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
     training (old and reference log-probs, values); critic: the shape of the second model that is trained on the same
-    ranks; critic_offload: the two take turns on the GPUs; updates: mini-batches of a batch; epochs: how often each is
+    ranks; critic_offload: the two take turns on the GPUs; minibatches: of a batch; epochs: how often each is
     trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are
     computed again in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights
     and cache; None: all that is left. server_nodes: that each server is spread over; None: as few as hold it.
@@ -116,7 +116,7 @@ class Workload:
     fp8: bool
     samples: int
     generated: int
-    updates: int
+    minibatches: int
     staleness: int
     extra_passes: int
     mean_prompt: float
@@ -220,7 +220,7 @@ def workload_of(
         fp8=actor.precision == "fp8",
         samples=rollout.batch_rollouts,
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
-        updates=config.trainer.minibatches_per_batch,
+        minibatches=config.trainer.minibatches_per_batch,
         staleness=rollout.max_staleness,
         extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
         critic=critic_shape(config, shape),

@@ -48,6 +48,6 @@ def test_nothing_is_redirected_where_a_gpu_is():
         except ModelError as error:
             print("refused", "actor.cpu" in str(error))
         after = (torch.zeros, torch.Tensor.cuda, torch.Tensor.type, torch.cuda.current_device)
-        print(device.prepare(), set(chosen), before == after)
+        print(device.current(), set(chosen), before == after)
     """)
     assert out.splitlines() == ["refused True", "cuda:3 {3} True"]

@@ -72,7 +72,7 @@ def test_silence_has_an_end(tmp_path):
             await asyncio.Event().wait()
             yield ()
 
-    with pytest.raises(DeadlineError, match="generate"):
+    with pytest.raises(DeadlineError, match="next_group"):
         ask_for(tmp_path, Silent(), questions(digits()), patience_s=0.05)
 
 

@@ -60,8 +60,8 @@ def static(
     layout, shape = Layout(tensor, pipeline, 1, data, **cut, virtual_pipeline=virtual), read_model_shape(config)
 
     def count() -> int:
-        real = device.prepare
-        device.prepare = lambda: torch.device("meta")
+        real = device.current
+        device.current = lambda: torch.device("meta")
         try:
             with torch.device("meta"):
                 parts = model.build_model(
@@ -70,7 +70,7 @@ def static(
                     kind=ValueModel if critic else HiddenStateGPTModel,
                 )
         finally:
-            device.prepare = real
+            device.current = real
         trained = (p for made in parts for p in made.parameters() if p.requires_grad)
         return sum(parameter.numel() for parameter in trained)
 

@@ -129,8 +129,8 @@ def test_a_critic_takes_time_as_it_has_parameters():
 
 
 def test_models_that_take_turns_take_time_to_move():
-    """Four times a batch with one update: weights and optimizer state of both, once also the critic's gradients."""
-    asked, layout, known = replace(workload(), updates=1), ModelLayout(4, 2, 2, "none", 16384), Constants()
+    """Four times a batch with one step: weights and optimizer state of both, once also the critic's gradients."""
+    asked, layout, known = replace(workload(), minibatches=1), ModelLayout(4, 2, 2, "none", 16384), Constants()
     asked = replace(asked, critic=asked.shape, extra_passes=1)
     stay, move = (train_times(replace(asked, critic_offload=offload), layout, 4, H100, known) for offload in (0, 1))
     own, its = (static_bytes(asked, layout.cut, 0, 4 * layout.context, critic=critic) for critic in (False, True))

@@ -28,7 +28,7 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
-from megatron_daro.rollout.batch_filler import RolloutContext
+from megatron_daro.rollout.batch_filler import RolloutParts
 from megatron_daro.rollout.collector import RolloutCollector
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.recorder import Recorder
@@ -40,7 +40,7 @@ from megatron_daro.types import PreparedBatch, Prompt, Rollout, SamplingParams, 
 K = 4
 GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
 NEVER = 10_000.0
-FAST = Deadlines(**dict.fromkeys(("generate", "train", "sync", "score", "close", "batch", "save", "abort"), 20.0))
+FAST = Deadlines(**dict.fromkeys(("next_group", "train", "sync", "score", "close", "batch", "save", "abort"), 20.0))
 EVALUATE = {"eval_every_steps": 3}
 """Of a trainer."""
 
@@ -339,7 +339,9 @@ class FakeProgress:
             self.on_step(step)
 
 
-def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0, updates=1, **options) -> Sampler:
+def make_sampler(
+    engine, source, progress, phases, *, rollout=None, order_seed=0, steps_per_batch=1, **options
+) -> Sampler:
     section = RolloutSection(
         **({"prompts_per_batch": 3, "rollouts_per_prompt": K, "oversampling": 1.5} | (rollout or {}))
     )
@@ -358,11 +360,11 @@ def make_sampler(engine, source, progress, phases, *, rollout=None, order_seed=0
         template=options.pop("template", None),
         **shared,
     )
-    context = RolloutContext(
+    parts = RolloutParts(
         section=section, rollouter=rollouter, source=source, ledger=ledger, collector=collector, **shared
     )
-    options = {"finish_batch": "all"} | options | {"kept_bins": kept_bins, "steps_per_batch": updates}
-    return Sampler(context, scorer, **options)
+    options = {"finish_batch": "all"} | options | {"kept_bins": kept_bins, "steps_per_batch": steps_per_batch}
+    return Sampler(parts, scorer, **options)
 
 
 def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=None, deadlines=FAST, **sampler_options):
@@ -372,7 +374,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     engine, policy = engine_class(order_seed, events), FakePolicy(events)
     source, phases, progress = sampler_options.pop("source", None) or FakeSource(), FakePhases(crash), FakeProgress()
     section = TrainerSection(**({"steps": 6, "save_every_steps": 2, "keep_checkpoints": 2} | (trainer or {})))
-    options = {"order_seed": order_seed, "updates": section.steps_per_batch, "deadlines": deadlines}
+    options = {"order_seed": order_seed, "steps_per_batch": section.steps_per_batch, "deadlines": deadlines}
     sampler = make_sampler(engine, source, progress, phases, rollout=rollout, **options | sampler_options)
     metrics = MetricsLog(run, tensorboard=False)
 

@@ -163,16 +163,16 @@ def test_cancelling_ends_all_groups_and_aborts_at_the_engine():
 
 
 def test_a_fleet_in_which_nothing_ends_is_named():
-    parts = setup(deadlines=replace(FAST, generate=0.05))
+    parts = setup(deadlines=replace(FAST, next_group=0.05))
     parts.engine.hangs = set(range(99))
-    with pytest.raises(DeadlineError, match="generate"):
+    with pytest.raises(DeadlineError, match="next_group"):
         sample(parts)
     assert not parts.engine.running
 
 
 def test_the_deadline_is_for_the_next_group_and_not_for_each():
     """Four groups of 0.1 s one after the other, with a deadline of 0.3 s: no wait is that long."""
-    parts = setup(rollout={"prompts_per_batch": 4, "oversampling": 1.0}, deadlines=replace(FAST, generate=0.3))
+    parts = setup(rollout={"prompts_per_batch": 4, "oversampling": 1.0}, deadlines=replace(FAST, next_group=0.3))
     slots, generate = asyncio.Semaphore(1), parts.engine.generate
 
     async def one_at_a_time(requests):

@@ -34,46 +34,48 @@ def batch_of(*ids, **others) -> SampledBatch:
 
 
 def planned(batch, step=0, stale=(), **section):
-    updates, unused = plan_minibatches(batch, stale, step, TrainerSection(**{"steps": 50} | section))
-    return updates, [one.group_id for one in unused]
+    minibatches, unused = plan_minibatches(batch, stale, step, TrainerSection(**{"steps": 50} | section))
+    return minibatches, [one.group_id for one in unused]
 
 
 def test_mini_batches_are_consecutive_and_as_even_as_can_be():
     batch = batch_of(*range(5), filtered=(group(9),))
-    updates, unused = planned(batch, 4, minibatches_per_batch=3)
-    assert [[g.group_id for g in one.groups] for one in updates] == [[0], [1, 2], [3, 4]] and unused == []
-    assert [(one.step, one.version, one.first_step, one.epoch) for one in updates] == [(i, 4, 5, 1) for i in (5, 6, 7)]
-    assert [one.first for one in updates] == [True, False, False] == [one.last for one in reversed(updates)]
-    assert [len(one.filtered) for one in updates] == [1, 0, 0]
-    assert not any(g.group_id in one.again for one in updates for g in one.groups)
-    assert updates[1].record(applied=False) == RecordedMiniBatch(6, 5, 1, (1, 2), False)
+    minibatches, unused = planned(batch, 4, minibatches_per_batch=3)
+    assert [[g.group_id for g in one.groups] for one in minibatches] == [[0], [1, 2], [3, 4]] and unused == []
+    assert [(one.step, one.version, one.first_step, one.epoch) for one in minibatches] == [
+        (i, 4, 5, 1) for i in (5, 6, 7)
+    ]
+    assert [one.first for one in minibatches] == [True, False, False] == [one.last for one in reversed(minibatches)]
+    assert [len(one.filtered) for one in minibatches] == [1, 0, 0]
+    assert not any(g.group_id in one.again for one in minibatches for g in one.groups)
+    assert minibatches[1].record(applied=False) == RecordedMiniBatch(6, 5, 1, (1, 2), False)
     assert last_step(batch, 4, TrainerSection(minibatches_per_batch=3, epochs_per_batch=2)) == 10
     assert last_step(batch, 4, TrainerSection(minibatches_per_batch=9)) == 9
 
 
 def test_further_epochs_take_all_groups_again_in_another_order():
-    updates, _ = planned(batch_of(*range(6)), 4, minibatches_per_batch=2, epochs_per_batch=3, seed=1)
-    assert [(one.step, one.epoch) for one in updates] == [(5, 1), (6, 1), (7, 2), (8, 2), (9, 3), (10, 3)]
-    order = [[g.group_id for one in updates if one.epoch == epoch for g in one.groups] for epoch in (1, 2, 3)]
+    minibatches, _ = planned(batch_of(*range(6)), 4, minibatches_per_batch=2, epochs_per_batch=3, seed=1)
+    assert [(one.step, one.epoch) for one in minibatches] == [(5, 1), (6, 1), (7, 2), (8, 2), (9, 3), (10, 3)]
+    order = [[g.group_id for one in minibatches if one.epoch == epoch for g in one.groups] for epoch in (1, 2, 3)]
     assert order[0] == list(range(6)) and order[1:] == [epoch_order(6, 1, 5, epoch) for epoch in (2, 3)]
-    assert [len(one.again) for one in updates] == [6, 6, 6, 6, 3, 0]
-    assert updates[4].again == {g.group_id for g in updates[5].groups}
+    assert [len(one.again) for one in minibatches] == [6, 6, 6, 6, 3, 0]
+    assert minibatches[4].again == {g.group_id for g in minibatches[5].groups}
 
 
 def test_stale_groups_and_those_beyond_the_last_step_are_unused():
     batch = batch_of(0, 1, 2, 3)
-    updates, unused = planned(batch, 9, stale=batch.groups[:1], minibatches_per_batch=3, steps=11)
-    assert [[g.group_id for g in one.groups] for one in updates] == [[1], [2]] and unused == [0, 3]
-    assert updates[1].last and planned(batch, stale=batch.groups) == ([], [0, 1, 2, 3])
+    minibatches, unused = planned(batch, 9, stale=batch.groups[:1], minibatches_per_batch=3, steps=11)
+    assert [[g.group_id for g in one.groups] for one in minibatches] == [[1], [2]] and unused == [0, 3]
+    assert minibatches[1].last and planned(batch, stale=batch.groups) == ([], [0, 1, 2, 3])
 
 
 def test_a_recorded_batch_has_its_recorded_steps():
     records = RecordedMiniBatch(7, 7, 1, (1, 0), False), RecordedMiniBatch(8, 7, 2, (0, 1), True)
     batch = batch_of(0, 1, recorded=records)
-    updates, _ = planned(batch, 6)
-    assert [(one.step, one.trains, one.epoch, one.first_step, one.version) for one in updates] == [
+    minibatches, _ = planned(batch, 6)
+    assert [(one.step, one.trains, one.epoch, one.first_step, one.version) for one in minibatches] == [
         (7, False, 1, 7, 6), (8, True, 2, 7, 6),
     ]  # fmt: skip
-    assert [[g.group_id for g in one.groups] for one in updates] == [[1, 0], [0, 1]]
-    assert [one.first for one in updates] == [one.last for one in updates] == [False, True]
+    assert [[g.group_id for g in one.groups] for one in minibatches] == [[1, 0], [0, 1]]
+    assert [one.first for one in minibatches] == [one.last for one in minibatches] == [False, True]
     assert last_step(batch, 6, TrainerSection()) == 8

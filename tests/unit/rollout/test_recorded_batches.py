@@ -22,10 +22,10 @@ def group(group_id, size=K) -> Group:
     return Group(group_id, PROMPT, rollouts, (Verdict(True, 1.0, "m"),) * size)
 
 
-def record(run, step, update, **outcomes) -> None:
-    """A step with groups of these ids by outcome. update: (first step, epoch, ids, applied)."""
+def record(run, step, minibatch, **outcomes) -> None:
+    """A step with groups of these ids by outcome. minibatch: (first step, epoch, ids, applied)."""
     groups = {outcome: [group(i) for i in ids] for outcome, ids in outcomes.items()}
-    Recorder(run).write_step(step, groups, RecordedMiniBatch(step, *update))
+    Recorder(run).write_step(step, groups, RecordedMiniBatch(step, *minibatch))
 
 
 def source(run, size=K, deadlines=Deadlines(), **section) -> ReplaySource:

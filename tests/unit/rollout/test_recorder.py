@@ -307,9 +307,9 @@ def test_skipped_batches_have_files_of_their_own_until_the_step_is_recorded(tmp_
     "torn", ["no JSON", '{"step": 7}', '{"step":8,"first_step":5,"epoch":2,"group_ids":[9],"applied":true}', "[]"]
 )
 def test_what_a_step_was_made_of_comes_back_and_a_torn_record_is_named(tmp_path, torn):
-    recorder, update = Recorder(tmp_path), RecordedMiniBatch(7, 5, 2, (9, 4), False)
-    path = recorder.write_step(7, {}, update)
-    assert read_minibatch(tmp_path, 7) == update and read_step(tmp_path, 7) == []
+    recorder, minibatch = Recorder(tmp_path), RecordedMiniBatch(7, 5, 2, (9, 4), False)
+    path = recorder.write_step(7, {}, minibatch)
+    assert read_minibatch(tmp_path, 7) == minibatch and read_step(tmp_path, 7) == []
     write_groups(path, (), metadata={MINIBATCH: torn})
     with pytest.raises(DataError, match=r"step_000007\.parquet"):
         read_minibatch(tmp_path, 7)

@@ -48,11 +48,11 @@ def replay(recorded, run, steps=6, trainer=None, **changes):
 
 
 @pytest.mark.parametrize(
-    ("updates", "epochs", "skipped"), [(1, 1, []), (3, 1, []), (2, 2, []), (2, 3, [1, 4]), (1, 6, [1])]
+    ("minibatches", "epochs", "skipped"), [(1, 1, []), (3, 1, []), (2, 2, []), (2, 3, [1, 4]), (1, 6, [1])]
 )
-def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, updates, epochs, skipped):
+def test_the_batches_and_weights_are_those_of_the_recorded_run(tmp_path, minibatches, epochs, skipped):
     """Also where old log-probs belong to steps that were not finite, but whose groups a later epoch trained."""
-    trainer = {"minibatches_per_batch": updates, "epochs_per_batch": epochs, "on_nonfinite": "skip"}
+    trainer = {"minibatches_per_batch": minibatches, "epochs_per_batch": epochs, "on_nonfinite": "skip"}
     original = make_stack(tmp_path / "a", trainer=trainer)
     original.policy.nonfinite_steps = dict.fromkeys(skipped, "skip")
     run_stack(original)

@@ -173,12 +173,12 @@ def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
     assert parts.sampler.ledger.state_dict() == resumed.sampler.ledger.state_dict()
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-def test_staleness_is_counted_in_batches(updates):
-    parts = setup(filter_groups=False, rollout={"max_staleness": 2}, updates=updates)
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_staleness_is_counted_in_batches(steps_per_batch):
+    parts = setup(filter_groups=False, rollout={"max_staleness": 2}, steps_per_batch=steps_per_batch)
     groups = sample(parts).groups
-    assert parts.sampler.stale(groups, 2 * updates) == ()
-    assert parts.sampler.stale(groups, 2 * updates + 1) == groups
+    assert parts.sampler.stale(groups, 2 * steps_per_batch) == ()
+    assert parts.sampler.stale(groups, 2 * steps_per_batch + 1) == groups
 
 
 def test_a_dead_engine_ends_sampling_with_its_own_error():
@@ -190,11 +190,11 @@ def test_a_dead_engine_ends_sampling_with_its_own_error():
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_hanging_engine_is_named(stubborn):
-    parts = setup(deadlines=replace(FAST, generate=0.05, abort=0.05))
+    parts = setup(deadlines=replace(FAST, next_group=0.05, abort=0.05))
     parts.engine.hang_after, parts.engine.stubborn = 1, stubborn
 
     async def go():
-        with pytest.raises(DeadlineError, match="generate"):
+        with pytest.raises(DeadlineError, match="next_group"):
             await parts.sampler.sample(0)
         parts.engine.stubborn = False
 

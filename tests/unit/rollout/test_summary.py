@@ -108,8 +108,8 @@ def test_an_update_says_all_of_it(first, tokens):
     groups = (group(1, [3] * K, (0,), turns=turns), group(2, [3] * K, (1,), turns=turns))
     filtered = (group(3, [3] * K),)
     batch = sampled(*groups, filtered=filtered, response_tokens=60)
-    update = MiniBatch(8, groups, 8, first=first, epoch=2, filtered=filtered, generated_tokens=tokens)
-    metrics = batch_metrics(batch, K, {}) | step_metrics(update, build_batch(groups, GRPO), 2)
+    minibatch = MiniBatch(8, groups, 8, first=first, epoch=2, filtered=filtered, generated_tokens=tokens)
+    metrics = batch_metrics(batch, K, {}) | step_metrics(minibatch, build_batch(groups, GRPO), 2)
     assert metrics["rollout/epoch"] == 2.0 and metrics["rollout/generated_tokens"] == tokens
     assert metrics["rollout/staleness_mean"] == 2.0 and metrics["accuracy/mean"] == 2 / 12
     assert metrics["difficulty/groups/1"] == 2.0 and metrics["difficulty/groups/0"] == 1.0

@@ -31,15 +31,15 @@ def test_turns_and_limits_by_hand():
     assert turn_metrics([single], [Verdict(True, 1.0, "match")]) == {}
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_every_generated_token_is_counted_once(tmp_path, updates):
-    trainer = {"steps": 6, "minibatches_per_batch": updates}
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_generated_token_is_counted_once(tmp_path, minibatches):
+    trainer = {"steps": 6, "minibatches_per_batch": minibatches}
     run_stack(make_stack(tmp_path, rollout={"prompts_per_batch": 6}, trainer=trainer))
     lines = read_metrics(tmp_path)
     told = [line["rollout/generated_tokens"] for line in lines]
     groups = [group for line in lines for group, _ in read_step(tmp_path, line["step"])]
     assert sum(told) == sum(r.generated_length for group in groups for r in group.rollouts)
-    assert [tokens > 0 for tokens in told] == [step % updates == 0 for step in range(6)]
+    assert [tokens > 0 for tokens in told] == [step % minibatches == 0 for step in range(6)]
 
 
 def test_named_rewards_are_means_over_the_conversations_that_were_given_them():

@@ -95,13 +95,13 @@ def test_without_keep_surplus_unfinished_groups_are_dropped_with_their_tokens():
 
 
 @pytest.mark.parametrize(("use_version", "usable"), [(1, True), (2, False)])
-@pytest.mark.parametrize("updates", [1, 3])
-def test_an_unfinished_group_that_is_too_old_at_use_is_dropped(use_version, usable, updates):
-    parts = setup(rollout=KEEP | {"oversampling": 1.5}, updates=updates)
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_an_unfinished_group_that_is_too_old_at_use_is_dropped(use_version, usable, steps_per_batch):
+    parts = setup(rollout=KEEP | {"oversampling": 1.5}, steps_per_batch=steps_per_batch)
     first, group_0, _ = kept_in_part(parts)
     train(parts, first)
     parts.engine.asked = []
-    second = sample(parts, use_version * updates)
+    second = sample(parts, use_version * steps_per_batch)
     assert (parts.engine.asked[0].group_id == 0) == usable
     assert (ids(second.dropped) == [0]) != usable
     assert second.counters["rollout/aborted_tokens"] == (0 if usable else group_0.response_tokens)

@@ -250,7 +250,7 @@ def test_a_replica_that_dies_too_often_ends_the_run_and_whoever_waits_for_it(mon
         with pytest.raises(WorkerError, match="engine 0") as raised:
             await answers(engines, 0, 1)
         assert ("engine.embedded.max_restarts" in str(raised.value)) == bool(allowed)
-        assert await engines.ended() is raised.value
+        assert await engines.fatal_error() is raised.value
         with pytest.raises(WorkerError, match="engine 0"):
             engines.begin_update(1)
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_loaded_again_ends_the_run(group):
     async def generate():
         engines = await group.served()
         group.actors[2].die()
-        return await engines.ended(), await answers(engines, 0)
+        return await engines.fatal_error(), await answers(engines, 0)
 
     with pytest.raises(ModelError, match="it was deleted"):
         run(generate())

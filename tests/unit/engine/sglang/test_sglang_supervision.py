@@ -209,7 +209,7 @@ def test_when_all_are_gone_everyone_is_told_why(tmp_path):
             for stub in fleet.stubs:
                 stub.gate.clear()
             working = asyncio.create_task(collect(fleet.engine, [group(0), group(1)]))
-            watching = asyncio.create_task(fleet.engine.ended())
+            watching = asyncio.create_task(fleet.engine.fatal_error())
             await fleet.until(lambda: all(stub.running for stub in fleet.stubs))
             for i, handle in enumerate(fleet.handles):
                 handle.dead, handle.failing = f"signal {9 + i}", 100
@@ -229,7 +229,7 @@ def test_a_watcher_that_fails_ends_the_fleet(tmp_path):
     async def scenario():
         async with managed(tmp_path, updated=Weights()) as fleet:
             fleet.handles[0].dead = RuntimeError("a fault of this program")
-            error = await fleet.engine.ended()
+            error = await fleet.engine.fatal_error()
             assert "a fault of this program" in str(error)
 
     run(scenario())
