@@ -1,7 +1,7 @@
 """Whether a run fits on nodes: its pieces, each of which has to be whole on one node.
 
-Pieces are tensor-parallel groups and servers, or a server's parts. Checked with the expected nodes, and by
-runtime/cluster.py with those that are there.
+Pieces are tensor-parallel groups and servers, or a server's parts. Checked with the expected nodes, and with those that
+are there by runtime/placement.py, which gives each piece its place.
 """
 
 from __future__ import annotations

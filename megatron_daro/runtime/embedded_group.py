@@ -23,8 +23,8 @@ from ray.exceptions import RayError
 from megatron_daro.config.base import filled
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
 from megatron_daro.rollout.merged import merged
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, death_of, end_frozen, gather, translated
 from megatron_daro.runtime.workers import EngineWorker
 from megatron_daro.sync.plan import SendPlan, SendReport, Target

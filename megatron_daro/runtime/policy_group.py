@@ -28,9 +28,9 @@ from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
 from megatron_daro.runtime.batch_shards import Shard, shards_of
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.supervisor import first_death, gather

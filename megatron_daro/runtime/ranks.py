@@ -15,8 +15,8 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime.batch_shards import Shard, joined_column
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, yielding_to_event_loop
 from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.types import Sequences

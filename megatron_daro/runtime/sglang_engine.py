@@ -23,8 +23,8 @@ from megatron_daro.engine.sglang.servers import ExternalServer, LaunchOptions, S
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.observe import logs
 from megatron_daro.runtime.answer_workers import AnswerWorkers
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.ray_servers import RayServer
 
 

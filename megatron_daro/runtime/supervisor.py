@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.cluster import plain
+from megatron_daro.runtime.ray_private import process_of
 
 remote_class = cast(Callable[..., Callable[[type], type]], ray.remote)
 """`ray.remote` with options: its stubs know neither concurrency groups nor the limits of restarts."""
@@ -236,12 +237,13 @@ async def _lives(call: Awaitable[object]) -> bool:
 
 async def cpu_time(worker: ActorHandle) -> float:
     """Return the CPU time of a worker's process so far, seconds; NaN, which equals nothing, where that is not known."""
-    row = await asyncio.to_thread(ray._private.state.actors, worker._actor_id.hex())
-    if row["State"] != "ALIVE":
-        return math.nan  # it waits for a place, or is being started
-    node = NodeAffinitySchedulingStrategy(node_id=row["Address"]["NodeID"], soft=False)
+    process = await asyncio.to_thread(process_of, worker)
+    if process is None:
+        return math.nan
+    node_id, pid = process
+    node = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     try:
-        return await _cpu_time.options(scheduling_strategy=node).remote(row["Pid"])
+        return await _cpu_time.options(scheduling_strategy=node).remote(pid)
     except RayError:
         return math.nan
 

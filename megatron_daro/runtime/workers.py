@@ -91,9 +91,8 @@ def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reserv
 
 def _session_folder() -> Path:
     """Return a folder of this node that goes with the cluster."""
-    node = ray._private.worker.global_worker.node
-    assert node is not None, "an actor runs on a node"
-    return Path(node.get_session_dir_path())
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir(), context.get_session_name())
 
 
 @remote_class(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)

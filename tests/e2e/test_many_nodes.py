@@ -25,7 +25,7 @@ from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import ConfigError, DeadlineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.rollout.recorder import read_step
-from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime.placement import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -31,8 +31,8 @@ from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
-from megatron_daro.runtime.cluster import Placement
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.provenance import identity, provenance
 from megatron_daro.runtime.run_directory import owned

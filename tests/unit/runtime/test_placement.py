@@ -8,7 +8,7 @@ import pytest
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.placement import Demand, misfit
-from megatron_daro.runtime.cluster import assigned, group_order
+from megatron_daro.runtime.placement import assigned, group_order
 
 
 def test_the_groups_of_a_replica_follow_each_other():

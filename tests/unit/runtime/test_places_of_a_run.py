@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +13,19 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.placement import Demand
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import ConfigError
-from megatron_daro.runtime import cluster
-from megatron_daro.runtime.cluster import Placement
+from megatron_daro.runtime import cluster, ray_private
+from megatron_daro.runtime.placement import Placement
 
 
 @pytest.mark.parametrize(("server_size", "servers"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_servers_in_turns_have_the_gpus_of_ranks_each_once(monkeypatch, server_size, servers):
     """A node of eight GPUs, which Ray gives in any order, but those of a bundle to its ranks."""
     bundles = []
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 64, "GPU": 8}}])
-    monkeypatch.setattr(cluster, "placement_group", lambda given, strategy: bundles.extend(given) or bundles_are_there)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 64, "GPU": 8}}])
+    module = "megatron_daro.runtime.placement"
+    monkeypatch.setattr(f"{module}.placement_group", lambda given, strategy: bundles.extend(given) or bundles_are_there)
     table = {"bundles_to_node_id": dict.fromkeys(range(8), "node")}
-    monkeypatch.setattr(cluster, "placement_group_table", lambda group: table)
+    monkeypatch.setattr(f"{module}.placement_group_table", lambda group: table)
     actor = ActorSection(tensor_parallel=2, pipeline_parallel=2, data_parallel=2)
     demand = Demand(4, 2, servers=servers, server_size=server_size, shared=True)
     placement = Placement(demand, actor, Deadlines())
@@ -53,10 +55,9 @@ class Gcs:
     """What Ray's server of a named cluster answers."""
 
     def __init__(self, *nodes):
-        self.nodes, self.asked = nodes, []
+        self.nodes = nodes
 
     def __call__(self, address):
-        self.asked.append(address)
         return self
 
     def get_all_node_info(self, timeout):
@@ -71,35 +72,34 @@ class Gcs:
 @pytest.fixture
 def named(monkeypatch):
     def with_nodes(*nodes):
-        gcs = Gcs(*nodes)
-        monkeypatch.setattr(cluster, "GcsClient", gcs)
-        monkeypatch.setattr(cluster, "check_address", gcs.asked.append)
-        monkeypatch.setattr(cluster.services, "canonicalize_bootstrap_address", lambda given: f"canonical {given}")
-        return gcs
+        monkeypatch.setattr(ray_private, "GcsClient", Gcs(*nodes))
+        monkeypatch.setattr(ray_private.services, "canonicalize_bootstrap_address", lambda given: f"canonical {given}")
+        monkeypatch.setattr(socket, "create_connection", lambda where, timeout: SimpleNamespace(close=lambda: None))
+        monkeypatch.setenv("RAY_ADDRESS", "ray://h:1")
 
     return with_nodes
 
 
 def test_nobody_is_asked_without_an_address_and_that_of_the_environment_counts(monkeypatch, named):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     named(({"CPU": 8.0}, True), ({"CPU": 4.0}, True), ({"CPU": 99.0}, False), ({"memory": 1.0}, True))
-    assert cluster.ask() is None and cluster.ask("") is None
-    monkeypatch.setenv("RAY_ADDRESS", "ray://h:1")
     place = "the Ray cluster at canonical h:1"
     assert cluster.ask() == Hardware("cpu", 12, nodes=(8, 4, 0), place=place)
-    assert cluster.ask("other:2").place == "the Ray cluster at canonical other:2"
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster.ask() is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert cluster.ask() is None
 
 
 @pytest.mark.parametrize(("second", "name"), [("H100", "H100"), ("A100", None)])
 def test_gpus_of_a_named_cluster_are_counted_by_node(named, second, name):
     types = [{"accelerator_type:H100": 1.0}, {f"accelerator_type:{second}": 1.0}]
     named(({"CPU": 8.0, "GPU": 4.0, **types[0]}, True), ({"CPU": 8.0}, True), ({"GPU": 2.0, **types[1]}, True))
-    found = cluster.ask("h:1")
+    found = cluster.ask()
     assert (found.kind, found.count, found.nodes) == ("gpu", 6, (4, 2))
     assert found == cluster.gpu_nodes([4, 2], name, "the Ray cluster at canonical h:1")
 
 
 def test_a_cluster_that_does_not_say_what_it_has_is_refused(named):
     named()
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: got 'h:1'.*deadline exceeded"):
-        cluster.ask("h:1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: got 'ray://h:1'.*deadline exceeded"):
+        cluster.ask()
