@@ -20,7 +20,6 @@ import logging
 import os
 import re
 import resource
-import signal
 import socket
 import subprocess
 import tempfile
@@ -50,8 +49,8 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.hardware import Hardware, gpu_nodes
 from megatron_daro.config.placement import Demand, misfit
 from megatron_daro.deadlines import Deadlines
-from megatron_daro.engine.sglang.watchdog import descendants, signal_all
 from megatron_daro.errors import ConfigError, DeadlineError, WorkerError
+from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.runtime.interrupts import signals_after
 
 CONNECT_TIMEOUT_S = 10.0
@@ -333,7 +332,7 @@ def _kill_raylets() -> None:
     for raylet in _raylets():
         with suppress(psutil.NoSuchProcess):
             raylet.suspend()  # so that it starts nothing more
-            signal_all([*descendants(raylet.pid), raylet.pid], signal.SIGKILL)
+            kill_all([*descendants(raylet.pid), raylet.pid])
 
 
 def _end_helpers_after_this_process(directory: Path) -> subprocess.Popen[bytes]:
