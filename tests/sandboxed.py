@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.errors import SandboxError
-from megatron_daro.sandbox import Sandbox, child, descendants
+from megatron_daro.process_tree import descendants
+from megatron_daro.sandbox import Sandbox, child
 
 
 def require(box: Sandbox | None = None) -> None:

@@ -279,7 +279,7 @@ class SGLangSection(Section):
     fp8_blocks: bool = False
     """Send the layers' matrices as fp8 blocks of 128 x 128 (compute capability 8.9 or 9.0, SGLang 0.5.23)."""
     sync_dir: ExpandedPath | None = None
-    """Directory of sync disk. Unset: RUN/sync."""
+    """Directory of sync disk; each run has a folder of its own in it. Unset: RUN/sync."""
     bucket_mib: int | None = Field(default=None, ge=1, le=65536)
     """Size of a weight bucket, MiB; the sender holds two. Unset: 64 to servers on a CPU, else 256."""
     verify: bool = True

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_daro.errors import SandboxError
-from megatron_daro.sandbox import confined, descendants, exit_status, kill_all
+from megatron_daro.process_tree import descendants, kill_all
+from megatron_daro.sandbox import confined, exit_status
 from megatron_daro.worker_pool.child import Answer, main
 
 _LAST_BYTES = 65536

@@ -35,7 +35,7 @@ class StepTimeoutError(StepFailedError):
 
 
 class StepPool(Protocol):
-    """Worker processes that `reset` and `step`; runtime.step_pools has those of all nodes."""
+    """Worker processes that `reset` and `step`; runtime.node_pools has those of all nodes."""
 
     @property
     def restarts(self) -> int:

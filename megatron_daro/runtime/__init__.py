@@ -9,6 +9,6 @@ In the core the only package that imports ray. Files, in the order of a start:
                          weight_export.py, shard_export.py
     healing.py           ranks that died are replaced: healing_states.py, snapshot_store.py, snapshot_keepers.py
     embedded_group.py    embedded engines; sglang_engine.py: SGLang's, with ray_servers.py and answer_workers.py
-    node_workers.py      verifiers; step_pools.py: environments
+    node_pools.py        verifiers and environments on all nodes; node_workers.py: these and answer workers
     context.py           what all of these get
 """

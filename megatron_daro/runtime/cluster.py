@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import resource
-import signal
 import socket
 import subprocess
 import tempfile
@@ -27,8 +26,8 @@ import ray
 from megatron_daro import temporary
 from megatron_daro.config import detect
 from megatron_daro.config.hardware import Hardware, gpu_nodes
-from megatron_daro.engine.sglang.watchdog import descendants, signal_all
 from megatron_daro.errors import ConfigError, WorkerError
+from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.runtime.interrupts import signals_after
 from megatron_daro.runtime.ray_private import (
     canonical_address,
@@ -226,7 +225,7 @@ def _kill_raylets() -> None:
     for raylet in raylets():
         with suppress(psutil.NoSuchProcess):
             raylet.suspend()  # so that it starts nothing more
-            signal_all([*descendants(raylet.pid), raylet.pid], signal.SIGKILL)
+            kill_all([*descendants(raylet.pid), raylet.pid])
 
 
 # If Ray's raylet is killed with the driver, its helpers (dashboard, environments) try for a minute to report that to a

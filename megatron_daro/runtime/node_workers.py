@@ -1,14 +1,10 @@
-"""Equal Ray actors spread over the nodes: answer workers (answer_workers.py), verifier pools and environments'
-(step_pools.py).
+"""Equal Ray actors spread over the nodes: answer workers (answer_workers.py), pools of verifiers and of environments
+(node_pools.py).
 
 A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
 run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
 `MAX_RESTARTS` times. The actors are thin shells, apart from workers.py because a process that imports no
 torch starts in a fifth of the time and takes a quarter of the memory.
-
-Verifier pools stand behind the Scorer Protocol: a group's answers go to the pool with the fewest calls under way. On
-one machine with the embedded engine the pool belongs to the driver, which saves a process. A lost pool's answers are
-verified elsewhere; a verdict depends on the answer alone, so nothing changes.
 """
 
 from __future__ import annotations
@@ -17,52 +13,19 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_daro.backoff import backoff_s
-from megatron_daro.config.sections import RewardSection
 from megatron_daro.errors import DeadlineError, WorkerError
-from megatron_daro.observe import logs
-from megatron_daro.reward.pool import RewardPool
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, actor_class, gather, remote_class, translated
-from megatron_daro.types import Verdict
+from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, gather, translated
 
 MANY_CALLS = 100_000
 """Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""
-
-
-@remote_class(max_restarts=0, max_task_retries=0, max_concurrency=MANY_CALLS)
-class VerdictWorker:
-    """A pool of verifier processes on this node; they end with this process, however it ends."""
-
-    def __init__(self, number: int, section: RewardSection, workers: int, log_folder: Path | None) -> None:
-        logs.take_over(log_folder, f"verifier pool {number}")
-        self._pool = RewardPool.from_section(section.model_copy(update={"workers": workers}))
-
-    async def ready(self) -> tuple[str, int]:
-        """Node and process, when the verifiers run."""
-        await asyncio.to_thread(self._pool.start)
-        return own_place()
-
-    async def score(self, *pairs: tuple[str, str, str]) -> tuple[list[Verdict], tuple[str, int], int]:
-        """Verdicts in order, node and process, and its failed starts so far. An argument for each pair, since Ray sends
-        small ones along with the call. Raises RewardError."""
-        return await self._pool.score_async(pairs), own_place(), self._pool.failed_starts
-
-    async def counters(self) -> dict[str, int]:
-        """Return what the pool did so far."""
-        return self._pool.counters
-
-    async def stop(self) -> None:
-        """End the verifiers in order."""
-        await asyncio.to_thread(self._pool.close)
 
 
 def own_place() -> tuple[str, int]:
@@ -266,78 +229,3 @@ class NodeWorkers:
         handle, slot.handle, slot.ready = slot.handle, None, False
         if handle is not None:
             ray.kill(handle, no_restart=True)
-
-
-_STOP_S = 30.0
-
-
-class VerifierPools:
-    """The verifiers of a run."""
-
-    def __init__(self, run: RunContext) -> None:
-        """`reward.workers` processes are dealt out to the nodes; where there is only one, and no
-        servers, they belong to this process."""
-        section = self._section = run.config.reward
-        self._beside_driver = run.config.engine.kind == "embedded"
-        self._shares: list[int] = []
-
-        def make(options: dict[str, Any], number: int) -> ActorHandle:
-            worker = actor_class(VerdictWorker).options(**options)
-            return worker.remote(number, section, self._shares[number], run.log_dir)
-
-        self.workers = NodeWorkers("verifier pool", make, run)
-        self.pool: RewardPool | None = None
-        self._started = False
-        self._failed_starts: dict[tuple[str, int], int] = {}  # by node and process
-
-    async def start(self) -> None:
-        """Start the processes; again is nothing. Raises DaroError."""
-        if self._started:
-            return
-        self._started = True
-        nodes = alive_nodes()
-        if len(nodes) == 1 and self._beside_driver:
-            self.pool = RewardPool.from_section(self._section)
-            await asyncio.to_thread(self.pool.start)
-            return
-        self._shares = shares(self._section.workers, len(nodes))
-        await self.workers.start(nodes)
-
-    @property
-    def failed_starts(self) -> int:
-        """Starts of verifier processes that failed and were tried again, as far as pools have said it."""
-        return self.pool.failed_starts if self.pool is not None else sum(self._failed_starts.values())
-
-    async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer, statement of the problem), in order.
-
-        Raises:
-            RewardError: a pool failed. WorkerError: all are lost, each after as many starts as are allowed.
-        """
-        if self.pool is not None:
-            return await self.pool.score_async(pairs)
-        while True:
-            try:
-                verdicts: list[Verdict]
-                verdicts, place, failed_starts = await self.workers.call("score", *pairs)
-                self._failed_starts[place] = failed_starts
-                return verdicts
-            except WorkerDiedError:
-                continue  # bounded: every loss counts towards the worker's last start
-
-    async def close(self) -> None:
-        """End all processes. May be called twice."""
-        if self.pool is not None:
-            await asyncio.to_thread(self.pool.close)
-            return
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await self.workers.each("stop")
-        except (WorkerError, TimeoutError):
-            pass  # they end with their actors
-        self.workers.close()
-
-
-def shares(workers: int, nodes: int) -> list[int]:
-    """Return verifier processes of each node: `workers` in sum, but at least one on each."""
-    return [max(1, workers // nodes + (i < workers % nodes)) for i in range(nodes)]

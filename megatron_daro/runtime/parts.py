@@ -43,12 +43,11 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
-from megatron_daro.runtime.node_workers import VerifierPools
+from megatron_daro.runtime.node_pools import StepPools, VerifierPools
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.run_algorithm import algorithm_of
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, routed_experts_shape, sglang_engine
-from megatron_daro.runtime.step_pools import StepPools
 from megatron_daro.sync.colocation import Colocation, Gpus, OwnGpus, SharingEngine
 from megatron_daro.sync.publish import ReceivingEngine
 from megatron_daro.types import Group, SamplingParams, StepBatch

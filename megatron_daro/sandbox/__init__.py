@@ -28,13 +28,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_daro.errors import SandboxError
+from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.sandbox.child import NOBODY
 
 Isolation = Literal["namespaces", "limits"]
@@ -315,25 +316,6 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     """Return those that exist and do not lie within another one."""
     there = sorted({str(Path(path).absolute()) for path in paths if Path(path).exists()})
     return [path for path in there if not any(path.startswith(f"{other}/") for other in there)]
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of all that a process started and that still live, parents first."""
-    pids = [pid]
-    for one in pids:
-        try:
-            texts = [(task / "children").read_text() for task in Path(f"/proc/{one}/task").iterdir()]
-        except OSError:
-            continue
-        pids += [int(child) for text in texts for child in text.split()]
-    return pids[1:]
-
-
-def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each; one that is gone is passed over."""
-    for pid in pids:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def memory_mib(pid: int) -> float:

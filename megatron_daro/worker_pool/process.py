@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro.errors import DaroError
-from megatron_daro.sandbox import descendants, kill_all
+from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 60.0

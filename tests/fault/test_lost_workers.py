@@ -36,8 +36,7 @@ from megatron_daro.environments.stepping import SteppedConversations
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
-from megatron_daro.runtime.node_workers import VerifierPools, shares
-from megatron_daro.runtime.step_pools import StepPools
+from megatron_daro.runtime.node_pools import StepPools, VerifierPools, shares
 from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -364,7 +363,7 @@ async def under_way(section, warnings, run_dir):
 def step_pools():
     """Processes of this test's cluster that hold the workers of environments."""
     found = psutil.Process().children(recursive=True)
-    return [one.pid for one in found if one.is_running() and "StepWorker" in " ".join(one.cmdline())]
+    return [one.pid for one in found if one.is_running() and "PoolWorker" in " ".join(one.cmdline())]
 
 
 def test_conversations_go_on_elsewhere_when_the_environments_of_a_node_are_lost(nodes, run, tmp_path):

@@ -31,6 +31,7 @@ LEVEL = {
     "garbage": 0,
     "own_class": 1,
     "routed_experts": 0,
+    "process_tree": 0,
     "sandbox": 0,
     "families": 0,
     "worker_pool": 1,

@@ -2,8 +2,8 @@
 
     Question -> POST /generate (client.py) -> checked and made rollouts (replies.py)
 
-Each answer is streamed: an event for each sample that has ended, whose room on the server is given to others then, and
-which is kept if the server dies before the others have ended.
+Each answer comes when it has ended, as an event of a stream or in a request of its own: its room on the server is given
+to others then, and it is kept if the others fail.
 
 `DirectAsker` does this in its own process: each of the run's answer workers (runtime/answer_workers.py). It knows
 nothing of fleets, retries or other groups; what a failure means is for the engine to decide.
@@ -25,8 +25,8 @@ from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import GroupRequest, Rollout
 
 
-class CutStreamError(UnreachableError):
-    """A stream broke. rollouts: the answers that had ended."""
+class CutShortError(UnreachableError):
+    """Some answers did not come. rollouts: those that had ended."""
 
     rollouts: tuple[Rollout, ...] = ()
 
@@ -79,7 +79,7 @@ class Asker(Protocol):
         """Return the rollouts of all calls, in their order; when it is cancelled, the connections are closed.
 
         Raises:
-            UnreachableError: connection, deadline or 5xx; CutStreamError after some answers. RefusedError: 4xx.
+            UnreachableError: connection, deadline or 5xx; CutShortError after some answers. RefusedError: 4xx.
             BadAnswerError: the answer does not fit.
             LostWorkerError: nobody knows what became of the request.
         """
@@ -116,10 +116,22 @@ class DirectAsker:
         # one go keep the event loop from everything else for seconds. So each has a turn of the loop for itself.
         async with self._turn:
             await asyncio.sleep(0)
-        # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
-        answers = await asyncio.gather(*(self._answers(client, question, call) for call in question.calls))
-        pairs = zip(question.calls, answers, strict=True)
-        return tuple(rollout for call, one in pairs for rollout in self._rollouts(question, call.request, one))
+        tasks = [asyncio.create_task(self._answers(client, question, call)) for call in question.calls]
+        try:
+            # Awaited here: a gather that is cancelled from outside reports itself as an exception nobody looked at.
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # a server ends what nobody waits for
+                task.cancel()
+        rollouts = tuple(rollout for part, _ in answers for rollout in part)
+        failures = [failure for _, failure in answers if failure]
+        if not failures:
+            return rollouts
+        if not rollouts:
+            raise failures[0]
+        cut = CutShortError(str(failures[0]))
+        cut.rollouts = rollouts
+        raise cut from failures[0]
 
     def _rollouts(self, question: Question, request: GroupRequest, answers: object) -> tuple[Rollout, ...]:
         return rollouts_of(
@@ -132,20 +144,25 @@ class DirectAsker:
             experts=self._experts,
         )
 
-    async def _answers(self, client: SGLangClient, question: Question, call: Call) -> object:
-        """Return the answers of one request, in the order of its samples. Raises as `Asker.ask` says."""
-        if not call.streams:
-            return await client.post("/generate", call.body, timeout_s=question.timeout_s)
+    async def _answers(
+        self, client: SGLangClient, question: Question, call: Call
+    ) -> tuple[tuple[Rollout, ...], UnreachableError | None]:
+        """Return the rollouts of one request that ended, in the order of its samples, and why the others did not.
+        Raises as `Asker.ask` says for what is not worth another try, or does not fit."""
         ended: dict[int, Sample] = {}
         try:
-            return await self._streamed(client, call, question.timeout_s, ended)
+            if call.streams:
+                answers = await self._streamed(client, call, question.timeout_s, ended)
+            else:
+                answers = await client.post("/generate", call.body, timeout_s=question.timeout_s)
         except UnreachableError as error:
-            if not ended:
-                raise
-            cut = CutStreamError(str(error))
             request = replace(call.request, indices=tuple(call.request.indices[i] for i in sorted(ended)))
-            cut.rollouts = self._rollouts(question, request, [ended[i] for i in sorted(ended)])
-            raise cut from error
+            return self._rollouts(question, request, [ended[i] for i in sorted(ended)]), error
+        rollouts = self._rollouts(question, call.request, answers)
+        if not call.streams:
+            pairs = zip(call.ids, rollouts, strict=True)
+            self._ended([EndedAnswer(name, r.response_length) for name, r in pairs if r.finish_reason != "abort"])
+        return rollouts, None
 
     async def _streamed(self, client: SGLangClient, call: Call, timeout_s: float, ended: dict[int, Sample]) -> object:
         """Return the answers of one request; ended: takes each, by its place among the samples, when it has ended."""

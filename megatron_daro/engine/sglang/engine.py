@@ -6,7 +6,9 @@ Rollouts: generation.py. Servers: supervision.py, and memory.py where the traine
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,12 @@ def layout_of_servers(options: SGLangSection, model_path: Path) -> ServerLayout:
     """Return how each server has the model on its ranks. Raises ModelError: that is not known."""
     arguments = {**options.named_arguments, "tp_size": options.tensor_parallel}
     return server_layout(read_model_shape(model_path), arguments)
+
+
+def _name_of(run_dir: Path) -> str:
+    """Return a name that another run's directory does not have, and that this one has again when it is resumed."""
+    run_dir = run_dir.resolve()
+    return f"{run_dir.name}-{zlib.crc32(os.fsencode(run_dir)):08x}"
 
 
 class SGLangEngine:
@@ -84,7 +92,7 @@ class SGLangEngine:
             options=options,
             fp8_blocks=fp8_blocks.fp8_matrices(expected.model_type) if options.fp8_blocks else (),
             layout=layout_of_servers(options, expected.model_path) if options.transport.shard_plan else None,
-            sync_dir=options.sync_dir or run_dir / "sync",
+            sync_dir=options.sync_dir / _name_of(run_dir) if options.sync_dir else run_dir / "sync",
             adapter=expected.adapter,
             new_name=self._generation.new_name,
         )
@@ -195,8 +203,7 @@ class SGLangEngine:
         await self._adapters.close(s for s in self.fleet.servers if not self._handles[s.name].restartable)
         await self._supervision.close()
         await self._asker.close()
-        for directory in self._end.written:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._end.sync_dir, ignore_errors=True)
         self._started = False
 
     async def _join(self, server: Server) -> None:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang.adapters import Adapters
-from megatron_daro.engine.sglang.asking import Asker, CutStreamError, EndedAnswer, LostWorkerError, Question
+from megatron_daro.engine.sglang.asking import Asker, CutShortError, EndedAnswer, LostWorkerError, Question
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.replies import BadAnswerError
@@ -164,7 +164,7 @@ class ServerGeneration:
             self._check_versions(server, rollouts)
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
-            if isinstance(error, CutStreamError):
+            if isinstance(error, CutShortError):
                 self._check_versions(server, error.rollouts)
                 if run.take(error.rollouts):
                     server.succeeded()

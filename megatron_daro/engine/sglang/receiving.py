@@ -37,9 +37,9 @@ class ServersEnd:
     """What the updates of one fleet have in common at the servers' end.
 
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
-    for `sync: shards`. sync_dir: where files are written. adapter: PEFT's configuration of what servers get, where that
-    are adapters; new_name: that none has yet. written: directories of files, oldest first. last_checksums: of each
-    server.
+    for `sync: shards`. sync_dir: where files are written, and nothing else is. adapter: PEFT's configuration of what
+    servers get, where that are adapters; new_name: that none has yet. written: directories of files, oldest first.
+    last_checksums: of each server.
     """
 
     options: SGLangSection
@@ -200,10 +200,10 @@ class Shards(Receiving):
 
 class Files(Receiving):
     """A checkpoint, which servers read when all of it is there; that of the update before goes then, and before the
-    first what an earlier process left in the run's own directory."""
+    first what an earlier process of the run left."""
 
     async def planned(self, plan: SendPlan) -> SendPlan:
-        if self._end.options.sync_dir is None and not self._end.written:
+        if not self._end.written:
             await asyncio.to_thread(shutil.rmtree, self._end.sync_dir, ignore_errors=True)
         self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
         return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")

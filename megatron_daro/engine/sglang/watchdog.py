@@ -28,6 +28,7 @@ POLL_S = 0.1
 KILL_LIMIT_S = 5.0
 """How long SIGKILL is repeated. Only a process inside an uninterruptible system call outlives it."""
 
+# No import of process_tree.py: the interpreter that runs this may not have the package.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -36,7 +36,7 @@ from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.inputs import answer_stops, held_out_sets
-from megatron_daro.runtime.node_workers import VerifierPools
+from megatron_daro.runtime.node_pools import VerifierPools
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.run_directory import owned
 from megatron_daro.workshop.evaluate import answers, identity, results

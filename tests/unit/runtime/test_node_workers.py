@@ -4,7 +4,7 @@ import asyncio
 
 from run_configuration import run_context
 
-from megatron_daro.runtime.node_workers import VerifierPools
+from megatron_daro.runtime.node_pools import VerifierPools
 
 
 def test_failed_starts_are_summed_over_the_pools_of_all_nodes(monkeypatch):

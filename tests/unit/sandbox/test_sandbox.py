@@ -20,7 +20,8 @@ import sandboxed
 
 from megatron_daro import sandbox
 from megatron_daro.errors import SandboxError
-from megatron_daro.sandbox import Limits, Sandbox, child, descendants
+from megatron_daro.process_tree import descendants
+from megatron_daro.sandbox import Limits, Sandbox, child
 
 pytestmark = pytest.mark.slow
 

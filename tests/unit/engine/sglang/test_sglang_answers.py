@@ -309,7 +309,7 @@ def test_room_is_given_back_when_an_answer_has_ended(tmp_path):
     """So that the next group begins although one answer of the first goes on."""
 
     async def scenario():
-        async with serving(tmp_path, count=1, max_tokens_in_flight=60) as fleet:
+        async with serving(tmp_path, count=1, max_tokens_in_flight=58) as fleet:
             (stub,) = fleet.stubs
             # 3 of the prompt and 4 of 16: a sample is reckoned with 7 tokens before any answer came.
             stub.answers["/generate"], let_go_on = one_ends_early(stub)
@@ -318,6 +318,23 @@ def test_room_is_given_back_when_an_answer_has_ended(tmp_path):
             stub.answers.clear()
             assert len(await collect(fleet.engine, [group(1, count=1, max_new_tokens=2)])) == 1 and not long.done()
             let_go_on.set()
+            assert len(await long) == 8
+
+    run(scenario())
+
+
+def test_room_is_given_back_too_where_answers_are_requests_of_their_own(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, count=1, max_tokens_in_flight=58) as fleet:
+            (stub,) = fleet.stubs
+            stub.gate.clear()
+            first(stub, 1, lambda request, body: answered(request, body, stub.generated(body)))
+            request = replace(group(0, count=8, max_new_tokens=16), limits={7: 15})
+            long = asyncio.create_task(collect(fleet.engine, [request]))
+            await fleet.until(lambda: stub.running == 7)
+            first(stub, 1, lambda request, body: answered(request, body, stub.generated(body)))
+            assert len(await collect(fleet.engine, [group(1, count=1, max_new_tokens=2)])) == 1 and not long.done()
+            stub.gate.set()
             assert len(await long) == 8
 
     run(scenario())
@@ -335,6 +352,36 @@ def test_of_a_stream_that_breaks_what_had_ended_is_kept(tmp_path):
             assert [r.index for r in rollouts] == [0, 1, 2]
             assert rollouts[0].tokens[3:].tolist() == [1, 2], "it is not asked for again"
             assert [len(body["input_ids"]) for stub in fleet.stubs for body in stub.bodies] == [2]
+
+    run(scenario())
+
+
+def test_of_requests_of_their_own_one_that_fails_is_made_again_alone(tmp_path):
+    """Also where it fails before the others have ended."""
+
+    async def scenario():
+        async with serving(tmp_path) as fleet:
+            stub, other = fleet.stubs
+            stub.gate.clear()
+            first(stub, 1, answering(500))
+            asking = asyncio.create_task(collect(fleet.engine, [replace(group(0, count=3), limits={2: 5})]))
+            await fleet.until(lambda: stub.calls["/generate"] == 3 and stub.running == 2)
+            stub.gate.set()
+            assert [r.index for r in await asking] == [0, 1, 2]
+            assert [len(stub.bodies), len(other.bodies)] == [2, 1], "what had ended is not asked for again"
+
+    run(scenario())
+
+
+def test_of_requests_of_their_own_none_runs_on_when_one_is_refused(tmp_path):
+    async def scenario():
+        async with serving(tmp_path, count=1) as fleet:
+            (stub,) = fleet.stubs
+            stub.gate.clear()
+            first(stub, 1, answering(400))
+            with pytest.raises(EngineError, match="refused"):
+                await collect(fleet.engine, [replace(group(0, count=3), limits={2: 5})])
+            await fleet.until(lambda: not stub.running)
 
     run(scenario())
 

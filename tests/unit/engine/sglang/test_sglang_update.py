@@ -228,7 +228,8 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
                 await fleet.publish(weights, version)
             assert [d.name for d in weights.directories] == ["version_000003-0", "version_000004-1"]
             assert all("engine.sglang.sync_dir" in plan.remedy for plan in weights.plans)
-            assert sorted((tmp_path / "elsewhere").iterdir()) == weights.directories[1:]
+            (folder,) = (tmp_path / "elsewhere").iterdir()
+            assert list(folder.iterdir()) == weights.directories[1:]
             for stub in fleet.stubs:
                 read = [body["model_path"] for body in stub.said["/update_weights_from_disk"]]
                 assert read == [str(directory) for directory in weights.directories]
@@ -238,13 +239,31 @@ def test_servers_read_the_files_of_one_version_and_only_the_last_is_kept(tmp_pat
     run(scenario())
 
 
-def test_files_that_a_killed_process_of_the_run_left_go(tmp_path, weights):
+@pytest.mark.parametrize("sync_dir", [None, "elsewhere"])
+def test_files_that_a_killed_process_of_the_run_left_go(tmp_path, weights, sync_dir):
+    options = {"sync": "disk", "sync_dir": sync_dir and tmp_path / sync_dir}
+
     async def scenario():
-        left = tmp_path / "sync" / "version_000002-0"
-        left.mkdir(parents=True)
-        async with rig(tmp_path, sync="disk") as fleet:
+        async with rig(tmp_path, **options) as fleet:
+            await fleet.publish(weights, 2)
+        (folder,) = {directory.parent for directory in weights.directories}
+        for left in ("version_000002-0", ".version_000003-1.partial"):
+            (folder / left).mkdir(parents=True)
+        async with rig(tmp_path, **options) as fleet:
             await fleet.publish(weights, 3)
-            assert list((tmp_path / "sync").iterdir()) == weights.directories
+            assert list(folder.iterdir()) == weights.directories[1:]
+
+    run(scenario())
+
+
+def test_runs_that_share_a_directory_of_files_leave_each_others_alone(tmp_path, weights):
+    async def scenario():
+        options = {"sync": "disk", "sync_dir": tmp_path / "shared"}
+        async with rig(tmp_path / "one" / "run", **options) as fleet:
+            await fleet.publish(weights, 3)
+            async with rig(tmp_path / "other" / "run", **options) as other:
+                await other.publish(weights, 3)
+            assert weights.directories[0].is_dir()
 
     run(scenario())
 
