@@ -94,7 +94,7 @@ class Healing:
 
     def _choose_peers(self) -> None:
         infos = self._ranks.infos
-        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
+        self._peers, self._sent = peers_of(infos), kinds_sent(infos, self.keeps)
 
     def watched(self, name: str, worker: ActorHandle) -> None:
         """Take in that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
