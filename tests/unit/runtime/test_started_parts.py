@@ -8,12 +8,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError
 from run_configuration import run_context
 from sglang_pool import required_environment
 
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
 from megatron_daro.runtime import parts, ray_servers
+from megatron_daro.runtime.ray_servers import RayServer
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, sglang_engine
 
 
@@ -114,6 +116,37 @@ def test_a_server_that_shares_gpus_with_ranks_leaves_them_room(launched, given, 
     assert first.arguments == second.arguments == {"dtype": "bfloat16", "skip_tokenizer_init": True, **more}
     assert first.gpus == gpus and (second.gpus == "0,1") == (gpus is not None)
     assert first.env == ({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"} if gpus else {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, ""),
+        (ActorUnavailableError("the connection was reset", b"1" * 16), ""),
+        (RayActorError(), "the Ray actor of a server died"),
+    ],
+    ids=["silent", "unavailable", "dead"],
+)
+def test_a_server_whose_actor_says_nothing_is_not_dead(monkeypatch, answer, reason):
+    async def death():
+        if answer is None:
+            await asyncio.Future()
+        raise answer
+
+    async def launch(meeting=""):
+        return "http://a:1", "a:2"
+
+    methods = {"launch": SimpleNamespace(remote=launch), "death": SimpleNamespace(remote=death)}
+    made = SimpleNamespace(remote=lambda given: SimpleNamespace(**methods))
+    monkeypatch.setattr(ray_servers, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
+    monkeypatch.setattr(ray_servers, "_CALL_S", 0.05)
+
+    async def look():
+        server = RayServer([SimpleNamespace(part=0)], lambda part: {}, lambda: None)
+        await server.launch()
+        return await server.death()
+
+    assert run(look()).partition(":")[0] == reason
 
 
 def test_sglang_gives_back_the_graphs_of_the_decode_phase_and_refuses_those_of_the_other():
