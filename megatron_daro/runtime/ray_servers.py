@@ -17,7 +17,6 @@ from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
 from megatron_daro.runtime.supervisor import actor_class, remote_class, translated
 
-_LAUNCH_S = 300.0
 _CALL_S = 30.0
 _ACTOR = "the Ray actor of a server"
 _Result = TypeVar("_Result")
@@ -56,10 +55,11 @@ class RayServer:
         parts: Sequence[LaunchOptions],
         place: Callable[[int], dict[str, Any]],
         gpus: Callable[[], str | None],
+        launch_s: float,
     ) -> None:
         """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
-        each start."""
-        self._parts, self._place, self._gpus = parts, place, gpus
+        each start. launch_s: until an actor has started its process."""
+        self._parts, self._place, self._gpus, self._launch_s = parts, place, gpus, launch_s
         self._workers: list[ActorHandle] = []
 
     async def launch(self) -> str:
@@ -70,9 +70,9 @@ class RayServer:
             for part in self._parts
         ]
         first, *others = self._workers
-        launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)
+        launched: tuple[str, str] = await self._call(first.launch.remote(), self._launch_s)
         url, meeting = launched
-        await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
+        await asyncio.gather(*(self._call(worker.launch.remote(meeting), self._launch_s) for worker in others))
         return url
 
     async def death(self) -> str:
