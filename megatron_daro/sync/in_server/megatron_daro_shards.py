@@ -347,7 +347,7 @@ def send_at_once(connection: socket.socket) -> None:
 
 
 def read_frame(connection: socket.socket, longest: int = LONGEST_FRAME) -> dict[str, Any]:
-    """Return the next object, of so many bytes at most. Raises OSError: the connection ended; ValueError: it is none."""
+    """Return the next object, at most so many bytes. Raises OSError: the connection ended; ValueError: it is none."""
     header = bytearray(_LENGTH.size)
     read_exactly(connection, memoryview(header))
     (length,) = _LENGTH.unpack(header)

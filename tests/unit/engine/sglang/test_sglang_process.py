@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from sglang_pool import required_environment
-from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
+from sglang_process_trees import alive, eventually, python, read_pids, state, tree
 
 from megatron_daro.engine.sglang.command import is_loopback, server_environment
 from megatron_daro.engine.sglang.process import ManagedProcess
