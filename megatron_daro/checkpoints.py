@@ -138,7 +138,7 @@ class Checkpoints:
             step: optimizer step, which names it.
             write: fills an existing, empty directory (the policy's own checkpoint).
             state: JSON-able; becomes state.json.
-            notices: told what was removed.
+            notices: told what was removed, and what could not be.
 
         Returns:
             The checkpoint's directory.
@@ -163,7 +163,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 (self._directory / (LATEST + ".tmp")).unlink(missing_ok=True)
                 raise
-            await asyncio.to_thread(self._prune, final, notices)
+            await asyncio.to_thread(verify, final, hashes=False)
+        await asyncio.to_thread(self._prune, final, notices)
         return final
 
     def _publish(self, temporary: Path, final: Path) -> None:
@@ -178,15 +179,22 @@ class Checkpoints:
         durable.sync(self._directory)
 
     def _prune(self, newest: Path, notices: Notices) -> None:
-        """Remove the oldest beyond `keep`, and what crashes left; only once the newest proves to be readable."""
-        verify(newest, hashes=False)
-        kept = [newest, *(p for p in step_directories(self._directory) if p != newest)][: self._keep]
-        for path in step_directories(self._directory):
-            if path not in kept and not (self._keep_every and _step_of(path) % self._keep_every == 0):
+        """Remove the oldest beyond `keep`, and what crashes left."""
+        directories = step_directories(self._directory)
+        kept = [newest, *(path for path in directories if path != newest)][: self._keep]
+        old = [
+            path
+            for path in directories
+            if path not in kept and not (self._keep_every and _step_of(path) % self._keep_every == 0)
+        ]
+        for path in [*old, *self._directory.glob("step_*.tmp")]:
+            try:
                 shutil.rmtree(path)
+            except OSError as error:
+                notices.warn(f"{path} could not be removed, which is tried again after the next checkpoint: {error}")
+                continue
+            if path in old:
                 notices.notice(f"removed checkpoint {path.name} (trainer.keep_checkpoints={self._keep})")
-        for path in self._directory.glob("step_*.tmp"):
-            shutil.rmtree(path)
 
 
 class BackgroundSave:

@@ -1,8 +1,11 @@
-"""The deadline of every wait of the loop, in one table, and the one way to wait.
+"""How long the loop waits for a piece of work, in one table that `trainer.deadline_scale` scales, and the one way to
+wait.
 
 What comes from outside the loop is awaited through `Deadlines.within`, or with one of these limits, so
 a hung engine, verifier, actor or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
-also for something that ignores being cancelled.
+also for something that ignores being cancelled. Not here: constants of one message (a block of a snapshot, a bucket of
+weights, a call of a server's actor), which no machine is too slow for, and what users set for servers, verifiers and
+environments (`engine.sglang`, `reward`, `environment`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Deadlines:
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     workers_start: float = 300.0
-    """Until processes that ask servers, or verify, are ready: each time they are started."""
+    """Until processes that ask servers, hold one, or verify are ready: each time they are started."""
     next_group: float = 7200.0
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
@@ -51,6 +54,8 @@ class Deadlines:
     """Old and reference log-probs and a critic's values of one optimizer step."""
     train: float = 14400.0
     """One optimizer step."""
+    collective: float = 1800.0
+    """One collective operation of the ranks."""
     sync: float = 1800.0
     """Moving the weights to the engines."""
     memory: float = 1800.0
@@ -63,6 +68,8 @@ class Deadlines:
     """Saving a checkpoint."""
     load: float = 3600.0
     """Loading a checkpoint, or in a replay the rollouts of a batch."""
+    leave: float = 120.0
+    """Until a rank has aborted its collective calls, and then until it has left its groups, when another one died."""
     heal: float = 3600.0
     """Replacing ranks that died, and repeating what came after the snapshot."""
     export: float = 7200.0

@@ -40,8 +40,6 @@ from megatron_daro.runtime.supervisor import end_frozen, gather
 from megatron_daro.types import MemoryKind, StepBatch
 
 T = TypeVar("T")
-_LEAVE_S = 120.0
-"""Until a rank has aborted its collective calls, and then until it has left its groups."""
 _GONE = object()
 
 
@@ -100,7 +98,7 @@ class Healing:
 
     def _choose_peers(self) -> None:
         infos = self._ranks.infos
-        self._peers, self._sent = peers_of([info.host for info in infos]), kinds_sent(infos, self.keeps)
+        self._peers, self._sent = peers_of(infos), kinds_sent(infos, self.keeps)
 
     def watched(self, name: str, worker: ActorHandle) -> None:
         """Take note that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
@@ -246,8 +244,8 @@ class Healing:
             mark_as_seen(self._pending)
             self._pending = None
         await self._look()
-        await self._answers(lambda worker: worker.abort.remote(), _LEAVE_S)
-        await self._answers(lambda worker: worker.leave.remote(), _LEAVE_S)
+        await self._answers(lambda worker: worker.abort.remote(), self._deadlines.leave)
+        await self._answers(lambda worker: worker.leave.remote(), self._deadlines.leave)
         serials = await self._look()  # by now the snapshots that were being taken are whole
         workers = self._ranks.workers
         if workers.dismissed:

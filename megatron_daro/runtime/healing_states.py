@@ -210,7 +210,7 @@ def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:
             state = replace(state, phase="replacing", lost=frozenset(), replaced_s=replaced_s, replaced=replaced)
             return state, Replace(lost, snapshot, sources)
         missing = sources
-    peer = peers_of([info.host for info in left.infos])[missing]
+    peer = peers_of(left.infos)[missing]
     why = (
         f"rank {missing} and the rank that kept its copy (rank {peer}) died: nobody has the state of that rank any more"
     )

@@ -21,9 +21,6 @@ from megatron_daro.runtime.supervisor import WorkerGroup, actor_class, gather, y
 from megatron_daro.runtime.workers import RankInfo, TrainWorker
 from megatron_daro.types import Sequences
 
-_COLLECTIVE_S = 1800.0
-"""Limit of one collective operation of the ranks."""
-
 
 class Ranks:
     """All ranks, in order; `workers` has their processes by name, `infos` their parts once they have joined."""
@@ -62,8 +59,8 @@ class Ranks:
         self._forget_meeting_place()
         first = next(iter(self.workers.values()))
         (self._address,) = await gather({"actor rank 0": first.rendezvous.remote()})
-        seed = self._run.config.trainer.seed
-        arguments = (self._address, self.settings, self.actor, self.algorithm, seed, _COLLECTIVE_S)
+        seed, collective_s = self._run.config.trainer.seed, self._run.deadlines.collective
+        arguments = (self._address, self.settings, self.actor, self.algorithm, seed, collective_s)
         options = {"heals": self._outlive_groups, "to_be_restored": to_be_restored}
         await self.all(lambda worker: worker.setup.remote(*arguments, **options))
         self.infos, self._relays = await self.all(lambda worker: worker.info.remote()), set()

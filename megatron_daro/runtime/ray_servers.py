@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from megatron_daro.config.sections import SHARED_FRACTION
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
 from megatron_daro.runtime.supervisor import actor_class, remote_class, translated
 
-_LAUNCH_S = 300.0
 _CALL_S = 30.0
+_ACTOR = "the Ray actor of a server"
 _Result = TypeVar("_Result")
 
 
@@ -55,10 +55,11 @@ class RayServer:
         parts: Sequence[LaunchOptions],
         place: Callable[[int], dict[str, Any]],
         gpus: Callable[[], str | None],
+        launch_s: float,
     ) -> None:
         """Args: parts: options of each process. place: part -> options of its actor, gpus: that it shares; asked at
-        each start."""
-        self._parts, self._place, self._gpus = parts, place, gpus
+        each start. launch_s: until an actor has started its process."""
+        self._parts, self._place, self._gpus, self._launch_s = parts, place, gpus, launch_s
         self._workers: list[ActorHandle] = []
 
     async def launch(self) -> str:
@@ -69,9 +70,9 @@ class RayServer:
             for part in self._parts
         ]
         first, *others = self._workers
-        launched: tuple[str, str] = await self._call(first.launch.remote(), _LAUNCH_S)
+        launched: tuple[str, str] = await self._call(first.launch.remote(), self._launch_s)
         url, meeting = launched
-        await asyncio.gather(*(self._call(worker.launch.remote(meeting), _LAUNCH_S) for worker in others))
+        await asyncio.gather(*(self._call(worker.launch.remote(meeting), self._launch_s) for worker in others))
         return url
 
     async def death(self) -> str:
@@ -87,10 +88,14 @@ class RayServer:
         await asyncio.gather(*(self._stop(worker) for worker in workers))
 
     async def _death(self, worker: ActorHandle) -> str:
+        """Silence is no death: `Supervision` looks whether tokens come, and Ray tells in the end of what is gone."""
         try:
-            return await self._call(worker.death.remote(), _CALL_S)
-        except EngineError as error:
-            return str(error)
+            async with asyncio.timeout(_CALL_S):
+                return await worker.death.remote()
+        except (TimeoutError, ActorUnavailableError):
+            return ""
+        except RayError as error:
+            return str(translated(_ACTOR, error))
 
     async def _stop(self, worker: ActorHandle) -> None:
         with contextlib.suppress(EngineError):
@@ -102,9 +107,9 @@ class RayServer:
             async with asyncio.timeout(timeout_s):
                 return await reference
         except TimeoutError:
-            raise EngineError(f"the Ray actor of a server did not answer within {timeout_s:g} s") from None
+            raise EngineError(f"{_ACTOR} did not answer within {timeout_s:g} s") from None
         except RayError as error:
-            raise EngineError(str(translated("the Ray actor of a server", error))) from None
+            raise EngineError(str(translated(_ACTOR, error))) from None
 
 
 def _sharing(options: LaunchOptions, gpus: str | None) -> LaunchOptions:

@@ -104,7 +104,12 @@ def _handles(run: RunContext, placement: Placement, *, reads_text: bool) -> Mapp
         loader=options.transport.loader,
     )
     return {
-        f"server {i}": RayServer(_parts(first, i), partial(placement.server, i), partial(placement.gpus_of_server, i))
+        f"server {i}": RayServer(
+            _parts(first, i),
+            partial(placement.server, i),
+            partial(placement.gpus_of_server, i),
+            run.deadlines.workers_start,
+        )
         for i in range(config.engine.replicas)
     }
 

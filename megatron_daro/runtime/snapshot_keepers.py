@@ -20,9 +20,25 @@ Keeps = Literal["both", "peer", "none"]
 _GIB = 2**30
 
 
-def peers_of(hosts: Sequence[str]) -> list[int | None]:
-    """Return the rank that keeps the copy of each rank: on the next host, where there are several; on one, half the
-    ranks away, so that few pairs of deaths lose a state. None: there is no other rank.
+def peers_of(infos: Sequence[RankInfo]) -> list[int | None]:
+    """Return the rank that keeps the copy of each rank: a replica on another host (or on the only one), which has the
+    weights in a snapshot of its own; where there is none, any rank of the next host. None: there is no other rank."""
+    hosts, by_weights = [info.host for info in infos], dict[tuple[int, ...], list[int]]()
+    for rank, info in enumerate(infos):
+        by_weights.setdefault(info.weights_key, []).append(rank)
+    peers = _around(hosts)
+    for replicas in by_weights.values():
+        own_hosts = [hosts[rank] for rank in replicas]
+        if len(replicas) > 1 and (len(set(own_hosts)) > 1 or len(set(hosts)) == 1):
+            for rank, peer in zip(replicas, _around(own_hosts), strict=True):
+                assert peer is not None
+                peers[rank] = replicas[peer]
+    return peers
+
+
+def _around(hosts: Sequence[str]) -> list[int | None]:
+    """Return for each rank one on the next host, where there are several; on one, that half the ranks away, so that few
+    pairs of deaths lose a state. None: there is no other rank.
 
     Args:
         hosts: of each rank.
@@ -39,19 +55,13 @@ def peers_of(hosts: Sequence[str]) -> list[int | None]:
 
 
 def kinds_sent(infos: Sequence[RankInfo], keeps: Keeps) -> list[tuple[MemoryKind, ...]]:
-    """Return what each rank's peer is sent: weights only where no replica on another host (or on the only one) has them
-    in a snapshot of its own."""
-    one_host = len({info.host for info in infos}) == 1
-
-    def has_replica(rank: int) -> bool:
-        mine = infos[rank]
-        return any(
-            other.weights_key == mine.weights_key and (one_host or other.host != mine.host)
-            for number, other in enumerate(infos)
-            if number != rank
-        )
-
-    return [("optimizer",) if keeps == "both" and has_replica(rank) else KINDS for rank in range(len(infos))]
+    """Return what each rank's peer is sent: no weights where it has them in a snapshot of its own."""
+    return [
+        ("optimizer",)
+        if keeps == "both" and peer is not None and infos[peer].weights_key == info.weights_key
+        else KINDS
+        for info, peer in zip(infos, peers_of(infos), strict=True)
+    ]
 
 
 def affordable(
@@ -67,7 +77,7 @@ def affordable(
         memory_gib: of each node; None: half of what is free.
     """
     hosts = [info.host for info in infos]
-    peers, limits = peers_of(hosts), dict[str, float]()
+    peers, limits = peers_of(infos), dict[str, float]()
     for host, available in zip(hosts, free, strict=True):
         allowed = available / 2 if memory_gib is None else memory_gib * _GIB
         limits[host] = min(limits.get(host, allowed), allowed)

@@ -63,6 +63,8 @@ _LONGEST_JOIN_S = 60.0
 _TELL_S = 5.0
 _NOT_CONNECTED = "it did not connect (can its host reach the trainer's, at ports that the system chooses?)"
 _BACKLOG = 1024
+# Of a connection that has not shown the key yet.
+_LONGEST_HELLO = 2**16
 _PROTOCOLS = {"rdma": "rdma", "mooncake_tcp": "tcp"}
 """SendPlan.shards_over -> Mooncake's name of it."""
 # Connections that have memory at once for Mooncake to write from: 16 MiB of the device each.
@@ -251,8 +253,8 @@ class _Serving:
             with connection:
                 connection.settimeout(self._plan.timeout_s)
                 send_at_once(connection)
-                hello = read_frame(connection)
-                if not hmac.compare_digest(str(hello.get("key")), self.offer.key):
+                hello = read_frame(connection, _LONGEST_HELLO)
+                if not hmac.compare_digest(str(hello.get("key")).encode(), self.offer.key.encode()):
                     send_frame(connection, {"error": "the key is not that of this update"})
                 elif "lost" in hello:
                     self._lose(hello)

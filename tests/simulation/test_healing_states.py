@@ -21,7 +21,7 @@ class Walk:
         self.world = self.random.choice((2, 3, 4))
         hosts = [f"host {rank % self.random.choice((1, 2))}" for rank in range(self.world)]
         self.infos = [RankInfo(r, 0, exports=False, sends=False, reports=True, host=h) for r, h in enumerate(hosts)]
-        self.peers, self.per_hour = peers_of(hosts), self.random.choice((2, 100))
+        self.peers, self.per_hour = peers_of(self.infos), self.random.choice((2, 100))
         self.own = {rank: set() for rank in range(self.world)}
         self.copies = {rank: {} for rank in range(self.world)}
         self.state, self.now_s, self.replaced_s = states.State(self.per_hour), 0.0, []

@@ -229,6 +229,24 @@ def test_old_ones_go_when_the_new_one_is_whole(tmp_path):
     assert [p.name for p in step_directories(tmp_path / "checkpoints")] == ["step_000004", "step_000003"]
 
 
+def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, keep=2)
+    remove, progress = shutil.rmtree, FakeProgress()
+
+    def refuses(path, **options):
+        if path.name == "step_000001":
+            raise OSError(39, "Directory not empty")
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuses)
+        path = save(tmp_path, 3, keep=2, notices=progress)
+    assert find_latest_valid(tmp_path, FakeProgress())[0] == path
+    assert [text for text in progress.messages if "step_000001 could not be removed" in text] == progress.messages
+    save(tmp_path, 4, keep=2)
+    assert [p.name for p in step_directories(tmp_path / "checkpoints")] == ["step_000004", "step_000003"]
+
+
 def test_nothing_is_removed_when_the_new_one_cannot_be_read_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, keep=2)
     rename = Path.rename

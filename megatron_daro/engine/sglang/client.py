@@ -69,7 +69,6 @@ class ServerFacts:
     max_input_tokens: int
     context_tokens: int
     tensor_parallel: int
-    model_path: str
     has_tokenizer: bool
     quantization: str = ""
     streams_deltas: bool = False
@@ -262,7 +261,6 @@ def _facts(info: ServerInfo, described: OpenAPI) -> ServerFacts:
         max_input_tokens=info.max_req_input_len or 0,
         context_tokens=info.context_length or info.max_req_input_len or 0,
         tensor_parallel=info.tp_size or 1,
-        model_path=info.model_path or "",
         has_tokenizer=not info.skip_tokenizer_init,
         quantization=info.quantization or "",
         streams_deltas=bool(info.incremental_streaming_output),

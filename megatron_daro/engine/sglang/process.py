@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ START_TIMEOUT_S = 60.0
 """For the watchdog to start the command; it takes 0.1 s on an idle machine."""
 OWNER_GONE_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL when the owner is gone."""
-_WATCHDOG_MARGIN_S = watchdog.KILL_LIMIT_S + 5.0
 _WATCHDOG_KILL_AFTER_S = 2.0
 _TAIL_BYTES = 65536
 
@@ -52,7 +50,6 @@ class ManagedProcess:
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._input: IO[bytes] | None = None
         self._pid: int | None = None
-        self._ending = threading.Lock()
         self._swept = False
 
     @property
@@ -108,24 +105,6 @@ class ManagedProcess:
             return ""
         return "\n".join(text.splitlines()[-lines:]) if lines > 0 else ""
 
-    def stop(self, grace_s: float = 10.0) -> int | None:
-        """SIGTERM, after the grace SIGKILL, to the command and all it started. Safe to call twice.
-
-        Args:
-            grace_s: seconds; the call takes at most 17 s more.
-
-        Returns: what poll() returns; None only if never started or SIGKILL had no effect.
-        """
-        if self._watchdog is None or self.poll() is not None:
-            self._close_input(None)
-            return self.poll()
-        self._close_input(grace_s)
-        try:
-            self._watchdog.wait(grace_s + _WATCHDOG_MARGIN_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        return self.poll()
-
     def kill(self) -> None:
         """SIGKILL to the command and all it started, then to the watchdog if it does not end by itself. At most 8 s."""
         if self._watchdog is None:
@@ -138,7 +117,8 @@ class ManagedProcess:
             if time.monotonic() > begin + _WATCHDOG_KILL_AFTER_S:
                 self._watchdog.kill()
             time.sleep(0.02)
-        self._close_input(None)
+        if self._input is not None:
+            self._input.close()
         self.poll()
 
     def _start_watchdog(self, log: int, report: int) -> subprocess.Popen[bytes]:
@@ -166,19 +146,6 @@ class ManagedProcess:
             f"process: the watchdog did not start {self._command[0]!r} within {START_TIMEOUT_S:g} s; it wrote: "
             f"{self.log_tail() or 'nothing'}. Allowed: Python 3.9 or newer on Linux, got {self._python}"
         )
-
-    def _close_input(self, grace_s: float | None) -> None:
-        """End the watchdog's input, which is the order to end the command."""
-        with self._ending:
-            stream, self._input = self._input, None
-            if stream is None:
-                return
-            try:
-                if grace_s is not None:
-                    stream.write(f"{grace_s}\n".encode())
-                stream.close()
-            except BrokenPipeError:
-                return  # The watchdog has ended; close() released the descriptor all the same.
 
     def _sweep_session(self) -> None:
         """Once: kill the command's process group, which outlived the watchdog."""

@@ -154,7 +154,6 @@ class ServerInfo(_Reply):
     max_req_input_len: Count | None = None
     context_length: Count | None = None
     tp_size: Annotated[int, Field(strict=True, ge=1)] | None = None
-    model_path: Text | None = None
     skip_tokenizer_init: bool | None = None
     quantization: Text | None = None
     incremental_streaming_output: bool | None = None

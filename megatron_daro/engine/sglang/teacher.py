@@ -36,8 +36,7 @@ class Teacher:
     def __init__(self, section: DistillSection) -> None:
         """Connect to nothing."""
         self._clients = [SGLangClient(url) for url in section.urls]
-        self._next = itertools.cycle(self._clients)
-        self._places = asyncio.Semaphore(_AT_ONCE * len(self._clients))
+        self._next = itertools.cycle([(client, asyncio.Semaphore(_AT_ONCE)) for client in self._clients])
 
     async def logprobs(self, rollout: Rollout) -> np.ndarray:
         """Return float32 [R], the log-probs of the response's tokens at temperature 1; 0 where they are not trained.
@@ -59,10 +58,8 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": first - 1,
         }
-        async with self._places:
-            answer = await self._asked(body)
         try:
-            return read_given_logprobs(answer, tokens[first:])
+            return read_given_logprobs(await self._asked(body), tokens[first:])
         except BadAnswerError as error:
             raise EngineError(
                 f"algorithm.distill.urls: {error}; allowed: SGLang servers, none behind a router that changes requests"
@@ -76,8 +73,10 @@ class Teacher:
     async def _asked(self, body: Mapping[str, object]) -> object:
         """Return the answer of a server, the next one at each try."""
         for attempt in range(_TRIES):
+            client, places = next(self._next)
             try:
-                return await next(self._next).post("/generate", body, timeout_s=_REQUEST_S)
+                async with places:
+                    return await client.post("/generate", body, timeout_s=_REQUEST_S)
             except RefusedError as error:
                 raise EngineError(
                     f"algorithm.distill.urls: {error}; allowed: a teacher with the policy's tokenizer and room for "

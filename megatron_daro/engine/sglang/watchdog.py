@@ -6,7 +6,7 @@ ManagedProcess -> (this, a process of its own) -> SGLang server. It is run with 
 server's interpreter, so it uses nothing outside the standard library and runs on Python 3.9 and newer.
 
 The command runs in its own session. It is ended (SIGTERM, after the grace SIGKILL) as soon as standard input ends,
-the parent is gone, or the watchdog gets SIGTERM. A line on standard input before its end replaces the grace (seconds).
+the parent is gone, or the watchdog gets SIGTERM.
 The watchdog is the reaper of orphans below it (PR_SET_CHILD_SUBREAPER), so a descendant that made a session of its own
 is found as well. If the watchdog itself is killed, the kernel kills the command (PR_SET_PDEATHSIG).
 
@@ -84,7 +84,6 @@ class Watchdog:
         self._parent_pid = parent_pid
         self._grace_s = grace_s
         self._ending = False
-        self._said = b""
         self._status: int | None = None
         self._pid = 0
 
@@ -147,17 +146,8 @@ class Watchdog:
 
     def _listen(self, timeout_s: float) -> None:
         """Wait for standard input; its end is the order to end the command."""
-        if not select.select([0], [], [], timeout_s)[0]:
-            return
-        chunk = os.read(0, 4096)
-        self._said = (self._said + chunk)[-4096:]
-        if chunk:
-            return
-        self._ending = True
-        try:
-            self._grace_s = float(self._said.split()[-1])
-        except (IndexError, ValueError):
-            return  # Nothing was said: the grace of the command line holds.
+        if select.select([0], [], [], timeout_s)[0] and not os.read(0, 4096):
+            self._ending = True
 
     def _reap(self) -> None:
         """Collect every child that ended, orphans included."""

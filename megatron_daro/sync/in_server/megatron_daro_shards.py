@@ -346,16 +346,19 @@ def send_at_once(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def read_frame(connection: socket.socket) -> dict[str, Any]:
-    """Return the next object. Raises OSError: the connection ended; ValueError: it is none."""
+def read_frame(connection: socket.socket, longest: int = LONGEST_FRAME) -> dict[str, Any]:
+    """Return the next object, at most so many bytes. Raises OSError: the connection ended; ValueError: it is none."""
     header = bytearray(_LENGTH.size)
     read_exactly(connection, memoryview(header))
     (length,) = _LENGTH.unpack(header)
-    if length > LONGEST_FRAME:
-        raise ValueError(f"a frame of {length} bytes; allowed: {LONGEST_FRAME}")
+    if length > longest:
+        raise ValueError(f"a frame of {length} bytes; allowed: {longest}")
     data = bytearray(length)
     read_exactly(connection, memoryview(data))
-    content = json.loads(data)
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"a frame that is nested too deeply: {data!r:.80}") from None
     if not isinstance(content, dict):
         raise ValueError(f"a frame that is no object: {content!r:.80}")
     return content

@@ -104,7 +104,7 @@ class Rank:
         return f"file://{folder}/ranks"
 
     def do_setup(self, address, settings, actor, algorithm, seed, timeout_s, **options):
-        self.actor = actor
+        self.actor, self.collective_s = actor, timeout_s
         self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
 
     def do_info(self):

@@ -3,6 +3,7 @@ rank dies, is shown in tests/simulation and tests/fault."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 
@@ -47,6 +48,27 @@ def test_where_no_node_has_room_in_time_the_run_ends_and_the_process_is_asked_no
 
     run(train())
     assert len(one.started) == 5
+
+
+def test_a_rank_that_does_not_leave_its_groups_in_time_is_replaced_as_well(world):
+    one = world(LIMITS, deadlines=Deadlines(leave=0.01))
+
+    async def train():
+        await one.policy.start()
+        one.process(1).dies_at, stuck = "train", one.process(0)
+        answer = stuck.call
+        stuck.call = lambda name, *more: asyncio.Future() if name == "leave" else answer(name, *more)
+        await steps(one.policy, 1, 1)
+        return one.seen
+
+    assert run(train()) == [[0, 1]] * 4
+    assert len(one.started) == 6
+
+
+def test_the_limit_of_collective_calls_follows_the_deadlines(world):
+    one = world(deadlines=Deadlines().scaled(2))
+    run(one.policy.start())
+    assert [process.collective_s for process in one.started] == [3600.0] * 4
 
 
 def test_without_memory_for_snapshots_a_death_ends_the_run(world):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megatron_daro.actor.double_buffer import KINDS
@@ -29,7 +31,35 @@ def infos(*ranks):
     ],
 )
 def test_a_peer_is_on_another_host_where_there_is_one(hosts, expected):
-    assert peers_of(hosts) == expected
+    assert peers_of(infos(*((host, rank) for rank, host in enumerate(hosts)))) == expected
+    assert peers_of(infos(*((host, 0) for host in hosts))) == expected
+
+
+PIPELINES = {
+    "on one host": [("a", 0), ("a", 0), ("a", 1), ("a", 1)],
+    "of a host each": [("a", 0), ("b", 0), ("c", 1), ("d", 1)],
+    "over all hosts": [("a", 0), ("b", 1), ("c", 0), ("d", 1)],
+    "of one host alone": [("a", 0), ("a", 0), ("b", 1), ("b", 1)],
+}
+
+
+@pytest.mark.parametrize("ranks", PIPELINES.values(), ids=PIPELINES)
+def test_two_ranks_that_die_are_replaced_unless_one_keeps_the_others_copy(ranks):
+    ranks, workers = infos(*ranks), list(range(4))
+    peers, sent = peers_of(ranks), kinds_sent(ranks, "both")
+    for lost in itertools.combinations(workers, 2):
+        living = {
+            rank: SnapshotSerials((5,), {other: (5,) for other, peer in enumerate(peers) if peer == rank})
+            for rank in workers
+            if rank not in lost
+        }
+        sources = sources_of(5, living, ranks, workers)
+        if any(peers[rank] in lost for rank in lost):
+            assert sources in lost
+        else:
+            assert sources.keys() == set(lost)
+            for source in itertools.chain(*sources.values()):
+                assert set(source.kinds) <= set(KINDS if source.owner is None else sent[source.owner])
 
 
 def test_weights_are_sent_only_where_no_replica_elsewhere_has_them():

@@ -8,12 +8,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError
 from run_configuration import run_context
 from sglang_pool import required_environment
 
+from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
 from megatron_daro.runtime import parts, ray_servers
+from megatron_daro.runtime.ray_servers import RayServer
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, sglang_engine
 
 
@@ -22,7 +25,9 @@ def run(work):
 
 
 class Actor:
-    """The process of a server's part, which starts at once."""
+    """The process of a server's part, which starts at once, or never."""
+
+    starts = True
 
     def __init__(self, launch_options):
         self.launched_with = launch_options
@@ -33,7 +38,8 @@ class Actor:
 
         def remote(*arguments):
             answer = asyncio.get_running_loop().create_future()
-            answer.set_result(("http://a:1", "a:2"))
+            if self.starts:
+                answer.set_result(("http://a:1", "a:2"))
             return answer
 
         return SimpleNamespace(remote=remote)
@@ -49,9 +55,10 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.setattr(SGLangEngine, "__init__", lambda self, handles, *more, **options: servers.update(handles))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 31}))
 
-    def launch(*, stops=False, gpus=None, model=(), actor=(), **sglang):
+    def launch(*, stops=False, gpus=None, model=(), actor=(), deadlines=None, **sglang):
         context = run_context(
             run_dir=tmp_path,
+            deadlines=deadlines,
             engine={"kind": "sglang", "seed": 3, "replicas": 2, "sglang": {"python": sys.executable, **sglang}},
             actor={"precision": "bf16", **dict(actor)},
             model={"path": str(tmp_path), **dict(model)},
@@ -97,6 +104,12 @@ def test_servers_sample_differently_and_all_parts_of_one_alike(launched, tmp_pat
         assert (one.tensor_parallel, one.env, one.model_path) == (4, {"A": "b"}, tmp_path)
 
 
+def test_how_long_a_server_may_take_to_be_launched_follows_the_deadlines(launched, monkeypatch):
+    monkeypatch.setattr(Actor, "starts", False)
+    with pytest.raises(EngineError, match=r"did not answer within 0\.05 s"):
+        launched(deadlines=Deadlines(workers_start=0.05))
+
+
 SAVED = {"enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
 
 
@@ -114,6 +127,37 @@ def test_a_server_that_shares_gpus_with_ranks_leaves_them_room(launched, given, 
     assert first.arguments == second.arguments == {"dtype": "bfloat16", "skip_tokenizer_init": True, **more}
     assert first.gpus == gpus and (second.gpus == "0,1") == (gpus is not None)
     assert first.env == ({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"} if gpus else {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, ""),
+        (ActorUnavailableError("the connection was reset", b"1" * 16), ""),
+        (RayActorError(), "the Ray actor of a server died"),
+    ],
+    ids=["silent", "unavailable", "dead"],
+)
+def test_a_server_whose_actor_says_nothing_is_not_dead(monkeypatch, answer, reason):
+    async def death():
+        if answer is None:
+            await asyncio.Future()
+        raise answer
+
+    async def launch(meeting=""):
+        return "http://a:1", "a:2"
+
+    methods = {"launch": SimpleNamespace(remote=launch), "death": SimpleNamespace(remote=death)}
+    made = SimpleNamespace(remote=lambda given: SimpleNamespace(**methods))
+    monkeypatch.setattr(ray_servers, "actor_class", lambda _: SimpleNamespace(options=lambda **place: made))
+    monkeypatch.setattr(ray_servers, "_CALL_S", 0.05)
+
+    async def look():
+        server = RayServer([SimpleNamespace(part=0)], lambda part: {}, lambda: None, 5.0)
+        await server.launch()
+        return await server.death()
+
+    assert run(look()).partition(":")[0] == reason
 
 
 def test_sglang_gives_back_the_graphs_of_the_decode_phase_and_refuses_those_of_the_other():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -207,6 +208,28 @@ def test_what_is_no_frame_harms_nobody():
     assert failures(synced(CASE, fleet, before_sending=rubbish)) == {}
 
 
+def frame(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+@pytest.mark.parametrize(
+    "said",
+    [frame('{"key": "schlüssel"}'.encode()), frame(b"[" * 9999), (2**20).to_bytes(4, "big")],
+    ids=["key that is not ASCII", "deep frame", "long frame"],
+)
+def test_a_stranger_is_sent_away_at_once_and_harms_nobody(said):
+    strangers = []
+
+    def knocks(senders, offers):
+        strangers.append(socket.create_connection((offers[0].host, offers[0].port), SECONDS / 2))
+        strangers[0].sendall(said)
+
+    assert failures(synced(CASE, Fleet(CASE), before_sending=knocks)) == {}
+    with strangers[0] as stranger, contextlib.suppress(ConnectionResetError):
+        while stranger.recv(1024):
+            pass
+
+
 def test_a_fault_of_the_sender_itself_is_raised():
     parameter = shards(CASE, checkpoint(CASE))
     plan = CASE.plan(4)
@@ -253,17 +276,16 @@ def test_a_receiver_that_nobody_expects_is_given_nothing(receiver):
     assert answers in ([b""], [])
 
 
-def test_frames_are_objects_of_a_bounded_length(monkeypatch):
+def test_frames_are_objects_of_a_bounded_length():
     here, there = socket.socketpair()
     with here, there:
         send_frame(here, {"a": [1, 2]})
         assert read_frame(there) == {"a": [1, 2]}
-        monkeypatch.setattr(megatron_daro_shards, "LONGEST_FRAME", 9)
         send_frame(here, {"a": 12})  # nine bytes
-        assert read_frame(there) == {"a": 12}
+        assert read_frame(there, 9) == {"a": 12}
         here.sendall(b"\0\0\0\x0a")
         with pytest.raises(ValueError, match="10"):
-            read_frame(there)
+            read_frame(there, 9)
         here.sendall(b"\0\0\0\x02[]")
         with pytest.raises(ValueError, match=r"\[\]"):
             read_frame(there)

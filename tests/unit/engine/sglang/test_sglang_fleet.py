@@ -8,7 +8,7 @@ from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.errors import DeadlineError
 
-FACTS = ServerFacts("0.5.23", frozenset(), "cpu", "float32", 100, 100, 100, 1, "/model", False)
+FACTS = ServerFacts("0.5.23", frozenset(), "cpu", "float32", 100, 100, 100, 1, False)
 
 
 def run(coroutine):

@@ -1,4 +1,4 @@
-"""ManagedProcess with real commands: start, log, stop, kill, and an owner that is killed."""
+"""ManagedProcess with real commands: start, log, kill, and an owner that is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from sglang_pool import required_environment
-from sglang_process_trees import SLEEP, alive, eventually, python, read_pids, state, tree
+from sglang_process_trees import alive, eventually, python, read_pids, state, tree
 
 from megatron_daro.engine.sglang.command import is_loopback, server_environment
 from megatron_daro.engine.sglang.process import ManagedProcess
@@ -48,7 +48,6 @@ def test_status_pid_and_log(managed):
     process.start()
     assert ended(process) == 4
     assert sorted(process.log_tail().split("\n")) == sorted([f"pid {process.pid}", "bad"])
-    assert process.stop() == 4
     process.kill()
     assert process.poll() == 4
 
@@ -76,8 +75,8 @@ def test_missing_interpreter_is_an_error(tmp_path):
     process = ManagedProcess(["x"], host="127.0.0.1", env={}, log_path=tmp_path / "log", python=Path("/nowhere/python"))
     with pytest.raises(EngineError, match="/nowhere/python"):
         process.start()
-    assert process.stop() is None
     process.kill()
+    assert process.poll() is None
 
 
 def watchdog_of(process):
@@ -85,26 +84,16 @@ def watchdog_of(process):
     return psutil.Process(process.pid).ppid()
 
 
-def test_stop_ends_the_tree_and_may_be_repeated(managed, tmp_path):
+def test_kill_ends_the_tree_and_may_be_repeated(managed, tmp_path):
     process = managed(tree(tmp_path / "pids"))
     process.start()
     pids = read_pids(tmp_path / "pids")
     assert process.pid in pids and process.poll() is None
     watchdog = watchdog_of(process)
-    assert process.stop(0.2) == 137
-    assert not alive([*pids, watchdog])
-    assert process.stop(0.2) == 137
-
-
-def test_stop_lets_a_willing_command_end_by_itself(managed, tmp_path):
-    ready = tmp_path / "ready"
-    process = managed(
-        # Not sys.exit: raised while the file object goes, Python would swallow it.
-        python(f"import os, signal\nsignal.signal(15, lambda *_: os._exit(0))\nopen({str(ready)!r}, 'w')\n{SLEEP}")
-    )
-    process.start()
-    eventually(ready.exists, "the handler")
-    assert process.stop(100) == 0
+    for _ in range(2):
+        process.kill()
+        assert process.poll() == 137
+        assert not alive([*pids, watchdog])
 
 
 def test_kill_does_not_need_the_watchdog(managed, tmp_path):

@@ -82,16 +82,6 @@ def test_sigterm_ends_the_tree(tmp_path):
     close_and_wait(process)
 
 
-def test_grace_said_on_standard_input_replaces_the_option(tmp_path):
-    """With the grace of the option the wait would run into the limit of 60 s."""
-    process = keep(tree(tmp_path / "pids"), "--grace-s", "500")
-    pids = read_pids(tmp_path / "pids")
-    assert process.stdin is not None
-    process.stdin.write(b"0.1\n")
-    assert close_and_wait(process) == 137
-    assert not alive(pids)
-
-
 def test_stopped_command_is_ended():
     """SIGTERM reaches a stopped process only when it goes on; a stubborn one needs SIGKILL."""
     for code, status in ((FROZEN + SLEEP, 143), (STUBBORN + FROZEN + SLEEP, 137)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
-from stub_server import StubServer, answering, given_logprobs
+from stub_server import StubServer, answering, given_logprobs, never
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import DistillSection
@@ -106,6 +106,24 @@ def test_a_try_that_failed_is_made_at_the_next_server():
             return found.tolist(), broken.calls["/generate"], well.calls["/generate"]
 
     assert asyncio.run(run()) == ([-0.5, 0.0, -1.5], 1, 1)
+
+
+def test_a_slow_server_has_its_own_limit_of_requests_and_takes_none_of_the_others():
+    async def run():
+        async with StubServer() as slow, StubServer() as well:
+            slow.answers["/generate"], well.answers["/generate"] = never, answers
+            made = Teacher(DistillSection(urls=(slow.url, well.url)))
+            reading = [asyncio.create_task(made.logprobs(rollout())) for _ in range(80)]
+            while sum(task.done() for task in reading) < 40 or slow.calls["/generate"] < 32:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+            await made.close()
+            return slow.calls["/generate"]
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 32
 
 
 @pytest.mark.parametrize(
