@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
+from megatron_daro.boxed import last_box
 from megatron_daro.config.data_file import why_no_file
 from megatron_daro.config.safetensors_header import GIT_LFS
 from megatron_daro.errors import DataError
@@ -283,7 +284,6 @@ CATEGORY_FIELDS = ("category", "difficulty", "level")
 ANSWER_FIELDS = ("answer", "final_answer", "reward_model.ground_truth", "ground_truth", "solution")
 _BESIDE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs")
 _SEPARATED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MOST_ALTERNATIVES = 64
 _EXACT_AS_FLOAT = 2**53
@@ -401,19 +401,6 @@ def _texts(parsed: ParsedRow) -> Iterator[str]:
         yield json.dumps(message, ensure_ascii=False)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} (or \fbox{...}) with balanced braces; None where there is none."""
-    opened: list[int | None] = []  # of each brace that is open, where the content of its box begins
-    begin, end = -1, -1
-    for match in _BOX_OR_BRACE.finditer(text):
-        if match.group() == "}" and opened:
-            start = opened.pop()
-            begin, end = (start, match.start()) if start is not None and start > begin else (begin, end)
-        elif match.group().endswith("{") and match.group() != "\\{":
-            opened.append(match.end() if len(match.group()) > 1 else None)
-    return text[begin:end].strip() or None if begin >= 0 else None
-
-
 def _field(row: Mapping[str, Any], dotted: str) -> object:
     if dotted in row:
         return row[dotted]
@@ -509,8 +496,8 @@ def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
 
 def _answer(value: object, name: str, data_format: DataFormat) -> str:
     if name == "solution":
-        value = last_boxed(value) if isinstance(value, str) else None
-        if value is None:
+        value = last_box(value) if isinstance(value, str) else None
+        if not value:
             raise _UnusableRowError(r"no answer (no \boxed{} in the solution)")
     text = answer_text(value)
     if text is None:

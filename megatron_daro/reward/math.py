@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 
+from megatron_daro.boxed import last_box
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
-from megatron_daro.reward.extraction import last_box, trailing_number
+from megatron_daro.reward.extraction import trailing_number
 from megatron_daro.reward.normal_form import (
     as_union,
     assignments,
