@@ -473,13 +473,19 @@ def _messages(value: list[Any]) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise _UnusableRowError("a chat message lacks role or content as text")
         try:
-            json.dumps(fields, allow_nan=False)
+            messages.append(json.loads(json.dumps(fields, allow_nan=False, default=_plain_number)))
         except (TypeError, ValueError, RecursionError):
             raise _UnusableRowError("a chat message holds what is no JSON") from None
-        messages.append(fields)
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise _UnusableRowError("the chat does not end with a user message")
     return tuple(messages)
+
+
+def _plain_number(value: object) -> float:
+    """Return the number that a template takes for a WrittenNumber; anything else is no JSON."""
+    if not isinstance(value, WrittenNumber):
+        raise TypeError
+    return float(value.text)
 
 
 def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def text_of(prompt, tokenizer):
 
 def test_a_template_reads_every_field_of_a_message(tmp_path):
     reads = CHAT.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.tool_calls }}{{ m.reasoning_content }}")
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 0.5}}}
     chat = [
         {"role": "user", "content": "1+1?", "name": None},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I add"},
