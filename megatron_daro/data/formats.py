@@ -272,11 +272,11 @@ def pass_rate_of(row: object) -> PassRate | None:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, WrittenNumber):
-        value = float(value.text)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, WrittenNumber)):
         return None
-    return float(value) if math.isfinite(value) else None
+    # Of text: an integer of 400 digits would raise.
+    number = float(value.text if isinstance(value, WrittenNumber) else str(value))
+    return number if math.isfinite(number) else None
 
 
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
