@@ -2,13 +2,14 @@
 
 A bad row is dropped and counted with its line number, or rejected with `strict`; files without one usable row are
 rejected. Nothing is dropped without standing in the report. The report also counts problems that stand in an
-evaluation set, by exact match of normalized text (Unicode form, case, white space): it does not find paraphrases, and
-says so.
+evaluation set, by exact match of normalized text (Unicode form, white space): it does not find paraphrases, and says
+so.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,10 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def normalized_text(text: str) -> str:
-    """Return what counts as the same problem: Unicode NFC without white space. Case stays: x and X differ in
-    mathematics."""
-    return "".join(unicodedata.normalize("NFC", text).split())
+    """Return what counts as the same problem: Unicode NFC without white space, but between digits. Case stays: x and X
+    differ in mathematics."""
+    words = " ".join(unicodedata.normalize("NFC", text).split())
+    return re.sub(r"(?<!\d) | (?!\d)", "", words)
 
 
 def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prompt]]) -> dict[str, list[str]]:

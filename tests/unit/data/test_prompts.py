@@ -315,6 +315,7 @@ def test_the_last_box_by_hand():
 
 def test_normalized_text_keeps_what_matters():
     assert normalized_text("a  b\n") == normalized_text("ab")
+    assert normalized_text("1  12") == normalized_text("1\n12 ") != normalized_text("11 2")
     assert normalized_text("x") != normalized_text("X")
     assert normalized_text("x²") != normalized_text("x2")
     assert normalized_text("é") == normalized_text("é")
