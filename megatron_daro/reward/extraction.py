@@ -1,10 +1,10 @@
 """Finds the final answer in a model's text, and the two verifiers that compare it as plain text.
 
-Forms: the last box (`boxed.py`), the last `Answer:` line, text after a marker, a trailing number. Every function is linear in the
-length of the text and never raises; None means that the form is not there, nothing is guessed. `ExactVerifier`
-compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows DAPO's rule
-(arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not integers are
-rejected (`gold_unparsed`).
+Forms: the last box (`boxed.py`), the last `Answer:` line, text after a marker, a trailing number. Every function is
+linear in the length of the text and never raises; None means that the form is not there, nothing is guessed.
+`ExactVerifier` compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows
+DAPO's rule (arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not
+integers are rejected (`gold_unparsed`).
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ def normalise_integer(text: str) -> str | None:
     match = _INTEGER.fullmatch(text.rstrip(".") or text)
     if match is None:
         return None
-    digits = match.group(2).replace(",", "").lstrip("0") or "0"
-    return f"-{digits}" if match.group(1) == "-" and digits != "0" else digits
+    return str(int(match.group(1) + match.group(2).replace(",", "")))
 
 
 class IntegerVerifier:
