@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_daro.data.formats import DataFormat, ParsedRow, PassRate, RowProblem, field_names, parse_row, read_rows
+from megatron_daro.config.sections import DataFormat
+from megatron_daro.data.containers import RowProblem, read_rows
+from megatron_daro.data.formats import ParsedRow, PassRate, field_names, parse_row
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
 
@@ -25,7 +27,7 @@ def prompt_text(prompt: Prompt) -> str:
     """Return the problem as text: `text`, or the contents of the messages, one per line."""
     if prompt.text is not None:
         return prompt.text
-    return "\n".join(message["content"] for message in prompt.messages or ())
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages or ())
 
 
 def normalized_text(text: str) -> str:
@@ -45,14 +47,10 @@ def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prom
     Returns:
         For each name, the ids of the training prompts found in it, in training order.
     """
-    held_out_keys = {name: {_key(prompt) for prompt in rows} for name, rows in held_out.items()}
-    keys = [(prompt.id, _key(prompt)) for prompt in prompts]
+    # By the statement: a chat that only adds a system message asks the same problem.
+    held_out_keys = {name: {normalized_text(prompt.statement) for prompt in rows} for name, rows in held_out.items()}
+    keys = [(prompt.id, normalized_text(prompt.statement)) for prompt in prompts]
     return {name: [prompt_id for prompt_id, key in keys if key in rows] for name, rows in held_out_keys.items()}
-
-
-def _key(prompt: Prompt) -> str:
-    """Return a chat that only adds a system message asks the same problem: the last message decides."""
-    return normalized_text(prompt.messages[-1]["content"] if prompt.messages else prompt.text or "")
 
 
 _PLACES_SHOWN = 5

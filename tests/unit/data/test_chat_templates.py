@@ -9,7 +9,8 @@ import pytest
 from test_template import CHAT, chat_prompt, save_tokenizer, text_prompt
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.formats import RowProblem, parse_row
+from megatron_daro.data.containers import RowProblem
+from megatron_daro.data.formats import parse_row
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, tokenize_prompts

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_daro.boxed import last_box
-from megatron_daro.data.formats import WrittenNumber, answer_text
+from megatron_daro.data.containers import WrittenNumber
+from megatron_daro.data.formats import answer_text
 from megatron_daro.data.prompts import find_overlap, load_problems, normalized_text
 from megatron_daro.errors import DataError
 
