@@ -13,7 +13,7 @@ import re
 from collections import deque
 
 from megatron_daro.boxed import last_box
-from megatron_daro.reward.base import Job, VerifierSpec, check_text
+from megatron_daro.reward.base import VerifierSpec, check_text
 from megatron_daro.types import Verdict
 
 TAIL_CHARS = 300
@@ -73,13 +73,9 @@ class ExactVerifier:
             return self._spec.verdict(False, "no_answer")
         return self._spec.verdict(answer == gold_answer, "match" if answer == gold_answer else "no_match")
 
-    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
-
-    def judge(self, job: Job) -> Verdict:
-        """Never needed: `screen` decides everything."""
-        return self.verify(f"{self._spec.marker}{job.answer}", job.gold)
 
     def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, or None for a usable gold."""
@@ -145,13 +141,9 @@ class IntegerVerifier:
             return self._spec.verdict(False, "too_long" if len(answer) > MAX_CHARS else "answer_unparsed")
         return self._spec.verdict(value == gold_value, "match" if value == gold_value else "no_match")
 
-    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
-
-    def judge(self, job: Job) -> Verdict:
-        """Never needed: `screen` decides everything."""
-        return self.verify(f"Answer: {job.answer}", job.gold)
 
     def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, `gold_unparsed`, or None for a usable gold."""
