@@ -176,7 +176,7 @@ async def _train(
                 await controller.resume(start.checkpoint, start.state)
                 run.progress.notice(f"resumed from {start.checkpoint}")
             elif start.begins_again:
-                controller.truncate_files()
+                await controller.truncate_files()
         except BaseException:
             await controller.shutdown()
             raise

@@ -219,7 +219,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         for _ in range(2 if schedule.crash else 1):
             loop.call_later(stop_s, life.controller.request_stop, "SIGTERM")
     if resume is None:
-        life.controller.truncate_files()
+        await life.controller.truncate_files()
     else:
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))
