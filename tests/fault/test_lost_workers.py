@@ -36,8 +36,9 @@ from megatron_daro.environments.stepping import SteppedConversations
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
+from megatron_daro.runtime.frozen_workers import end_frozen
 from megatron_daro.runtime.node_pools import StepPools, VerifierPools, shares
-from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
+from megatron_daro.runtime.ray_calls import WorkerDiedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 LIMIT_S = 200

@@ -193,7 +193,7 @@ class SGLangEngine:
         self._supervision.allow_starts()
 
     async def fatal_error(self) -> EngineError:
-        """Wait until all servers are gone; for the run's supervisor."""
+        """Wait until all servers are gone; return why the run ends."""
         return await self.fleet.fatal_error()
 
     async def close(self) -> None:

@@ -164,7 +164,7 @@ class Fleet:
             raise EngineError(self._closed)
 
     async def fatal_error(self) -> EngineError:
-        """Wait for the end of the fleet; for a supervisor."""
+        """Wait for the end of the fleet, and return why."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.failure)
