@@ -197,9 +197,8 @@ class NoWeights:
 
     async def publish(self, version: int) -> dict[str, float]:
         for server in self._fleet.of("joining", "serving"):
-            server.version = 0
             server.versions.add(0)
-            self._fleet.set_state(server, "serving")
+            self._fleet.serve(server, 0)
         return {}
 
 

@@ -131,8 +131,8 @@ async def asking(stub, run_dir, answers, warnings=None):
         engine_of([stub.url], run_dir, options=OPTIONS, answers=Kept(answers), warnings=warnings)
     ) as engine:
         for server in engine.fleet.servers:
-            server.version, server.versions = 0, {0}
-            engine.fleet.set_state(server, "serving")
+            server.versions = {0}
+            engine.fleet.serve(server, 0)
         stub.gate.clear()
         stub.calls.clear()
         yield engine
