@@ -17,7 +17,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from megatron_daro.data.formats import ParsedRow, parse_row, read_rows
+from megatron_daro.data.containers import read_rows
+from megatron_daro.data.formats import ParsedRow, parse_row
 
 BEFORE = re.compile(r"^Solve the following math problem step by step\..*?\n\n", re.DOTALL)
 AFTER = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*$')

@@ -1,6 +1,7 @@
 """Data: prompts and their cursor in front of the engine; batches, their split and their packing in front of the actor.
 
-formats     files -> rows -> problem and gold answers of each
+containers  files -> rows
+formats     row -> problem and gold answers
 prompts     rows -> list of Prompt and a LoadReport, exact matches with evaluation problems among it
 templates   named templates: the text around a problem, and where the answer stands
 tokenizer   Prompt text -> token ids

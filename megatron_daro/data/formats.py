@@ -1,243 +1,25 @@
-r"""Problem files: their bytes become rows, and each row a problem with its gold answers.
-
-A container is recognized by content, never by name: Parquet, a JSON array or JSON lines, each also inside gzip or
-zstd. Other containers (zip, xz, bzip2, Arrow, UTF-16, ...) and files that are missing, empty or torn raise DataError
-with what to do.
+r"""Rows of problem files: each a problem with its gold answers.
 
 A row's layout is recognized by its fields: DAPO (`prompt` is a list of chat messages, gold in
 `reward_model.ground_truth`), GSM8K (gold after `####`), and plain rows (`problem`, `question`, `prompt` or
 `messages`; gold in `answer`, `final_answer`, `ground_truth`, or the last \boxed{} of `solution`). A gold may be a
 list of alternatives. A pass rate with the name of its model, as `megatron-daro curate` writes them, or a plain
-`pass_rate` from 0 to 1 is read too. A line or row that cannot be used is a RowProblem, which the caller counts.
+`pass_rate` from 0 to 1 is read too. A row that cannot be used is a RowProblem, which the caller counts.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import islice
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any
 
-from megatron_daro.config.data_file import why_no_file
-from megatron_daro.config.safetensors_header import GIT_LFS
-from megatron_daro.errors import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-DataFormat = Literal["auto", "jsonl", "parquet", "gsm8k", "dapo"]
-Row = tuple[int, Any]
-
-_HEAD_BYTES = 4096
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_REFUSED = {
-    b"PK\x03\x04": ("a zip archive", "unpack it and name the files inside"),
-    b"PK\x05\x06": ("an empty zip archive", "name a file of problems"),
-    b"\xfd7zXZ\x00": ("an xz archive", "unpack it, or pack it with gzip or zstd"),
-    b"BZh": ("a bzip2 archive", "unpack it, or pack it with gzip or zstd"),
-    b"ARROW1": ("an Arrow file", "write the table as Parquet (pyarrow.parquet.write_table)"),
-    b"\xff\xff\xff\xff": ("an Arrow stream", "write the table as Parquet (datasets: Dataset.to_parquet)"),
-    GIT_LFS: ("a git-lfs pointer, not the file", "run `git lfs pull` in its folder"),
-    b"\xff\xfe\x00\x00": ("UTF-32 text", "save the file as UTF-8"),
-    b"\x00\x00\xfe\xff": ("UTF-32 text", "save the file as UTF-8"),
-    b"\xff\xfe": ("UTF-16 text", "save the file as UTF-8"),
-    b"\xfe\xff": ("UTF-16 text", "save the file as UTF-8"),
-}
-"""First bytes -> what such a file is, and what to do with it."""
-_MOST_DIGITS = 4000  # Python converts no longer text to an integer.
-
-
-@dataclass(frozen=True, slots=True)
-class RowProblem:
-    """Why a row cannot be used, in a few words that are the same for all rows of that kind."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenNumber:
-    """A number of a JSON file as it stands there: as a float, 6.02e23 would be another number."""
-
-    text: str
-
-
-def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None = None) -> Iterator[Row]:
-    """Return the rows of a file, one at a time.
-
-    Args:
-        path: Parquet, a JSON array of objects, or one JSON object per line; also packed with gzip or zstd.
-        data_format: "jsonl" and "parquet" insist on that container; the others take whichever it is.
-        ends: only so many first and as many last rows. Lines and packed files are read to their end all the same.
-
-    Yields:
-        (number, row): the line number of JSON lines, else the row number, from 1. A RowProblem stands where a line is
-        not JSON, a WrittenNumber where JSON has a number with a point or an exponent.
-
-    Raises:
-        DataError: the file is missing, empty, torn, of a kind that is not read, or not of the container asked for.
-    """
-    if data_format not in get_args(DataFormat):
-        raise DataError(f"format: got {data_format!r}, allowed are {', '.join(get_args(DataFormat))}")
-    packing = _packing(path)
-    with _readable(path, packing) as file:
-        head = file.read(_HEAD_BYTES)
-    _refuse_others(path, head)
-    text = head.removeprefix(_BYTE_ORDER_MARK).lstrip()
-    container = "parquet" if head.startswith(b"PAR1") else "array" if text.startswith(b"[") else "lines"
-    if not text:
-        raise DataError(f"{path}: the file is empty; give a file with at least one problem")
-    if data_format == "parquet" and container != "parquet":
-        raise DataError(f"{path}: format is parquet, but the file is not a Parquet file; use format auto")
-    if data_format == "jsonl" and container == "parquet":
-        raise DataError(f"{path}: format is jsonl, but the file is a Parquet file; use format auto")
-    reader: Callable[[Path, str | None, int | None], Iterator[Row]]
-    reader = {"parquet": _parquet_rows, "array": _array_rows, "lines": _line_rows}[container]
-    yield from reader(path, packing, ends)
-
-
-def _packing(path: Path) -> str | None:
-    """gzip, zstd or None, by the first bytes."""
-    if why := why_no_file(path):
-        fix = "give a file with at least one problem" if "empty" in why else "check the path"
-        raise DataError(f"{path}: {why}; {fix}")
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check the path in data.train or data.eval"
-        ) from error
-    return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), None)
-
-
-@contextmanager
-def _readable(path: Path, packing: str | None) -> Iterator[IO[bytes]]:
-    """Return the file, unpacked. pyarrow tells a packed file that ends too early from a whole one; zstandard does
-    not."""
-    if packing is None:
-        with path.open("rb") as plain:
-            yield plain
-        return
-    import pyarrow as pa
-
-    try:
-        with pa.input_stream(str(path), compression=packing) as unpacked:
-            yield io.BufferedReader(unpacked)
-    except OSError as error:
-        raise DataError(f"{path}: torn {packing} file ({error}); fetch the file again") from error
-
-
-def _refuse_others(path: Path, head: bytes) -> None:
-    for magic, (kind, fix) in _REFUSED.items():
-        if head.startswith(magic):
-            raise DataError(f"{path}: {kind}, which is not read; {fix}")
-    if b"\0" in head and not head.startswith(b"PAR1"):
-        raise DataError(
-            f"{path}: a binary file of an unknown kind; Parquet, a JSON array and JSON lines are read, in UTF-8, also "
-            "packed with gzip or zstd"
-        )
-
-
-def _line_rows(path: Path, packing: str | None, ends: int | None) -> Iterator[Row]:
-    with _readable(path, packing) as file:
-        numbered = ((number, line) for number, line in enumerate(_lines(file), start=1) if line.strip())
-        for number, line in numbered if ends is None else _both_ends(numbered, ends):
-            yield number, _json_line(line)
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    yield file.readline().removeprefix(_BYTE_ORDER_MARK)
-    yield from file
-
-
-def _both_ends(rows: Iterable[tuple[int, bytes]], count: int) -> Iterator[tuple[int, bytes]]:
-    """Return the first `count` and the last `count`, each once."""
-    rest = iter(rows)
-    yield from islice(rest, count)
-    yield from deque(rest, maxlen=count)
-
-
-def _json_line(line: bytes) -> object:
-    try:
-        return _json(line)
-    except UnicodeDecodeError:
-        return RowProblem("line is not UTF-8 text")
-    except (ValueError, RecursionError):
-        return RowProblem("line is not JSON")
-
-
-def _json(content: bytes) -> object:
-    return json.loads(content.decode("utf-8"), parse_float=WrittenNumber, parse_int=_integer)
-
-
-def _integer(digits: str) -> int | WrittenNumber:
-    return int(digits) if len(digits) <= _MOST_DIGITS else WrittenNumber(digits)
-
-
-def _array_rows(path: Path, packing: str | None, ends: int | None) -> Iterator[Row]:
-    with _readable(path, packing) as file:
-        content = file.read()
-    try:
-        rows = cast("list[Any]", _json(content.removeprefix(_BYTE_ORDER_MARK)))  # it begins with a bracket
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: starts like a JSON array, but is torn or not JSON ({error}); repair the file"
-        ) from error
-    numbered = list(enumerate(rows, start=1))
-    middle = slice(ends, max(ends, len(numbered) - ends)) if ends is not None else slice(0)
-    del numbered[middle]
-    yield from numbered
-
-
-def _parquet_rows(path: Path, packing: str | None, ends: int | None) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with _readable(path, packing) as file, pq.ParquetFile(file if packing is None else _in_memory(file)) as table:
-            total = table.metadata.num_rows
-            first, last = (total, total) if ends is None else (ends, total - ends)
-            for part in range(table.num_row_groups):
-                size = table.metadata.row_group(part).num_rows
-                if first <= number <= number + size <= last:
-                    number += size
-                    continue
-                for batch in table.iter_batches(batch_size=1024, row_groups=[part]):
-                    before = min(max(first - number, 0), batch.num_rows)
-                    after = max(last - number, before)
-                    yield from enumerate(_values(batch.slice(0, before)), start=number + 1)
-                    yield from enumerate(_values(batch.slice(after)), start=number + after + 1)
-                    number += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: torn Parquet file after row {number} ({error}); fetch the file again") from error
-
-
-def _in_memory(file: IO[bytes]) -> io.BytesIO:
-    """Parquet is read from its end, which a packed file does not allow."""
-    return io.BytesIO(file.read())
-
-
-def _values(batch: pa.RecordBatch) -> list[Any]:
-    """Return the rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is
-    named."""
-    try:
-        return batch.to_pylist()
-    except (ValueError, OverflowError) as error:
-        if batch.num_rows == 1:
-            return [RowProblem(f"row cannot be read ({type(error).__name__})")]
-        return [row for i in range(batch.num_rows) for row in _values(batch.slice(i, 1))]
-
+from megatron_daro.boxed import last_box
+from megatron_daro.config.sections import DataFormat
+from megatron_daro.data.containers import RowProblem, WrittenNumber
 
 FIELD = "pass_rate"
 SAMPLES, MODEL, WEIGHTS = "pass_rate_samples", "pass_rate_model", "pass_rate_weights"
@@ -271,11 +53,11 @@ def pass_rate_of(row: object) -> PassRate | None:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, WrittenNumber):
-        value = float(value.text)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, WrittenNumber)):
         return None
-    return float(value) if math.isfinite(value) else None
+    # Of text: an integer of 400 digits would raise.
+    number = float(value.text if isinstance(value, WrittenNumber) else str(value))
+    return number if math.isfinite(number) else None
 
 
 PROBLEM_FIELDS = ("problem", "question", "prompt", "messages")
@@ -283,7 +65,6 @@ CATEGORY_FIELDS = ("category", "difficulty", "level")
 ANSWER_FIELDS = ("answer", "final_answer", "reward_model.ground_truth", "ground_truth", "solution")
 _BESIDE_MESSAGES = ("tools", "functions", "documents", "chat_template_kwargs")
 _SEPARATED_NUMBER = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
-_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MOST_ALTERNATIVES = 64
 _EXACT_AS_FLOAT = 2**53
@@ -401,19 +182,6 @@ def _texts(parsed: ParsedRow) -> Iterator[str]:
         yield json.dumps(message, ensure_ascii=False)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} (or \fbox{...}) with balanced braces; None where there is none."""
-    opened: list[int | None] = []  # of each brace that is open, where the content of its box begins
-    begin, end = -1, -1
-    for match in _BOX_OR_BRACE.finditer(text):
-        if match.group() == "}" and opened:
-            start = opened.pop()
-            begin, end = (start, match.start()) if start is not None and start > begin else (begin, end)
-        elif match.group().endswith("{") and match.group() != "\\{":
-            opened.append(match.end() if len(match.group()) > 1 else None)
-    return text[begin:end].strip() or None if begin >= 0 else None
-
-
 def _field(row: Mapping[str, Any], dotted: str) -> object:
     if dotted in row:
         return row[dotted]
@@ -486,13 +254,19 @@ def _messages(value: list[Any]) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
             raise _UnusableRowError("a chat message lacks role or content as text")
         try:
-            json.dumps(fields, allow_nan=False)
+            messages.append(json.loads(json.dumps(fields, allow_nan=False, default=_plain_number)))
         except (TypeError, ValueError, RecursionError):
             raise _UnusableRowError("a chat message holds what is no JSON") from None
-        messages.append(fields)
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise _UnusableRowError("the chat does not end with a user message")
     return tuple(messages)
+
+
+def _plain_number(value: object) -> float:
+    """Return the number that a template takes for a WrittenNumber; anything else is no JSON."""
+    if not isinstance(value, WrittenNumber):
+        raise TypeError
+    return float(value.text)
 
 
 def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None) -> tuple[str, ...]:
@@ -509,8 +283,8 @@ def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
 
 def _answer(value: object, name: str, data_format: DataFormat) -> str:
     if name == "solution":
-        value = last_boxed(value) if isinstance(value, str) else None
-        if value is None:
+        value = last_box(value) if isinstance(value, str) else None
+        if not value:
             raise _UnusableRowError(r"no answer (no \boxed{} in the solution)")
     text = answer_text(value)
     if text is None:

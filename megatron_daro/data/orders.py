@@ -113,11 +113,6 @@ class PromptSource(_Order):
         self._order = self._order_of(0)
 
     @property
-    def epoch(self) -> int:
-        """Whole passes over the data so far."""
-        return self._epoch
-
-    @property
     def drawn(self) -> int:
         """See `_Order`."""
         return self._epoch * len(self) + self._position

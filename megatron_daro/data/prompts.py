@@ -2,20 +2,23 @@
 
 A bad row is dropped and counted with its line number, or rejected with `strict`; files without one usable row are
 rejected. Nothing is dropped without standing in the report. The report also counts problems that stand in an
-evaluation set, by exact match of normalized text (Unicode form, case, white space): it does not find paraphrases, and
-says so.
+evaluation set, by exact match of normalized text (Unicode form, white space): it does not find paraphrases, and says
+so.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_daro.data.formats import DataFormat, ParsedRow, PassRate, RowProblem, field_names, parse_row, read_rows
+from megatron_daro.config.sections import DataFormat
+from megatron_daro.data.containers import RowProblem, read_rows
+from megatron_daro.data.formats import ParsedRow, PassRate, field_names, parse_row
 from megatron_daro.errors import DataError
 from megatron_daro.types import Prompt
 
@@ -24,13 +27,14 @@ def prompt_text(prompt: Prompt) -> str:
     """Return the problem as text: `text`, or the contents of the messages, one per line."""
     if prompt.text is not None:
         return prompt.text
-    return "\n".join(message["content"] for message in prompt.messages or ())
+    return "\n".join(str(message.get("content", "")) for message in prompt.messages or ())
 
 
 def normalized_text(text: str) -> str:
-    """Return what counts as the same problem: Unicode NFC without white space. Case stays: x and X differ in
-    mathematics."""
-    return "".join(unicodedata.normalize("NFC", text).split())
+    """Return what counts as the same problem: Unicode NFC without white space, but between digits. Case stays: x and X
+    differ in mathematics."""
+    words = " ".join(unicodedata.normalize("NFC", text).split())
+    return re.sub(r"(?<!\d) | (?!\d)", "", words)
 
 
 def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prompt]]) -> dict[str, list[str]]:
@@ -43,14 +47,10 @@ def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prom
     Returns:
         For each name, the ids of the training prompts found in it, in training order.
     """
-    held_out_keys = {name: {_key(prompt) for prompt in rows} for name, rows in held_out.items()}
-    keys = [(prompt.id, _key(prompt)) for prompt in prompts]
+    # By the statement: a chat that only adds a system message asks the same problem.
+    held_out_keys = {name: {normalized_text(prompt.statement) for prompt in rows} for name, rows in held_out.items()}
+    keys = [(prompt.id, normalized_text(prompt.statement)) for prompt in prompts]
     return {name: [prompt_id for prompt_id, key in keys if key in rows] for name, rows in held_out_keys.items()}
-
-
-def _key(prompt: Prompt) -> str:
-    """Return a chat that only adds a system message asks the same problem: the last message decides."""
-    return normalized_text(prompt.messages[-1]["content"] if prompt.messages else prompt.text or "")
 
 
 _PLACES_SHOWN = 5

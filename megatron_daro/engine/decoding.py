@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
 from megatron_daro.data.stops import Decode, repeated_at, window_of
+from megatron_daro.errors import EngineError
 from megatron_daro.types import FinishReason, GroupRequest
 
 
@@ -81,10 +82,15 @@ def choose_tokens(
     Returns:
         tokens int64 [B], and their log-probs float32 [B] (natural log) in the distribution with the temperature applied
         and top-p not applied. At temperature 0 the log-prob is that of temperature 1.
+
+    Raises:
+        EngineError: a row whose logits give no distribution.
     """
     greedy_B = temperatures_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperatures_B)
     logprobs_BV = torch.log_softmax(logits_BV / scale_B[:, None], dim=-1)
+    if bool(logprobs_BV[:, 0].isnan().any()):  # one logit that is NaN or +inf makes all of its row NaN
+        raise EngineError("the model's logits are NaN: its weights are not finite, or its activations overflow.")
     weights_BV = logprobs_BV.exp()
     narrow = torch.nonzero(top_p_B < 1).flatten()
     if len(narrow):

@@ -47,11 +47,6 @@ class EmbeddedEngine:
         self._live: set[AbortSignal] = set()
         self._stage: WeightStage | None = None
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights now in place; 0 is what was loaded."""
-        return self._started().weight_version
-
     async def start(self) -> None:
         """Load the model. Raises ModelError if the checkpoint cannot be loaded, EngineError if started already."""
         if self._worker is not None:

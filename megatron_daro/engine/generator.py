@@ -8,6 +8,7 @@ Shape letters: N rows of a batch, Q distinct prompts of a batch, S longest promp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +104,7 @@ class EmbeddedGenerator:
             One rollout per row, with the weight version of the weights that all of its tokens came from.
 
         Raises:
-            EngineError: torch failed (for example out of memory).
+            EngineError: torch failed (for example out of memory), or the logits are NaN.
         """
         rollouts: dict[int, Rollout] = {}
 
@@ -117,9 +118,10 @@ class EmbeddedGenerator:
             with torch.inference_mode():
                 self._decode(rows, decoding)
         except (RuntimeError, MemoryError) as error:
-            raise EngineError(
-                f"generating {len(rows)} rows failed: {error}. Lower engine.embedded.batch_size?"
-            ) from error
+            # CPU: "can't allocate memory"; GPU: "out of memory".
+            no_room = isinstance(error, MemoryError) or re.search("allocate memory|out of memory", str(error))
+            fix = " Lower engine.embedded.batch_size." if no_room else ""
+            raise EngineError(f"generating {len(rows)} rows failed: {error}.{fix}") from error
         return [rollouts[n] for n in range(len(rows))]
 
     def stage_weights(self) -> WeightStage:

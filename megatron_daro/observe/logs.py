@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import json
 import logging
 import os
 import sys
@@ -50,19 +49,6 @@ def safe_text(text: object, limit: int | None = None, *, one_line: bool = False)
     if limit is not None and len(clean) > limit:
         return f"{clean[:limit]}… (+{len(clean) - limit} characters)"
     return clean
-
-
-def script_json(value: object) -> str:
-    """JSON that may stand inside a `<script>` element: no character in it can end the element or start a comment.
-
-    Args:
-        value: what `json.dumps` accepts; NaN and infinity are refused.
-
-    Returns:
-        ASCII-only JSON text without `<`, `>` and `&`.
-    """
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _is_active(character: str) -> bool:

@@ -23,7 +23,6 @@ from megatron_daro.observe.sinks import Sink, TensorBoardSink, WandbSink
 
 FILE_NAME = "metrics.jsonl"
 NONFINITE_KEY = "observe/nonfinite_values"
-CLOCK_PREFIXES = ("timing/", "throughput/")
 
 Metrics = Mapping[str, float | None]
 
@@ -173,7 +172,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 def comparable(metrics: Metrics) -> dict[str, float | None]:
     """Return the metrics that two runs of the same seed share exactly: all but the keys under `timing/`, `throughput/`
     and `recovery/`."""
-    return {key: value for key, value in metrics.items() if not key.startswith((*CLOCK_PREFIXES, "recovery/"))}
+    return {key: value for key, value in metrics.items() if not key.startswith(("timing/", "throughput/", "recovery/"))}
 
 
 def _record(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:

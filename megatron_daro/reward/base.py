@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_daro.errors import ConfigError, RewardError
 from megatron_daro.options import Option, unknown_option, wrong_option
@@ -17,9 +17,6 @@ from megatron_daro.types import Verdict
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import RewardSection  # the workers do without pydantic
-
-VerifierName = Literal["math", "integer", "exact"]
-VERIFIERS: tuple[VerifierName, ...] = ("math", "integer", "exact")
 
 _COMMON = {
     "strict": Option(
@@ -91,7 +88,7 @@ class ScreenLimits:
 class VerifierSpec:
     """Everything that decides a verdict; plain data, so that it can be sent to a worker process.
 
-    name: one of VERIFIERS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
+    name: a key of OPTIONS, or module:Class. strict: accept only the agreed answer form (math: `\\boxed`; integer:
     `Answer:` line; exact: the marker). marker: what stands before the answer, `exact` only. limits: `math` only.
     after_thinking: only what stands behind the thinking is an answer.
     options: keyword arguments of the constructor, module:Class only (`reward.options` of the others are fields here).
@@ -128,9 +125,9 @@ class VerifierSpec:
         return ":" in self.name
 
     def __post_init__(self) -> None:
-        if self.name not in VERIFIERS and not self.is_own:
+        if self.name not in OPTIONS and not self.is_own:
             raise RewardError(
-                f"reward.verifier: got {self.name!r}, allowed {', '.join(VERIFIERS)}, or module:Class of your own; "
+                f"reward.verifier: got {self.name!r}, allowed {', '.join(OPTIONS)}, or module:Class of your own; "
                 "write one of these"
             )
         if not self.marker:

@@ -1,10 +1,10 @@
 """Finds the final answer in a model's text, and the two verifiers that compare it as plain text.
 
-Forms: the last box, the last `Answer:` line, text after a marker, a trailing number. Every function is linear in the
-length of the text and never raises; None means that the form is not there, nothing is guessed. `ExactVerifier`
-compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows DAPO's rule
-(arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not integers are
-rejected (`gold_unparsed`).
+Forms: the last box (`boxed.py`), the last `Answer:` line, text after a marker, a trailing number. Every function is
+linear in the length of the text and never raises; None means that the form is not there, nothing is guessed.
+`ExactVerifier` compares characters behind a marker (`####` as in GSM8K): `18` is not `18.0`. `IntegerVerifier` follows
+DAPO's rule (arXiv 2503.14476): the last `Answer:` line, normalized and compared as an integer; golds that are not
+integers are rejected (`gold_unparsed`).
 """
 
 from __future__ import annotations
@@ -12,47 +12,14 @@ from __future__ import annotations
 import re
 from collections import deque
 
-from megatron_daro.reward.base import Job, VerifierSpec, check_text
+from megatron_daro.boxed import last_box
+from megatron_daro.reward.base import VerifierSpec, check_text
 from megatron_daro.types import Verdict
 
 TAIL_CHARS = 300
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[^\s$]+")
 _ANSWER = re.compile(r"(?ia)answer[ \t*_]*:")
 _ANSWER_LINE = re.compile(r"[ \t*_]*\n?([^\n]*)")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d+|(?<!\d)\.\d+|(?<=\d))(?:/\d+)?")
-
-
-def matching_brace(text: str, start: int) -> int | None:
-    """Index of the `}` that closes the `{` at `start`; escaped braces do not count. None when it is never closed."""
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        if brace.group() == "{":
-            depth += 1
-        elif brace.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return brace.start()
-    return None
-
-
-def last_box(text: str) -> str | None:
-    """Content of the last `\\boxed` (or `\\fbox`); None when there is none or it was cut off.
-
-    `\\boxed 42` without braces gives `42`. An earlier box never replaces a later one that was cut off.
-    """
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    match = _BOX.match(text, start) if start >= 0 else None
-    if match is None:
-        return None
-    position = match.end()
-    position += len(text[position:]) - len(text[position:].lstrip())
-    if position < len(text) and text[position] == "{":
-        end = matching_brace(text, position)
-        return None if end is None else text[position + 1 : end].strip()
-    bare = _BARE_BOX.match(text, position)
-    return bare.group().rstrip(".,;") if bare else None
 
 
 def trailing_number(text: str) -> str | None:
@@ -65,7 +32,8 @@ def trailing_number(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """Return what stands behind the last `Answer:` (any case, also in bold) up to the end of its line.
+    """Return what stands behind the last `Answer:` (any case, also in bold): the rest of its line, or the next
+    line where nothing is left on it.
 
     Source: the rule of DAPO (arXiv 2503.14476, section 3.4): the prompt asks for a last line `Answer: $Answer`.
     """
@@ -105,13 +73,9 @@ class ExactVerifier:
             return self._spec.verdict(False, "no_answer")
         return self._spec.verdict(answer == gold_answer, "match" if answer == gold_answer else "no_match")
 
-    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
-
-    def judge(self, job: Job) -> Verdict:
-        """Never needed: `screen` decides everything."""
-        return self.verify(f"{self._spec.marker}{job.answer}", job.gold)
 
     def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, or None for a usable gold."""
@@ -152,8 +116,7 @@ def normalise_integer(text: str) -> str | None:
     match = _INTEGER.fullmatch(text.rstrip(".") or text)
     if match is None:
         return None
-    digits = match.group(2).replace(",", "").lstrip("0") or "0"
-    return f"-{digits}" if match.group(1) == "-" and digits != "0" else digits
+    return str(int(match.group(1) + match.group(2).replace(",", "")))
 
 
 class IntegerVerifier:
@@ -178,13 +141,9 @@ class IntegerVerifier:
             return self._spec.verdict(False, "too_long" if len(answer) > MAX_CHARS else "answer_unparsed")
         return self._spec.verdict(value == gold_value, "match" if value == gold_value else "no_match")
 
-    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict | Job:
+    def screen(self, answer_text: str, gold: str, statement: str = "") -> Verdict:
         """All of it is cheap."""
         return self.verify(answer_text, gold)
-
-    def judge(self, job: Job) -> Verdict:
-        """Never needed: `screen` decides everything."""
-        return self.verify(f"Answer: {job.answer}", job.gold)
 
     def gold_problem(self, gold: str) -> str | None:
         """`gold_not_text`, `gold_empty`, `gold_unparsed`, or None for a usable gold."""

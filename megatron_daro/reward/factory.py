@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.own_class import import_own_class, make_own
-from megatron_daro.reward.base import Job, ScreenLimits, Verifier, VerifierSpec
+from megatron_daro.reward.base import OPTIONS, Job, ScreenLimits, Verifier, VerifierSpec
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
 from megatron_daro.types import Verdict
@@ -29,7 +29,7 @@ def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[Verifier]:
     return import_own_class(
         "reward.verifier",
         name,
-        builtin="math, integer, exact",
+        builtin=", ".join(OPTIONS),
         protocol=Verifier,
         methods={"verify": 3},
         arguments=options,
@@ -98,9 +98,11 @@ class OwnVerifier:
         )
 
 
-AnyVerifier = MathVerifier | IntegerVerifier | ExactVerifier | OwnVerifier
-"""Each judges in two stages: `screen` is linear in the text, so that most answers never need a worker process, and
-`judge` runs in one. `answer_of` is what it reads as the final answer."""
+Judge = MathVerifier | OwnVerifier
+"""Decides in two stages: `screen` is linear in the text, so that most answers never need a worker process, and `judge`
+runs in one."""
+AnyVerifier = Judge | IntegerVerifier | ExactVerifier
+"""`answer_of` is what each reads as the final answer; `screen` of those without `judge` decides everything."""
 _CLASSES: dict[str, type[AnyVerifier]] = {"math": MathVerifier, "integer": IntegerVerifier, "exact": ExactVerifier}
 
 

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 
+from megatron_daro.boxed import last_box
 from megatron_daro.reward.base import Job, VerifierSpec, check_text
-from megatron_daro.reward.extraction import last_box, trailing_number
+from megatron_daro.reward.extraction import trailing_number
 from megatron_daro.reward.normal_form import (
     as_union,
     assignments,
@@ -43,7 +44,7 @@ _BARE_UNIT = re.compile(
 )
 _MAX_WORDS = 3
 _NOT_A_UNIT = re.compile(
-    r"\b(?:a|about|almost|an|and|approximately|approx|around|at|base|be|billion|but|by|cannot|could|does|"
+    r"\b(?:a(?!\.)|about|almost|an|and|approximately|approx|around|at|base|be|billion|but|by|cannot|could|does|"
     r"doubtful|dozen|eight|eleven|exactly|except|false|few|five|four|guess|half|hardly|hundred|i|if|"
     r"incorrect|is|it|just|least|less|likely|may|maybe|might|million|mod|modulo|more|most|nearly|negative|"
     r"never|nine|no|nope|none|nor|not|of|off|one|or|otherwise|perhaps|plus|minus|possibly|possible|"
@@ -64,7 +65,7 @@ def unit(text: str) -> str | None:
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return None
-    return match.group(1).lower().rstrip("s") + re.sub(r"[{}\s]", "", match.group(2) or "")
+    return match.group(1).lower().replace(".", "").rstrip("s") + re.sub(r"[{}\s]", "", match.group(2) or "")
 
 
 def changes_value(text: str) -> bool:
@@ -385,7 +386,9 @@ def _compare_leaves(gold: str, answer: str) -> str:
     gold_unit, answer_unit = unit(gold), unit(answer)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return "no_match"
-    return equal(without_unit(gold), without_unit(answer))
+    gold, answer = without_unit(gold), without_unit(answer)
+    # Algebra takes a time of day for a ratio, and 12:00 for a division by 0.
+    return "match" if key(gold) == key(answer) else equal(gold, answer)
 
 
 def _compare_chain(gold: str, parts: Sequence[str]) -> str:

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward.base import Job, VerifierSpec
-from megatron_daro.reward.factory import verifier_of
+from megatron_daro.reward.factory import Judge, verifier_of
 from megatron_daro.types import Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import RewardSection
-
-_IN_PROCESS = ("integer", "exact")
 
 
 class RewardPool(WorkerPool):
@@ -34,17 +32,19 @@ class RewardPool(WorkerPool):
         """
         Args:
             verifier: spec, or name for a spec with its defaults.
-            workers: processes; 0 runs in the calling thread, `integer` and `exact` only (their work is linear).
+            workers: processes. `integer` and `exact`, whose work is linear, start none: 0 will do for them.
             timeout_s: for one answer, seconds; the worker is killed and replaced after it.
             memory_mib: resident memory of one worker, MiB, interpreter and sympy (about 80) included.
 
         Raises: RewardError for values that cannot work.
         """
         self._spec = VerifierSpec(verifier) if isinstance(verifier, str) else verifier
-        if workers < 0 or (workers == 0 and self._spec.name not in _IN_PROCESS):
+        self._verifier = verifier_of(self._spec)
+        least = int(self._needs_workers())
+        if workers < least:
             raise RewardError(
-                f"reward.workers: got {workers} with verifier {self._spec.name!r}, allowed 1 or more "
-                f"(0 for {' and '.join(_IN_PROCESS)} only); set workers to the number of free cores"
+                f"reward.workers: got {workers} with verifier {self._spec.name!r}, allowed {least} or more; set "
+                "workers to the number of free cores"
             )
         program = Program(
             "megatron_daro.reward.worker",
@@ -55,7 +55,6 @@ class RewardPool(WorkerPool):
             RewardError,
         )
         super().__init__(program, workers, timeout_s, memory_mib)
-        self._verifier = verifier_of(self._spec)
 
     @classmethod
     def from_section(cls, section: RewardSection) -> RewardPool:
@@ -109,7 +108,7 @@ class RewardPool(WorkerPool):
             return self._spec.verdict(False, "verifier_failed")
 
     def _needs_workers(self) -> bool:
-        return self._spec.name not in _IN_PROCESS
+        return isinstance(self._verifier, Judge)
 
     def _verdict(self, reply: dict[str, Any]) -> Verdict:
         verdict = self._spec.verdict(reply.get("correct") is True, str(reply["reason"]))

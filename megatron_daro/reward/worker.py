@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward.base import Job, ScreenLimits, VerifierSpec
-from megatron_daro.reward.factory import AnyVerifier, OwnVerifier, verifier_of
+from megatron_daro.reward.factory import Judge, OwnVerifier, verifier_of
 from megatron_daro.worker_pool.child import REFUSED, Answer, main
 
 # One of each grammar form: the parser builds its tables on first use, 20 to 100 ms per form.
@@ -41,7 +41,7 @@ def spec_from(fields: dict[str, Any]) -> VerifierSpec:
     return VerifierSpec(**{**fields, "limits": ScreenLimits(**fields["limits"])})
 
 
-def answer(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(verifier: Judge, request: dict[str, Any]) -> dict[str, Any]:
     """One reply. Outcomes are words; rewards are added from them by the pool, but for those of a user's verifier."""
     if request["kind"] == "gold":
         return {"reason": verifier.gold_problem(request["gold"]) or "usable"}
@@ -50,10 +50,10 @@ def answer(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]:
     return reply | {"reward": verdict.reward} if isinstance(verifier, OwnVerifier) else reply
 
 
-def answer_all(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]:
-    """`answer`, with what a verifier raises as a word."""
+def answer(verifier: Judge, request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request; what a verifier raises becomes a word."""
     try:
-        return answer(verifier, request)
+        return _answer(verifier, request)
     except MemoryError:
         raise
     except RecursionError:
@@ -67,6 +67,7 @@ def answer_all(verifier: AnyVerifier, request: dict[str, Any]) -> dict[str, Any]
 def load(settings: dict[str, Any]) -> Answer:
     """Make the verifier of a spec. Raises RewardError, ConfigError: a user's class does not fit, or cannot be made."""
     verifier = verifier_of(spec_from(settings))
+    assert isinstance(verifier, Judge), "the pool starts workers for these only"
     if isinstance(verifier, OwnVerifier):
         verifier.load()
     if settings["name"] == "math":
@@ -76,7 +77,7 @@ def load(settings: dict[str, Any]) -> Answer:
             parsed(form)
         for left, right in _WARM_UP_PAIRS:
             equal(left, right)
-    return partial(answer_all, verifier)
+    return partial(answer, verifier)
 
 
 if __name__ == "__main__":

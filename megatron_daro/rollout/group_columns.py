@@ -20,6 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
+from megatron_daro.data.prompts import prompt_text
 from megatron_daro.rollout.ledger import OUTCOMES, Outcome
 from megatron_daro.routed_experts import Part, StoredExperts
 from megatron_daro.types import RESPONSE_COLUMNS, FinishReason, Group, Prompt, Rollout, TurnReport, Verdict
@@ -148,7 +149,7 @@ def encode(groups: Sequence[RecordedGroup], run_dir: Path | None = None) -> pa.R
         "prompt_id": [p.id for p in prompts],
         "source": [p.source for p in prompts],
         "category": [p.category for p in prompts],
-        "prompt": [_prompt_text(p) for p in prompts],
+        "prompt": [p.text if p.messages is None else prompt_text(p) for p in prompts],
         "messages": [None if p.messages is None else json.dumps([dict(m) for m in p.messages]) for p in prompts],
         "answer": [p.answer for p in prompts],
         "alternatives": [json.dumps(p.alternatives) if p.alternatives else None for p in prompts],
@@ -308,13 +309,6 @@ def _experts(row: dict[str, Any], tokens: int, run_dir: Path) -> StoredExperts |
     if sum(part.rows for part in parts) > tokens:
         raise ValueError(f"rollout {row['index']}: experts of more rows than its {tokens} tokens: {parts}")
     return StoredExperts(parts, (tokens, layers, chosen))
-
-
-def _prompt_text(prompt: Prompt) -> str | None:
-    """Return what people see: of a chat prompt the texts of its messages."""
-    if prompt.messages is None:
-        return prompt.text
-    return "\n".join(str(message.get("content", "")) for message in prompt.messages)
 
 
 def _of(values: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:

@@ -20,6 +20,7 @@ NAME = PACKAGE.name
 
 LEVEL = {
     "types": 0,
+    "boxed": 0,
     "deadlines": 0,
     "errors": 0,
     "options": 0,

@@ -33,7 +33,7 @@ def drop_equal(rows: Sequence[Row], decisions: Decisions) -> None:
         row = rows[index]
         # A statement without a word or number, such as a picture, is equal to its own text only.
         tokens = row.statement.tokens or (row.prompt.statement,)
-        # What training takes for the same problem (text without white space: `a b` is `ab`) is the same here.
+        # What training takes for the same problem (`a b` is `ab`, `1 2` is not `12`) is the same here.
         tokens = tokens_by_text.setdefault(normalized_text(prompt_text(row.prompt)), tokens)
         groups.setdefault(tokens, []).append(index)
     for group in groups.values():

@@ -98,8 +98,7 @@ def drop_unverifiable(rows: Sequence[Row], decisions: Decisions, verifier: str) 
     """
     kept = decisions.kept()
     golds = list(dict.fromkeys(answer for row in kept for answer in rows[row].prompt.answers))
-    workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS) if verifier == "math" else 0
-    with RewardPool(verifier, workers) as pool:
+    with RewardPool(verifier, min(len(os.sched_getaffinity(0)), _MOST_WORKERS)) as pool:
         problems = {golds[i]: reason for i, reason in pool.check_golds(golds).items()}
         usable = [gold for gold in golds if gold not in problems]
         verdicts = pool.score([(ANSWER_FORMS[verifier].replace("{answer}", gold), gold) for gold in usable])

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_daro.data.formats import RowProblem, WrittenNumber, field_names, parse_row, read_rows
+from megatron_daro.data.containers import RowProblem, WrittenNumber, read_rows
+from megatron_daro.data.formats import field_names, parse_row
 from megatron_daro.data.prompts import prompt_of
 from megatron_daro.errors import ConfigError, DataError
 from megatron_daro.types import Prompt

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_daro.errors import DataError
-from megatron_daro.observe.logs import safe_text, script_json
+from megatron_daro.observe.logs import safe_text
 from megatron_daro.workshop.report.run_data import RunData, smooth
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -100,6 +101,19 @@ def render(page: Page) -> str:
         library=base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
         script=Markup(script),
     )
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand inside a `<script>` element: no character in it can end the element or start a comment.
+
+    Args:
+        value: what `json.dumps` accepts; NaN and infinity are refused.
+
+    Returns:
+        ASCII-only JSON text without `<`, `>` and `&`.
+    """
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _hash(script: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 from test_template import CHAT, chat_prompt, save_tokenizer, text_prompt
 
 from megatron_daro.config.sections import EvalSet
-from megatron_daro.data.formats import RowProblem, last_boxed, parse_row
+from megatron_daro.data.containers import RowProblem
+from megatron_daro.data.formats import parse_row
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, tokenize_prompts
@@ -28,7 +29,7 @@ def text_of(prompt, tokenizer):
 
 def test_a_template_reads_every_field_of_a_message(tmp_path):
     reads = CHAT.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.tool_calls }}{{ m.reasoning_content }}")
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 0.5}}}
     chat = [
         {"role": "user", "content": "1+1?", "name": None},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I add"},
@@ -155,16 +156,18 @@ def test_a_prompt_of_megabytes_is_not_tokenized(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{1} then \boxed{2", None),
+        (r"\boxed{1}, so \boxed 42.", "42"),
         (r"\boxed{1}, \fbox {\frac{a}{b}}", r"\frac{a}{b}"),
         (r"\boxed{\{1\}}", r"\{1\}"),
         ("\\boxed{" * 100_000, None),
         ("} \\boxed{" * 100_000 + "5}", "5"),
     ],
-    ids=["cut off", "nested", "escaped", "never closed", "closed once"],
+    ids=["cut off", "without braces", "nested", "escaped", "never closed", "closed once"],
 )
 def test_the_gold_of_a_solution_is_its_last_box(text, content):
-    assert last_boxed(text) == content
+    row = parse_row({"problem": "1+1?", "solution": text})
+    assert "no answer" in row.reason if content is None else row.answers == (content,)
 
 
 @pytest.mark.parametrize(("template", "opens"), [(CHAT, False), (OPENS, True)])

@@ -17,7 +17,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.data.formats import RowProblem, WrittenNumber, read_rows
+from megatron_daro.data.containers import RowProblem, WrittenNumber, read_rows
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.errors import DataError
 

@@ -49,7 +49,7 @@ def test_every_epoch_has_every_prompt_once_however_it_is_cut(num, seed, shuffle,
     assert taken == ids(PromptSource(prompts(num), seed=seed, shuffle=shuffle).next(sum(cuts)))
     for start in range(0, len(taken) - num + 1, num):
         assert sorted(taken[start : start + num]) == sorted(ids(prompts(num)))
-    assert source.epoch == sum(cuts) // num
+    assert source.state_dict()["epoch"] == sum(cuts) // num
 
 
 def test_order_is_fixed_for_ever():

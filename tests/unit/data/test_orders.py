@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from decimal import Decimal
 
 import pytest
 from hypothesis import given, settings
@@ -205,6 +206,7 @@ def test_pass_rates_of_files(tmp_path):
         {"problem": "b", "answer": "1", "pass_rate": 1, "pass_rate_weights": "abc"},
         {"problem": "c", "answer": "1", "pass_rate": 1.5},
         {"problem": "d", "answer": "1", "pass_rate": "easy"},
+        {"problem": "f", "answer": "1", "pass_rate": 10**400},
         {"problem": "e", "answer": "1"},
     ]
     path = tmp_path / "rows.jsonl"
@@ -214,6 +216,7 @@ def test_pass_rates_of_files(tmp_path):
         found[0].id: PassRate(0.25, 8, "m/x"),
         found[1].id: PassRate(1.0, weights="abc"),
     }
+    assert pass_rate_of({"pass_rate": Decimal("0.25")}) == PassRate(0.25)  # a column of a Parquet file
     assert pass_rate_of({"pass_rate": True}) is pass_rate_of({"pass_rate": float("nan")}) is pass_rate_of(7) is None
 
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_daro.data.formats import WrittenNumber, answer_text, last_boxed
+from megatron_daro.boxed import last_box
+from megatron_daro.data.containers import WrittenNumber
+from megatron_daro.data.formats import answer_text
 from megatron_daro.data.prompts import find_overlap, load_problems, normalized_text
 from megatron_daro.errors import DataError
 
@@ -299,21 +301,22 @@ def test_answer_text_by_hand():
 
 
 @given(st.recursive(st.text("ab \\", max_size=3), lambda inner: inner.map(lambda t: "{" + t + "}"), max_leaves=4))
-def test_last_boxed_returns_balanced_content(content):
+def test_the_last_box_has_balanced_content(content):
     content = content.replace("\\", "")
-    assert last_boxed(rf"\boxed{{0}} then \boxed{{{content}}} done") == (content.strip() or None)
+    assert last_box(rf"\boxed{{0}} then \boxed{{{content}}} done") == content.strip()
 
 
-def test_last_boxed_by_hand():
-    assert last_boxed(r"\boxed{a} \boxed{b_{1}}") == "b_{1}"
-    assert last_boxed(r"\boxed {\{1,2\}}") == r"\{1,2\}"
-    assert last_boxed(r"\boxed{good} and torn \boxed{x_{1}") == "good"
-    assert last_boxed(r"\fbox{7}") == "7"
-    assert last_boxed("none") is None
+def test_the_last_box_by_hand():
+    assert last_box(r"\boxed{a} \boxed{b_{1}}") == "b_{1}"
+    assert last_box(r"\boxed {\{1,2\}}") == r"\{1,2\}"
+    assert last_box(r"\boxed{good} and torn \boxed{x_{1}") is None
+    assert last_box(r"\fbox{7}") == "7"
+    assert last_box("none") is None
 
 
 def test_normalized_text_keeps_what_matters():
     assert normalized_text("a  b\n") == normalized_text("ab")
+    assert normalized_text("1  12") == normalized_text("1\n12 ") != normalized_text("11 2")
     assert normalized_text("x") != normalized_text("X")
     assert normalized_text("x²") != normalized_text("x2")
     assert normalized_text("é") == normalized_text("é")

@@ -440,14 +440,27 @@ def test_weights_of_another_shape_are_refused(small_models, tmp_path):
         EmbeddedGenerator(tmp_path, seed=0, batch_size=64)
 
 
-def test_a_failure_of_torch_says_what_to_lower(small_models, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "lower"), [("out of memory", True), ("can't allocate memory", True), ("index 8 is out of bounds", False)]
+)
+def test_a_failure_of_torch_says_what_to_lower_where_memory_was_short(small_models, monkeypatch, fault, lower):
     def fails(**options):
-        raise RuntimeError("out of memory")
+        raise RuntimeError(fault)
 
     generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
     monkeypatch.setattr(generator.model, "generate", fails)
-    with pytest.raises(EngineError, match=r"out of memory.*engine\.embedded"):
+    with pytest.raises(EngineError, match=fault) as failed:
         run(generator, [request(0, [1, 2])])
+    assert ("engine.embedded.batch_size" in str(failed.value)) is lower
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(small_models, broken, temperature):
+    generator = EmbeddedGenerator(small_models["qwen2"], seed=0, batch_size=64)
+    generator.model.lm_head.weight[7] = broken
+    with pytest.raises(EngineError, match="logits are NaN"):
+        run(generator, [request(0, [1, 2], temperature=temperature)])
 
 
 def test_the_growing_cache_holds_what_dynamic_cache_holds():

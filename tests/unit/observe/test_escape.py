@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import HOSTILE_TEXTS
 
-from megatron_daro.observe.logs import safe_text, script_json
+from megatron_daro.observe.logs import safe_text
+from megatron_daro.workshop.report.page import script_json
 
 
 @pytest.mark.parametrize(

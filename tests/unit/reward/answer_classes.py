@@ -52,6 +52,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("x=2, y=12", "(12,2)"),
         ("(1,2)", "x=1, x=2"),
     ],
+    "times of day": [(r"6\text{ a.m.}", r"6\text{ p.m.}"), ("10:30", r"10:31\text{ a.m.}")],
     "brackets": [("(6,5)", "[6,5]"), ("(1,3)", "1,3"), ("(3,4]", "(3,4)"), ("[2,5]", "2<x<5")],
     "other set of numbers": [
         (r"(-\infty,0)\cup(3,\infty)", r"x<0 \text{ or } x\geq 3"),
@@ -193,6 +194,11 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         ("-5", "−5"),
     ],
     "units": [("5", r"5 \text{ apples}"), ("5", "5 cm"), (r"5.4 \text{ cents}", "5.4"), ("5", r"5 \text{ min}")],
+    "times of day": [
+        (r"10:00\text{ a.m.}", "10:00"),
+        (r"10:00\text{ a.m.}", r"10:00\text{ AM}"),
+        ("6", r"6\text{ a.m.}"),
+    ],
     "sets and intervals": [
         ("[2,5]", r"2 \leq x \leq 5"),
         (r"\{1,3\}", "3,1"),

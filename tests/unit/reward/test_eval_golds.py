@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_daro.boxed import last_box
 from megatron_daro.reward import build_verifier
-from megatron_daro.reward.extraction import after_marker, last_box
+from megatron_daro.reward.extraction import after_marker
 from megatron_daro.reward.math import MathVerifier
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "eval"

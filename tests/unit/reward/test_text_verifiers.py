@@ -25,6 +25,8 @@ INTEGER = build_verifier("integer")
         ("Answer: 42\nwait\nAnswer: 41", "42", "no_match"),
         ("**Answer:** $\\boxed{1,042}$.", "1042", "match"),
         ("answer: x = 042", "42", "match"),
+        ("Answer: ４２", "42", "match"),
+        ("Answer: 4²", "42", "answer_unparsed"),
         ("Answer:\n42", "42", "match"),
         ("Answer: -7", "-7", "match"),
         ("Answer: 7", "-7", "no_match"),
