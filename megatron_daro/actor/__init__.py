@@ -1,6 +1,6 @@
 """The policy under training: Megatron-core model, distributed loss, train step, checkpoints, export.
 
-A worker process (runtime/workers.py) holds a `policy.MegatronPolicy`, the composition of the rest:
+A worker process (runtime/train_worker.py) holds a `policy.MegatronPolicy`, the composition of the rest:
 
   Megatron      megatron (imports it, for all of actor/), device and cpu (where this process computes), compat (gaps)
   process       parallel (process groups, seeds), communicators (their GPU memory), settings (plain values of the run,
