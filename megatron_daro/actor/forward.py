@@ -9,7 +9,6 @@ tokens, D hidden, R response tokens of the shard.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +31,8 @@ from megatron_daro.actor.megatron import (
     parallel_state,
 )
 from megatron_daro.actor.routing_replay import check_numbers, replay_routing
-from megatron_daro.config.precision import NEEDS
-from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack, pack_multiples
+from megatron_daro.config.actor import pack_multiples
+from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.types import Sequences
 
@@ -62,10 +61,8 @@ def packed_micro_batches(
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
-    sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel)
-    if config.fp8:
-        parts = context * (tensor if config.sequence_parallel else 1)
-        total_multiple = math.lcm(total_multiple, NEEDS[config.fp8_recipe].tokens * parts)
+    recipe = config.fp8_recipe if config.fp8 else None
+    sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel, recipe)
     rank = parallel_state.get_context_parallel_rank()
     packs = []
     for indices in micro_batches:

@@ -102,22 +102,6 @@ class PackedMicroBatch:
         return replace(self, **moved)
 
 
-def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> tuple[int, int]:
-    """Return the (sequence_multiple, total_multiple) a layout asks of `pack`.
-
-    Args:
-        tensor_parallel: ranks, at least 1.
-        context_parallel: ranks, at least 1; more than one cuts every sequence into 2 * context_parallel chunks.
-        sequence_parallel: whether activations are cut over the tensor-parallel ranks along T.
-
-    Returns:
-        Tokens, tokens. The second covers the slice of each context-parallel rank.
-    """
-    sequence_multiple = 2 * context_parallel if context_parallel > 1 else 1
-    per_slice = tensor_parallel if sequence_parallel else 1
-    return sequence_multiple, math.lcm(sequence_multiple, per_slice * context_parallel)
-
-
 def pack(
     batch: Sequences,
     indices: Sequence[int],

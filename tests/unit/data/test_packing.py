@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_experts import stored
 
+from megatron_daro.config.actor import pack_multiples
 from megatron_daro.data.packing import (
     collect_responses,
     context_parallel_slice,
     pack,
-    pack_multiples,
     unpack_responses,
 )
 from megatron_daro.errors import DataError
@@ -279,21 +279,6 @@ def test_values_of_another_length_are_refused():
     packed = pack(make_batch([(2, 3)]), [0])
     with pytest.raises(DataError, match="5"):
         unpack_responses(torch.zeros(4), packed)
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ((1, 1, False), (1, 1)),
-        ((4, 1, False), (1, 1)),
-        ((4, 1, True), (1, 4)),
-        ((2, 3, False), (6, 6)),
-        ((4, 3, True), (6, 12)),
-        ((8, 2, True), (4, 16)),
-    ],
-)
-def test_multiples_of_a_layout_by_hand(layout, expected):
-    assert pack_multiples(*layout) == expected
 
 
 def test_a_tokens_advantage_is_its_own_where_the_batch_has_one():
