@@ -279,7 +279,7 @@ class MegatronPolicy:
             critic=self.critic,
             turn=self._take_turn,
         )
-        if not isinstance(self._memory, TakingTurns) or result.skipped:
+        if not isinstance(self._memory, TakingTurns):
             return result
         return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
