@@ -229,11 +229,6 @@ class HostCopy:
         for piece, held in pieces_of(own, self._blocks):
             held.copy_(piece)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the host's memory that it holds."""
-        return sum(len(block) for block in self._blocks)
-
     def on_device(self) -> list[Tensor]:
         """Return new tensors of the same values on the device where they came from; the copies may still run there."""
         tensors = [torch.empty_like(tensor, device=self._device) for tensor in self._like]
