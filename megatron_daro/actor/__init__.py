@@ -8,8 +8,8 @@ A worker process (runtime/workers.py) holds a `policy.MegatronPolicy`, the compo
   model         layers, model, lora (adapters), precision (fp8), weights (Hugging Face tensors in and out)
   forward       forward (micro-batches through the pipeline), logprobs and logprob_kernels (chunked, vocabulary-
                 parallel), routing_replay (experts as the engine chose them)
-  step          advantages -> loss (token sums per pass rate, reduced over ranks) -> step -> optimizer; critic and
-                critic_metrics
+  step          advantages -> loss (token sums per pass rate) -> step -> optimizer; critic and critic_metrics;
+                reductions (what is summed over which ranks)
   state         checkpoint on sharded_state, optimizer_shards and shard_file; snapshot in the slots of double_buffer;
                 host_memory (off the device and back)
 

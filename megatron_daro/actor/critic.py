@@ -26,10 +26,11 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import ValueModel
 from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
-from megatron_daro.actor.loss import global_totals, reduced_on_all_stages
+from megatron_daro.actor.loss import global_totals
 from megatron_daro.actor.megatron import TransformerConfig, gather_from_sequence_parallel_region
 from megatron_daro.actor.model import build_model, wrap_data_parallel
 from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, check_gradients
+from megatron_daro.actor.reductions import reduced_on_all_stages
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import CriticReport, TrainedModel
 from megatron_daro.actor.weights import load_hf_weights

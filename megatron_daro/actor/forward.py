@@ -30,6 +30,7 @@ from megatron_daro.actor.megatron import (
     get_forward_backward_func,
     parallel_state,
 )
+from megatron_daro.actor.reductions import sum_over_context
 from megatron_daro.actor.routing_replay import check_numbers, replay_routing
 from megatron_daro.config.actor import pack_multiples
 from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack
@@ -242,12 +243,9 @@ def response_column(
 
 def _join_context(column_R: np.ndarray) -> np.ndarray:
     """Return the column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
+    if parallel_state.get_context_parallel_world_size() == 1:
         return column_R
     own_R = torch.from_numpy(column_R).to(device.current())
-    known_R = (~own_R.isnan()).float()
-    values_R = own_R.nan_to_num()
-    torch.distributed.all_reduce(values_R, group=group)
-    torch.distributed.all_reduce(known_R, group=group)
+    known_R = sum_over_context((~own_R.isnan()).float())
+    values_R = sum_over_context(own_R.nan_to_num())
     return torch.where(known_R > 0, values_R, torch.nan).cpu().numpy()

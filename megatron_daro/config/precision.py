@@ -1,7 +1,7 @@
 """Which fp8 recipe of the actor can run where, and what of a model it can multiply.
 
 The configuration's checks ask before anything starts, with what is known of the machines by then; each rank asks
-again with what it sees (actor/optimizer.py). Versions are read from what is installed, because importing torch takes
+again with what it sees (actor/precision.py). Versions are read from what is installed, because importing torch takes
 seconds. What is not known rejects nothing. The numbers are those of Transformer Engine 2.20.2 and Megatron-core
 0.16.1 to 0.19.2.
 """
