@@ -149,7 +149,8 @@ class TrainWorker:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         with garbage.paused():
             from megatron_daro.actor import parallel
-            from megatron_daro.actor.policy import MegatronPolicy, layout_of
+            from megatron_daro.actor.policy import MegatronPolicy
+            from megatron_daro.actor.translation import layout_of
 
         self._remarks = parallel.configure_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening()
