@@ -10,6 +10,7 @@ In the core the only package that imports ray. Files, in the order of a start:
     healing.py           ranks that died are replaced: healing_states.py, snapshot_store.py, snapshot_keepers.py
     embedded_group.py    embedded engines; sglang_engine.py: SGLang's, with ray_servers.py and answer_workers.py
     node_pools.py        verifiers and environments on all nodes; node_workers.py: these and answer workers
-    ray_calls.py         how all of these call actors; worker_group.py: the news of a death; frozen_workers.py
+    ray_calls.py         how all of these call actors; worker_group.py: the news of a death; frozen_workers.py:
+                         processes that stand still are killed
     context.py           what all of these get
 """
