@@ -57,8 +57,8 @@ from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.policy_group import PolicyGroup
-from megatron_daro.runtime.supervisor import gather
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.ray_calls import gather
+from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import StepBatch, StepResult
 
 SAMPLES, TOKENS, SERVERS, RANKS, DISTINCT = 8, 4900, 2, 2, 4
@@ -197,9 +197,8 @@ class NoWeights:
 
     async def publish(self, version: int) -> dict[str, float]:
         for server in self._fleet.of("joining", "serving"):
-            server.version = 0
             server.versions.add(0)
-            self._fleet.set_state(server, "serving")
+            self._fleet.serve(server, 0)
         return {}
 
 

@@ -92,7 +92,8 @@ def training(given: argparse.Namespace, tokens_NS: Any) -> tuple[dict[str, list[
     from transformers import AutoModelForCausalLM
 
     from megatron_daro.actor import parallel
-    from megatron_daro.actor.policy import MegatronPolicy, layout_of
+    from megatron_daro.actor.policy import MegatronPolicy
+    from megatron_daro.actor.translation import layout_of
     from megatron_daro.config import resolve
     from megatron_daro.runtime import parts
 

@@ -164,7 +164,7 @@ def workload_of(row: Row) -> Workload:
     return Workload(
         shape=MODELS[row["model"]],
         dtype_bytes=2,
-        fp8=row["precision"] in ("fp8", "mxfp8", "fp8-block"),
+        fp8="tensorwise" if row["precision"] in ("fp8", "mxfp8", "fp8-block") else None,
         samples=samples,
         generated=samples,
         minibatches=samples // int(row["update_batch"]) if rl else 1,

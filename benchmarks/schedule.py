@@ -28,7 +28,8 @@ from pathlib import Path
 import harness
 import numpy as np
 
-from megatron_daro.data.packing import pack, pack_multiples
+from megatron_daro.config.actor import pack_multiples
+from megatron_daro.data.packing import pack
 from megatron_daro.data.schedule import CostModel, Schedule, schedule
 from megatron_daro.types import Sequences
 

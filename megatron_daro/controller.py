@@ -129,14 +129,13 @@ class Controller:
         self._pace = Pace(section.steps, batches_ahead)
         self.step = 0
         self._skipped_steps = 0
-        self._lines = StepLines(parts.metrics.write)
+        self._lines = StepLines(self._write_line)
         self._signal = SignalWatch()
         self._batch_trained, self._lost_in_a_row = False, 0
         self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
-        # Filtered and dropped groups of batches that trained nothing: the next step's record has them.
-        self._unrecorded: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()
+        self._lost: SampledBatch | None = None  # batches that trained nothing: the next step's record has their groups
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
@@ -160,10 +159,13 @@ class Controller:
         self.step = self._saved_step = int(state["step"])
         self._pace.go_on_from(self.step, int(state["batches_done"]))
         self._skipped_steps = int(state["skipped_steps"])
-        self.truncate_files()
+        await self.truncate_files()
 
-    def truncate_files(self) -> None:
+    async def truncate_files(self) -> None:
         """Take metrics and rollouts back to the current step, so that a resumed run writes the rest again."""
+        await self._within("write", asyncio.to_thread(self._truncate), what="metrics and rollouts to go on from")
+
+    def _truncate(self) -> None:
         self._parts.metrics.truncate_after(self.step or -1)  # step 0, the evaluation before training, is done again
         if self._parts.recorder:
             self._parts.recorder.truncate_after(self.step)
@@ -244,7 +246,7 @@ class Controller:
         if self.step == 0 and self._parts.evaluations.due(0, 0):
             self._parts.progress.stage("start", "evaluation before the first step")
             await self._parts.evaluations.run(0, self._lines)
-            self._lines.add(0, {})
+            await self._lines.add(0, {})
 
     async def _loop(self) -> bool:
         """Train, then export. Returns whether there is nothing left to do."""
@@ -307,7 +309,8 @@ class Controller:
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
             await self._checkpoint_if_due()
-        if self._parts.recorder and (lost := sum(map(len, self._unrecorded))):
+        if self._parts.recorder and self._lost:
+            lost = sum(map(len, (self._lost.groups, self._lost.filtered, self._lost.dropped)))
             self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
         await self._checkpoint()
@@ -316,8 +319,7 @@ class Controller:
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
-        filtered, dropped = self._unrecorded
-        batch = replace(batch, filtered=(*filtered, *batch.filtered), dropped=(*dropped, *batch.dropped))
+        batch = batch.after(self._lost) if self._lost else batch
         self._last_batch, self._batch_trained = batch, False
         # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
         self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
@@ -327,13 +329,13 @@ class Controller:
         last = minibatches[-1].step if minibatches else self.step
         self._pace.shortened(last_step(batch, self.step, self._section) - last)
         if not minibatches:
-            self._unrecorded = batch.filtered, (*batch.dropped, *unused)
+            self._lost = batch
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
             if not self._parts.gpus.engine_is_ready:
                 await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
-        self._unrecorded = (), ()
+        self._lost = None
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(minibatch) for minibatch in minibatches if minibatch.epoch == 1
@@ -395,7 +397,7 @@ class Controller:
             metrics |= await self._sync_weights(minibatch.version)
         with self._parts.phases.measure("write"):
             await self._write_rollouts(minibatch, resolved, applied=not result.skipped)
-            self._write_metrics(minibatch, metrics, len(prepared.batch.tokens_T))
+            await self._write_metrics(minibatch, metrics, len(prepared.batch.tokens_T))
 
     async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> StepResult:
         """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
@@ -469,12 +471,12 @@ class Controller:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
 
-    def _write_metrics(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
+    async def _write_metrics(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
         metrics |= self._parts.phases.collect()
         if train_s := metrics.get("timing/train_s", 0.0):
             metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._lines.add(minibatch.step, metrics)
         self._show(minibatch, metrics)
+        await self._lines.add(minibatch.step, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
         """Keep the files of what was trained where a record names them; the rest of these groups' go."""
@@ -490,6 +492,10 @@ class Controller:
         drift = self._parts.drift.observe(minibatch.step, metrics)
         for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
             self._parts.progress.warn(warning)
+
+    async def _write_line(self, step: int, metrics: Mapping[str, float]) -> None:
+        work = asyncio.to_thread(self._parts.metrics.write, step, metrics)
+        await self._within("write", work, what=f"metrics of step {step}")
 
     async def _to_disk(self, function: Callable[..., Path], step: int, *what: object) -> Path:
         return await self._within("write", asyncio.to_thread(function, step, *what), what=f"rollouts of step {step}")

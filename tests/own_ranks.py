@@ -13,8 +13,8 @@ from typing import Any
 import ray.cloudpickle
 
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.supervisor import actor_class, remote_class
-from megatron_daro.runtime.workers import _GROUPS, TrainWorker
+from megatron_daro.runtime.ray_calls import actor_class, remote_class
+from megatron_daro.runtime.train_worker import _GROUPS, TrainWorker
 
 
 def install(make: Callable[[Any], Any]) -> None:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from megatron_daro.actor import parallel
-from megatron_daro.actor.policy import MegatronPolicy, layout_of
+from megatron_daro.actor.policy import MegatronPolicy
+from megatron_daro.actor.translation import layout_of
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled

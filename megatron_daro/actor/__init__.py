@@ -1,15 +1,16 @@
 """The policy under training: Megatron-core model, distributed loss, train step, checkpoints, export.
 
-A worker process (runtime/workers.py) holds a `policy.MegatronPolicy`, the composition of the rest:
+A worker process (runtime/train_worker.py) holds a `policy.MegatronPolicy`, the composition of the rest:
 
   Megatron      megatron (imports it, for all of actor/), device and cpu (where this process computes), compat (gaps)
   process       parallel (process groups, seeds), communicators (their GPU memory), settings (plain values of the run,
-                without Megatron)
-  model         layers, model, lora (adapters), precision (fp8), weights (Hugging Face tensors in and out)
+                without Megatron), translation (the configuration for Megatron and the loss)
+  model         layers, model, lora (adapters), precision (fp8), weights (Hugging Face tensors in and out), building
+                (what policy and critic are made with alike)
   forward       forward (micro-batches through the pipeline), logprobs and logprob_kernels (chunked, vocabulary-
                 parallel), routing_replay (experts as the engine chose them)
-  step          advantages -> loss (token sums per pass rate, reduced over ranks) -> step -> optimizer; critic and
-                critic_metrics
+  step          advantages -> loss (token sums per pass rate) -> step -> optimizer; critic and critic_metrics;
+                reductions (what is summed over which ranks)
   state         checkpoint on sharded_state, optimizer_shards and shard_file; snapshot in the slots of double_buffer;
                 host_memory (off the device and back)
 

@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_daro.actor import device
 from megatron_daro.actor.megatron import parallel_state
+from megatron_daro.actor.reductions import sum_over_data_parallel
 from megatron_daro.algo.corrections import sample_sums
 from megatron_daro.algo.objective import ObjectiveSettings, kl_terms
 from megatron_daro.algo.weighting import Algorithm, TokenColumns
@@ -163,10 +162,3 @@ def _token_columns(algorithm: Algorithm, batch: StepBatch, token_rewards_R: Tens
         sum_over_step=sum_over_data_parallel,
         token_rewards_R=token_rewards_R,
     )
-
-
-def sum_over_data_parallel(values: Tensor) -> Tensor:
-    """Context-parallel ranks hold the same samples, so the sum does not run over them."""
-    total = values.detach().to(device.current(), torch.float64, copy=True)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total.cpu()

@@ -23,20 +23,23 @@ import torch
 from torch import Tensor
 
 from megatron_daro.actor import device
+from megatron_daro.actor.building import first_weights, trained_parts
 from megatron_daro.actor.compat import ValueModel
 from megatron_daro.actor.critic_metrics import column_metrics
 from megatron_daro.actor.forward import MicroBatches, packed_micro_batches, response_column, run_schedule
-from megatron_daro.actor.loss import global_totals, reduced_on_all_stages
-from megatron_daro.actor.megatron import TransformerConfig, gather_from_sequence_parallel_region
-from megatron_daro.actor.model import build_model, wrap_data_parallel
-from megatron_daro.actor.optimizer import apply_update, build_optimizer, build_scheduler, check_gradients
+from megatron_daro.actor.loss import global_totals
+from megatron_daro.actor.megatron import gather_from_sequence_parallel_region
+from megatron_daro.actor.model import build_model
+from megatron_daro.actor.optimizer import apply_update, check_gradients
+from megatron_daro.actor.reductions import reduced_on_all_stages
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import CriticReport, TrainedModel
+from megatron_daro.actor.translation import transformer_config_of
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import CriticSection
-from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
+from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.megatron_weights import MegatronWeights
 from megatron_daro.data.packing import PackedMicroBatch
@@ -56,7 +59,6 @@ class Critic:
         settings: PolicySettings,
         actor: ActorSection,
         section: CriticSection,
-        config: TransformerConfig,
         *,
         transformer_engine: bool,
         options: Mapping[str, Mapping[str, Any]],
@@ -65,26 +67,24 @@ class Critic:
         """Build the model, load the weights, make optimizer and schedule. Collective.
 
         Args:
-            settings, actor: of the policy, whose optimizer it has but for what the section says. config: of `shape_of`.
-            options: upstream's, from `split_megatron_options`. to_be_restored: no weights are read.
+            settings, actor: of the policy, whose optimizer it has but for what the section says. options: the
+            policy's, of `translation.megatron_options`. to_be_restored: no weights are read.
 
         Raises:
             ModelError: the checkpoint cannot be used.
         """
-        self.shape = replace(shape_of(settings, section), tie=False)
+        shape = read_model_shape(section.path or settings.model_path, CRITIC_HEADS)
+        self.shape = replace(shape, tie=False)
+        config = transformer_config_of(shape, actor, options["transformer"])
         self.pretrain_steps, self._clip = section.pretrain_steps, section.value_clip
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
         if not to_be_restored:
-            with _tensors(settings, section) as tensors:
+            with first_weights(settings, shape, section.path) as tensors:
                 _refuse_bias(tensors, section)
                 load_hf_weights(self.chunks, self.shape, tensors)
-        wrapped = wrap_data_parallel(
-            self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
-        )
-        chosen = section.optimizer_of(actor.optimizer)
-        optimizer = build_optimizer(wrapped, chosen, dtype=actor.dtype, options=options["optimizer"])
-        scheduler = build_scheduler(optimizer, chosen, total_steps=settings.total_steps)
-        self.state = TrainedModel(wrapped, optimizer, scheduler)
+        chosen, total_steps = section.optimizer_of(actor.optimizer), settings.total_steps
+        parts = trained_parts(self.chunks, config, chosen, dtype=actor.dtype, options=options, total_steps=total_steps)
+        self.state = TrainedModel(*parts)
 
     def values(self, batch: Sequences, micro_batches: MicroBatches) -> np.ndarray | None:
         """float32 [R], what it says before each response token; None before the last stage."""
@@ -159,11 +159,6 @@ class _ValueLoss:
         return loss.to(torch.float32), torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
-def shape_of(settings: PolicySettings, section: CriticSection) -> ModelShape:
-    """Return the shape of the checkpoint that it starts from. Raises ModelError."""
-    return read_model_shape(section.path or settings.model_path, CRITIC_HEADS)
-
-
 def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, section: CriticSection) -> None:
     """Raise ModelError for a head with a bias that is not 0: the critic's has none."""
     if isinstance(tensors, HFCheckpoint) and _BIAS in tensors and bool(tensors[_BIAS].any()):
@@ -171,10 +166,3 @@ def _refuse_bias(tensors: HFCheckpoint | MegatronWeights, section: CriticSection
             f"algorithm.critic.path: {section.path} has a head with a bias ({_BIAS}); allowed is none, or 0; use a "
             "sequence classifier, or set the bias to 0"
         )
-
-
-def _tensors(settings: PolicySettings, section: CriticSection) -> HFCheckpoint | MegatronWeights:
-    """Return the checkpoint that it starts from: its own, else the policy's."""
-    if section.path is None and settings.weights is not None:
-        return MegatronWeights(settings.weights, shape_of(settings, section))
-    return HFCheckpoint(section.path or settings.model_path)

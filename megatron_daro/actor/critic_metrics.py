@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_daro.actor.advantages import sum_over_data_parallel
+from megatron_daro.actor.reductions import sum_over_data_parallel
 from megatron_daro.types import StepBatch
 
 TENTHS = 10

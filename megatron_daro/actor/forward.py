@@ -9,7 +9,6 @@ tokens, D hidden, R response tokens of the shard.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +30,10 @@ from megatron_daro.actor.megatron import (
     get_forward_backward_func,
     parallel_state,
 )
+from megatron_daro.actor.reductions import sum_over_context
 from megatron_daro.actor.routing_replay import check_numbers, replay_routing
-from megatron_daro.config.precision import NEEDS
-from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack, pack_multiples
+from megatron_daro.config.actor import pack_multiples
+from megatron_daro.data.packing import PackedMicroBatch, collect_responses, context_parallel_slice, pack
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.types import Sequences
 
@@ -62,10 +62,8 @@ def packed_micro_batches(
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
-    sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel)
-    if config.fp8:
-        parts = context * (tensor if config.sequence_parallel else 1)
-        total_multiple = math.lcm(total_multiple, NEEDS[config.fp8_recipe].tokens * parts)
+    recipe = config.fp8_recipe if config.fp8 else None
+    sequence_multiple, total_multiple = pack_multiples(tensor, context, config.sequence_parallel, recipe)
     rank = parallel_state.get_context_parallel_rank()
     packs = []
     for indices in micro_batches:
@@ -245,12 +243,9 @@ def response_column(
 
 def _join_context(column_R: np.ndarray) -> np.ndarray:
     """Return the column with the tokens that the other context-parallel ranks computed; NaN stays where nobody did."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
+    if parallel_state.get_context_parallel_world_size() == 1:
         return column_R
     own_R = torch.from_numpy(column_R).to(device.current())
-    known_R = (~own_R.isnan()).float()
-    values_R = own_R.nan_to_num()
-    torch.distributed.all_reduce(values_R, group=group)
-    torch.distributed.all_reduce(known_R, group=group)
+    known_R = sum_over_context((~own_R.isnan()).float())
+    values_R = sum_over_context(own_R.nan_to_num())
     return torch.where(known_R > 0, values_R, torch.nan).cpu().numpy()

@@ -11,7 +11,7 @@ The policy refuses whoever computes meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,10 +168,10 @@ class TakingTurns:
     neither of them meanwhile.
     """
 
-    def __init__(self, policy: HostMemory) -> None:
-        """Begin with the policy, which has the device; `admit` builds the critic."""
-        self._memories: dict[TrainedName, HostMemory] = {"policy": policy}
-        self._whose: TrainedName = "policy"
+    def __init__(self, policy: HostMemory, critic: HostMemory) -> None:
+        """Begin with the critic's turn. Args: policy: it is on the host."""
+        self._memories: dict[TrainedName, HostMemory] = {"policy": policy, "critic": critic}
+        self._whose: TrainedName = "critic"
         self.away: frozenset[MemoryKind] = frozenset()
         self._seconds = 0.0
 
@@ -179,11 +179,6 @@ class TakingTurns:
     def whose(self) -> TrainedName:
         """Which of the two has the device."""
         return self._whose
-
-    def admit(self, build: Callable[[], HostMemory]) -> None:
-        """Build the critic while the policy is on the host. It has the device then."""
-        self._memories["policy"].offload(KINDS_OF_MEMORY)
-        self._memories["critic"], self._whose = build(), "critic"
 
     def take(self, model: TrainedName, *, keep_gradients: bool = False) -> None:
         """Let this model have the device. No save may read the other one.
@@ -228,11 +223,6 @@ class HostCopy:
         ]
         for piece, held in pieces_of(own, self._blocks):
             held.copy_(piece)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the host's memory that it holds."""
-        return sum(len(block) for block in self._blocks)
 
     def on_device(self) -> list[Tensor]:
         """Return new tensors of the same values on the device where they came from; the copies may still run there."""

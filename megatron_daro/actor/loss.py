@@ -31,6 +31,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.actor.megatron import parallel_state
+from megatron_daro.actor.reductions import reduced_on_all_stages, sum_over_context, sum_over_data_parallel
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
@@ -87,16 +88,11 @@ class StepSums:
 
 
 def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> BatchTotals:
-    """Trained tokens per bin and rollouts of the whole optimizer step: this shard's, summed over data-parallel ranks.
-
-    Context-parallel ranks hold the same samples, so the sum does not run over them.
-    """
+    """Trained tokens per bin and rollouts of the whole optimizer step."""
     lengths_N, size = torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt
     classes_N = torch.zeros_like(lengths_N) if classes_N is None else classes_N
     own = BatchTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
-    vector = own.vector().to(device.current())
-    dist.all_reduce(vector, group=parallel_state.get_data_parallel_group())
-    return BatchTotals.from_vector(vector.cpu(), num_classes)
+    return BatchTotals.from_vector(sum_over_data_parallel(own.vector()), num_classes)
 
 
 class StepLoss:
@@ -158,7 +154,7 @@ class StepLoss:
             num_samples=len(packed),
             settings=self._settings,
             kl_scales_T=self._kl_scales(packed, positions_J),
-            sample_reduce=_sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
+            sample_reduce=sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
         )
         policy = (self._coefficients_N[packed.sample_indices] * objective.sample_losses_M).sum()
         regularizer = self._regularizer_coefficient * objective.regularizer_T.sum(dtype=torch.float64)
@@ -203,16 +199,6 @@ class StepLoss:
         )
 
 
-def reduced_on_all_stages(values: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce the last stage's values over data- and context-parallel ranks, in place, and give them to the other
-    stages. Collective."""
-    dist.all_reduce(values, op=over, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    return values
-
-
 def _samples(batch: StepBatch) -> Samples:
     """Return this shard's samples, as the algorithm sees them."""
     lengths_NK = batch.group_lengths_NK
@@ -233,10 +219,3 @@ def _kl_scales(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
 
 def _at(column_T: Tensor | None, positions_J: Tensor) -> Tensor | None:
     return None if column_T is None else column_T[positions_J]
-
-
-def _sum_over_context(sums_M: Tensor) -> Tensor:
-    """Return the sum over the context-parallel ranks that share these samples; no gradient passes."""
-    total_M = sums_M.detach().clone()
-    dist.all_reduce(total_M, group=parallel_state.get_context_parallel_group())
-    return total_M

@@ -6,7 +6,6 @@ decides. The schedule advances before the update, so that the first step of a wa
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_daro.actor import device
 from megatron_daro.actor.compat import inner_optimizers, optimizer_parts, order_by_dtype, upstream_config
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
@@ -25,6 +23,7 @@ from megatron_daro.actor.megatron import (
     get_megatron_optimizer,
 )
 from megatron_daro.actor.model import DTYPES
+from megatron_daro.actor.reductions import finite_on_all_ranks
 from megatron_daro.config.actor import OptimizerSection
 from megatron_daro.errors import ConfigError
 
@@ -114,7 +113,7 @@ def check_gradients(optimizer: MegatronOptimizer, *, allowed: bool = True) -> Gr
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    fit = allowed and not found_inf and _finite_everywhere(grad_norm)
+    fit = allowed and not found_inf and finite_on_all_ranks(grad_norm)
     return GradientCheck(fit, grad_norm)
 
 
@@ -156,10 +155,3 @@ def reset_moments(optimizer: MegatronOptimizer) -> None:
         for group in inner.param_groups:  # Transformer Engine and Apex count steps here
             if "step" in group:
                 group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
-
-
-def _finite_everywhere(value: float) -> bool:
-    """Return the same answer on every rank: a norm may be taken over a part of the world only."""
-    flag = torch.tensor([float(math.isfinite(value))], device=device.current())
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
-    return bool(flag.item() > 0)

@@ -6,46 +6,33 @@ order, since most of them are collective.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_daro.actor import checkpoint, communicators, critic, device, lora, snapshot
+from megatron_daro.actor.building import first_weights, trained_parts
 from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
-from megatron_daro.actor.megatron import TransformerConfig
-from megatron_daro.actor.model import (
-    LocalParameter,
-    build_model,
-    data_parallel_config,
-    local_parameters,
-    split_megatron_options,
-    transformer_config,
-    wrap_data_parallel,
-)
-from megatron_daro.actor.optimizer import build_optimizer, build_scheduler, optimizer_config
-from megatron_daro.actor.parallel import Layout
-from megatron_daro.actor.precision import fp8_options, refuse_unsaveable_experts, remarks, uses_transformer_engine
+from megatron_daro.actor.model import LocalParameter, build_model, local_parameters
+from megatron_daro.actor.precision import remarks, uses_transformer_engine
 from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
+from megatron_daro.actor.translation import megatron_options, objective_settings, transformer_config_of
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
-from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
-from megatron_daro.algo.weighting import Algorithm, make_algorithm
+from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY, gpu_defaults
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
-from megatron_daro.convert.hf_files import HFCheckpoint
-from megatron_daro.convert.megatron_weights import MegatronWeights
-from megatron_daro.errors import CheckpointError, ConfigError, WorkerError
+from megatron_daro.errors import CheckpointError, WorkerError
 from megatron_daro.types import (
     KINDS_OF_MEMORY,
     MemoryKind,
@@ -57,89 +44,6 @@ from megatron_daro.types import (
 )
 
 AnySequences = TypeVar("AnySequences", bound=Sequences)
-
-
-def layout_of(actor: ActorSection) -> Layout:
-    """Return the parallel sizes of the section."""
-    return Layout(
-        tensor=actor.tensor_parallel,
-        pipeline=actor.pipeline_parallel,
-        context=actor.context_parallel,
-        data=actor.data_parallel,
-        expert=actor.expert_parallel,
-        expert_tensor=actor.expert_tensor_parallel,
-        virtual_pipeline=actor.virtual_pipeline_parallel,
-    )
-
-
-def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
-    """Return the token objective that the section describes, but for what is the algorithm's own."""
-    options: dict[str, Any] = {
-        "clip_low": section.clip_low,
-        "clip_high": section.clip_high,
-        "dual_clip": section.dual_clip,
-        "kl_coefficient": section.kl.coefficient if section.kl.place == "loss" else 0.0,
-        "kl_mean": section.kl.mean,
-        "reward_kl_coefficient": section.kl.coefficient if section.kl.in_reward else 0.0,
-        "reward_kl_per_token": section.kl.place == "token_reward",
-        "kl_estimator": section.kl.estimator,
-        "entropy_coefficient": section.entropy_coefficient,
-        "correction": section.correction.kind,
-        "correction_cap": section.correction.cap,
-        "correction_low": section.correction.low,
-        "correction_high": section.correction.high,
-        "correction_level": section.correction.level,
-        "trust_region": section.trust_region,
-        "sapo_positive": section.sapo.positive,
-        "sapo_negative": section.sapo.negative,
-        "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
-        "old_is_rollout": section.old_logprobs == "rollout",
-    }
-    options |= algorithm.own_objective
-    forgotten = [field.name for field in fields(ObjectiveSettings) if field.name not in options]
-    assert not forgotten, f"{forgotten} of ObjectiveSettings would have their defaults, whatever the configuration says"
-    return ObjectiveSettings(**options)
-
-
-def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
-    """Let Megatron-core look at `actor.megatron` as every rank will. Starts nothing; needs no process groups.
-
-    Raises:
-        ConfigError: an option is unknown, of another type, or refused by upstream.
-    """
-    options = _megatron_options(actor, shape)
-    needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
-    if needing and not uses_transformer_engine(actor, shape):
-        raise ConfigError(
-            f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
-            "which this run does not have here (docs/gpu.md); fix: remove it"
-        )
-    _transformer_config(shape, actor, options["transformer"])
-    data_parallel_config(distributed_optimizer=actor.optimizer.distributed, options=options["ddp"])
-    optimizer_config(actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
-
-
-def _megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[str, Any]]:
-    """Return `actor.megatron` with what ranks on GPUs add, by the part of Megatron-core that it is for."""
-    chosen: Mapping[str, Any] = {}
-    if torch.cuda.is_available():
-        has_experts = shape.experts is not None
-        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor, shape))
-    return split_megatron_options({**actor.megatron, **chosen})
-
-
-def _transformer_config(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
-    refuse_unsaveable_experts(actor, shape)
-    return transformer_config(
-        shape,
-        layout_of(actor),
-        dtype=actor.dtype,
-        sequence_parallel=actor.use_sequence_parallel,
-        recompute=actor.recompute,
-        fp8=fp8_options(actor),
-        transformer_engine=uses_transformer_engine(actor, shape),
-        options=options,
-    )
 
 
 class MegatronPolicy:
@@ -175,10 +79,10 @@ class MegatronPolicy:
             actor.logprob_chunk_tokens,
             actor.logprob_kernel,
         )
-        options = _megatron_options(actor, self.shape)
+        options = megatron_options(actor, self.shape)
         transformer_engine = uses_transformer_engine(actor, self.shape)
         self.remarks = remarks(actor, self.shape, transformer_engine)
-        config = _transformer_config(self.shape, actor, options["transformer"])
+        config = transformer_config_of(self.shape, actor, options["transformer"])
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine)
         own = make_algorithm(
             **algorithm.arguments(
@@ -191,49 +95,36 @@ class MegatronPolicy:
         passes = algorithm.passes(own.token_columns or ())
         needs_reference = "ref_logprobs" in passes
         if not to_be_restored or settings.lora.rank or (needs_reference and reference is None):
-            with self._first_weights(settings) as tensors:
+            with first_weights(settings, self.shape) as tensors:
                 load_hf_weights(self.chunks, self.shape, tensors)
         if settings.lora.rank:
             lora.attach(self.chunks, self.shape, settings.lora, seed=settings.seed)
         self.reference = (reference or HostCopy(self._trained_parameters())) if needs_reference else None
-        wrapped = wrap_data_parallel(
-            self.chunks, config, distributed_optimizer=actor.optimizer.distributed, options=options["ddp"]
-        )
-        optimizer = build_optimizer(wrapped, actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
         without = algorithm.critic.pretrain_steps if "values" in passes else 0  # steps in which it is not updated
         total_steps = max(settings.total_steps - without, 1)
-        self.train_state = TrainState(
-            chunks=wrapped,
-            optimizer=optimizer,
-            scheduler=build_scheduler(optimizer, actor.optimizer, total_steps=total_steps),
-            algorithm=own,
+        parts = trained_parts(
+            self.chunks, config, actor.optimizer, dtype=actor.dtype, options=options, total_steps=total_steps
         )
+        self.train_state = TrainState(*parts, algorithm=own)
         self.critic: critic.Critic | None = None
-        self._memory: HostMemory | TakingTurns = HostMemory(self.train_state)
+        own_memory = HostMemory(self.train_state)
+        self._memory: HostMemory | TakingTurns = own_memory
         if "values" not in passes:
             return
-
-        def build_critic() -> HostMemory:
-            critic_config = _transformer_config(
-                critic.shape_of(settings, algorithm.critic), actor, options["transformer"]
-            )
-            self.critic = critic.Critic(
-                settings,
-                actor,
-                algorithm.critic,
-                critic_config,
-                transformer_engine=transformer_engine,
-                options=options,
-                to_be_restored=to_be_restored,
-            )
-            return HostMemory(self.critic.state)
-
         if algorithm.critic.offload:
-            self._memory = TakingTurns(self._memory)
-            self._memory.admit(build_critic)
+            own_memory.offload(KINDS_OF_MEMORY)  # room to build the critic
+        self.critic = critic.Critic(
+            settings,
+            actor,
+            algorithm.critic,
+            transformer_engine=transformer_engine,
+            options=options,
+            to_be_restored=to_be_restored,
+        )
+        if algorithm.critic.offload:
+            self._memory = TakingTurns(own_memory, HostMemory(self.critic.state))
         else:
-            build_critic()
-            self._memory = HostMemory(*self._models().values())
+            self._memory = HostMemory(self.train_state, self.critic.state)
 
     def _models(self) -> dict[TrainedName, TrainedModel]:
         return {"policy": self.train_state, **({"critic": self.critic.state} if self.critic else {})}
@@ -279,7 +170,7 @@ class MegatronPolicy:
             critic=self.critic,
             turn=self._take_turn,
         )
-        if not isinstance(self._memory, TakingTurns) or result.skipped:
+        if not isinstance(self._memory, TakingTurns):
             return result
         return replace(result, metrics={**result.metrics, "timing/critic_turns_s": self._memory.pop_seconds()})
 
@@ -443,11 +334,6 @@ class MegatronPolicy:
         if self.critic is not None:
             self._take_turn("critic")
             checkpoint.load(self.critic.state, folder)
-
-    def _first_weights(self, settings: PolicySettings) -> HFCheckpoint | MegatronWeights:
-        if settings.weights is None:
-            return HFCheckpoint(settings.model_path)
-        return MegatronWeights(settings.weights, self.shape)
 
     def _trained_parameters(self) -> list[torch.nn.Parameter]:
         return [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]

@@ -14,12 +14,12 @@ from megatron_daro.config.lora import LoraSection
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Plain values for `MegatronPolicy`.
+    """Plain values for a rank: for `MegatronPolicy`, but for expandable_segments.
 
     model_path: Hugging Face checkpoint. rollouts_per_prompt: K. max_response_tokens: dr_grpo's constant. temperature:
     of the sampling distribution that is trained. total_steps: optimizer steps of the run, where the decay of the
     learning rate ends. weights: Megatron checkpoint that training starts from; None: model_path. expandable_segments:
-    whether `device.expand_segments` may be called. lora: adapters, which alone are trained where it has a rank; seed:
+    for `parallel.configure_process`. lora: adapters, which alone are trained where it has a rank; seed:
     that they are drawn from. environments: names of several.
     """
 

@@ -61,7 +61,7 @@ def save_sharded(state: dict[str, Any], directory: Path, own: Sequence[OwnBox] =
 
     Args:
         state: nested; its ShardedTensors and ShardedObjects are written by their main replicas, the rest by rank 0.
-        directory: the same on all ranks. own: see `write_shards`.
+        directory: the same on all ranks. own: see `collect_shards`.
 
     Raises:
         CheckpointingException: a box of a tensor has no main replica, or two. OSError, SafetensorError: the disk.

@@ -69,7 +69,7 @@ def _checked(actor: ActorSection, shape: ModelShape) -> WorldReport:
     from rich.console import Console
     from rich.progress import Progress
 
-    from megatron_daro.actor.policy import layout_of
+    from megatron_daro.actor.translation import layout_of
     from megatron_daro.workshop.check_layout import check_world
 
     with Progress(console=Console(stderr=True), transient=True) as bar:

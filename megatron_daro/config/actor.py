@@ -6,6 +6,7 @@ config/megatron_options.py looks at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -42,6 +43,25 @@ class OptimizerSection(Section):
 def resolved_expert_tensor(given: int | None, tensor: int, expert: int) -> int:
     """Return ETP: as given, else whole experts where they are shared out (EP > 1), else cut as all layers are."""
     return given or (1 if expert > 1 else tensor)
+
+
+_FP8_TOKENS: Mapping[Fp8Recipe, int] = {"tensorwise": 32, "blockwise": 128, "mxfp8": 32}
+"""What the tokens of a matrix product in fp8 are padded to: 16 would do for tensorwise; blockwise with sequence
+parallelism needs whole blocks."""
+
+
+def pack_multiples(tensor: int, context: int, sequence_parallel: bool, fp8: Fp8Recipe | None = None) -> tuple[int, int]:
+    """Return the (sequence_multiple, total_multiple) in tokens that a layout asks of `data.packing.pack`.
+
+    CP > 1 cuts every sequence into 2 CP chunks. The second is of the whole pack, which context-parallel ranks share,
+    and with sequence parallelism tensor-parallel ones; with fp8 the part of each is a multiple of its own.
+
+    Args:
+        tensor, context: ranks. sequence_parallel: whether it is on. fp8: its recipe; None: without.
+    """
+    sequence_multiple = 2 * context if context > 1 else 1
+    parts = context * (tensor if sequence_parallel else 1)
+    return sequence_multiple, math.lcm(sequence_multiple, parts * (_FP8_TOKENS[fp8] if fp8 else 1))
 
 
 LOGPROB_TILES: Mapping[str, tuple[int, int]] = {"cpu": (1024, 2048), "gpu": (4096, 8192)}
@@ -136,8 +156,11 @@ class ActorSection(Section):
         return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property
-    def sequence_multiple(self) -> int:
-        """A packed micro-batch is padded to a multiple of this: TP (sequence parallel on) * 2 CP (if CP > 1)."""
-        tensor = self.tensor_parallel if self.use_sequence_parallel else 1
-        context = 2 * self.context_parallel if self.context_parallel > 1 else 1
-        return tensor * context
+    def fp8(self) -> Fp8Recipe | None:
+        """fp8_recipe where the precision is fp8."""
+        return self.fp8_recipe if self.precision == "fp8" else None
+
+    @property
+    def pack_multiples(self) -> tuple[int, int]:
+        """What each sequence of a packed micro-batch, and the whole of it, are padded to a multiple of."""
+        return pack_multiples(self.tensor_parallel, self.context_parallel, self.use_sequence_parallel, self.fp8)

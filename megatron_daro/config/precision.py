@@ -1,7 +1,7 @@
 """Which fp8 recipe of the actor can run where, and what of a model it can multiply.
 
 The configuration's checks ask before anything starts, with what is known of the machines by then; each rank asks
-again with what it sees (actor/optimizer.py). Versions are read from what is installed, because importing torch takes
+again with what it sees (actor/precision.py). Versions are read from what is installed, because importing torch takes
 seconds. What is not known rejects nothing. The numbers are those of Transformer Engine 2.20.2 and Megatron-core
 0.16.1 to 0.19.2.
 """
@@ -37,14 +37,13 @@ class Surroundings:
 class _Needs:
     """Of a recipe. below: compute capability from which on it does not run. width: what the matrices' sides divide by.
 
-    tokens: what the tokens of a matrix product are padded to. nearest: which recipes are most like it, best first.
+    nearest: which recipes are most like it, best first.
     """
 
     capability: float
     cuda: Version
     transformer_engine: Version
     width: int
-    tokens: int
     nearest: tuple[Fp8Recipe, ...]
     below: float | None = None
 
@@ -55,11 +54,11 @@ _CUDNN: Version = (9, 12)
 _STATELESS_FP8: Version = (2, 16)
 _SPLITS_NO_STATE: Version = (0, 19)
 NEEDS: dict[Fp8Recipe, _Needs] = {
-    "tensorwise": _Needs(8.9, (12, 1), (2, 2), 16, 32, ()),
-    "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, 128, ("mxfp8", "tensorwise")),
-    "mxfp8": _Needs(10.0, (12, 8), (2, 1), 32, 32, ("blockwise", "tensorwise"), below=12.0),
+    "tensorwise": _Needs(8.9, (12, 1), (2, 2), 16, ()),
+    "blockwise": _Needs(9.0, (12, 9), (2, 3), 16, ("mxfp8", "tensorwise")),
+    "mxfp8": _Needs(10.0, (12, 8), (2, 1), 32, ("blockwise", "tensorwise"), below=12.0),
 }
-"""By recipe. Padding: 16 tokens would do for tensorwise; blockwise with sequence parallelism needs whole blocks."""
+"""By recipe."""
 
 
 def why_not(recipe: Fp8Recipe, found: Surroundings) -> str:

@@ -40,7 +40,7 @@ class PackedMicroBatch:
     advantages_M float32: those of a StepBatch, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
     token_advantages_T, values_T, value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
     None where it has none. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
-    does not know. context_parallel_rank and _size say which slice the T columns are.
+    does not know. context_parallel_size: of how many slices the T columns are one.
     """
 
     tokens_T: Tensor
@@ -62,7 +62,6 @@ class PackedMicroBatch:
     values_T: Tensor | None = None
     value_targets_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
-    context_parallel_rank: int = 0
     context_parallel_size: int = 1
 
     def __len__(self) -> int:
@@ -102,29 +101,12 @@ class PackedMicroBatch:
         return replace(self, **moved)
 
 
-def pack_multiples(tensor_parallel: int, context_parallel: int, sequence_parallel: bool) -> tuple[int, int]:
-    """Return the (sequence_multiple, total_multiple) a layout asks of `pack`.
-
-    Args:
-        tensor_parallel: ranks, at least 1.
-        context_parallel: ranks, at least 1; more than one cuts every sequence into 2 * context_parallel chunks.
-        sequence_parallel: whether activations are cut over the tensor-parallel ranks along T.
-
-    Returns:
-        Tokens, tokens. The second covers the slice of each context-parallel rank.
-    """
-    sequence_multiple = 2 * context_parallel if context_parallel > 1 else 1
-    per_slice = tensor_parallel if sequence_parallel else 1
-    return sequence_multiple, math.lcm(sequence_multiple, per_slice * context_parallel)
-
-
 def pack(
     batch: Sequences,
     indices: Sequence[int],
     *,
     sequence_multiple: int = 1,
     total_multiple: int = 1,
-    pad_token_id: int = 0,
 ) -> PackedMicroBatch:
     """Put samples end to end.
 
@@ -135,7 +117,6 @@ def pack(
         sequence_multiple: tokens; each sequence is padded at its end to a multiple of it (2 * CP for context parallel).
         total_multiple: tokens; the pack is padded to a multiple of it by one more sequence (TP * CP under sequence
             parallel).
-        pad_token_id: a valid token id.
 
     Returns:
         The micro-batch on the CPU.
@@ -156,7 +137,7 @@ def pack(
     token_slots = np.repeat(np.cumsum(padded_C) - padded_C, lengths_C) + _within(lengths_C)
     sample_T = np.full(total, -1, dtype=np.int64)
     sample_T[token_slots] = np.repeat(np.arange(len(indices_M)), lengths_M)
-    tokens_T = np.full(total, pad_token_id, dtype=np.int64)
+    tokens_T = np.zeros(total, dtype=np.int64)
     tokens_T[token_slots] = batch.tokens_T[_flat_slots(batch.lengths_N, indices_M)]
     labels_T = np.zeros(total, dtype=np.int64)
     predicts = np.flatnonzero((sample_T[:-1] >= 0) & (sample_T[:-1] == sample_T[1:]) & (positions_T[1:] > 0))
@@ -208,23 +189,6 @@ def _routed_experts(batch: Sequences, indices_M: np.ndarray, token_slots: np.nda
     return torch.from_numpy(experts_TLK)
 
 
-def unpack_responses(values_T: Tensor, packed: PackedMicroBatch) -> Tensor:
-    """Return the values of the response tokens, samples end to end in the order of the micro-batch.
-
-    Args:
-        values_T: any dtype, [T], aligned like the columns of `packed`.
-        packed: the micro-batch (or its context-parallel slice: then only the tokens of this slice come back).
-
-    Returns:
-        Same dtype and device, [P]; element p belongs at `packed.batch_slots_P[p]` of the batch's response columns.
-
-    Raises:
-        DataError: the length is not that of the micro-batch.
-    """
-    _check_length(values_T, len(packed.tokens_T))
-    return values_T[packed.response_slots_P.to(values_T.device)]
-
-
 def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_response_tokens: int) -> np.ndarray:
     """Response column of a batch from the values of its micro-batches.
 
@@ -237,7 +201,7 @@ def collect_responses(parts: Iterable[tuple[Tensor, PackedMicroBatch]], num_resp
     """
     column_R = np.full(num_response_tokens, np.nan, dtype=np.float32)
     for values_T, packed in parts:
-        values_P = unpack_responses(values_T.detach(), packed)
+        values_P = values_T.detach()[packed.response_slots_P]
         column_R[packed.batch_slots_P.cpu().numpy()] = values_P.float().cpu().numpy()
     return column_R
 
@@ -278,7 +242,6 @@ def context_parallel_slice(packed: PackedMicroBatch, cp_rank: int, cp_size: int)
         response_slots_P=response_slots[here],
         batch_slots_P=packed.batch_slots_P[here],
         trained_slots_J=_trained_slots(packed.mask_T[keep]),
-        context_parallel_rank=cp_rank,
         context_parallel_size=cp_size,
     )
 
@@ -287,8 +250,8 @@ def _slice_slots(packed: PackedMicroBatch, cp_rank: int, cp_size: int) -> Tensor
     """int64 [T / CP]: the slots of the whole pack that this rank holds, ascending."""
     if packed.context_parallel_size != 1:
         raise DataError(
-            f"context_parallel_slice: this micro-batch is already slice {packed.context_parallel_rank} of "
-            f"{packed.context_parallel_size}; pass the whole micro-batch"
+            f"context_parallel_slice: this micro-batch is already one of {packed.context_parallel_size} slices; pass "
+            "the whole micro-batch"
         )
     if not 0 <= cp_rank < cp_size:
         raise DataError(f"context_parallel_slice: cp_rank must be in 0..{cp_size - 1}, got {cp_rank}")
@@ -345,10 +308,3 @@ def _spread(values_R: np.ndarray, batch_slots_P: np.ndarray, response_slots_P: n
 
 def _trained_slots(mask_T: Tensor) -> Tensor:
     return mask_T.nonzero().squeeze(1)
-
-
-def _check_length(values: Tensor, expected: int) -> None:
-    if len(values) != expected:
-        raise DataError(
-            f"values of {expected} positions are needed for this micro-batch, got shape {tuple(values.shape)}"
-        )

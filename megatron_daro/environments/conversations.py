@@ -162,6 +162,8 @@ class Conversations:
         self._calls: set[_Call] = set()
         names = (_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS)
         self._counts = dict.fromkeys((*names, *(_REASONS if isinstance(environment, AgentConversations) else ())), 0)
+        # Of evaluations, whose group ids are negative: apart, since a resumed run does not have them all.
+        self._counts_of_evaluations = dict(self._counts)
         self._failures_in_a_row = 0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
@@ -272,34 +274,37 @@ class Conversations:
         """Return the finished rollout, or what there is of one that is to be begun again."""
         if conversation.fault is not None:
             raise conversation.fault
+        counts = self._counts if conversation.group_id >= 0 else self._counts_of_evaluations
         error = None if running.ended.cancelled() else running.ended.exception()
         if isinstance(error, DaroError) and not isinstance(error, OutOfRoomError):
             raise error
         if not running.ended.cancelled() and error is None and not conversation.aborted:
             self._failures_in_a_row = 0
             rollout = running.ended.result()
-            self._counts[_TOOL_CALLS] += sum(report.tool_calls for report in rollout.reports)
-            self._counts[_TOOL_ERRORS] += sum(report.tool_errors for report in rollout.reports)
+            counts[_TOOL_CALLS] += sum(report.tool_calls for report in rollout.reports)
+            counts[_TOOL_ERRORS] += sum(report.tool_errors for report in rollout.reports)
             return rollout
-        self._counts[_RESTARTED] += 1
+        counts[_RESTARTED] += 1
         if conversation.timed_out:
-            self._failed(_TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own")
+            self._failed(
+                counts, _TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own"
+            )
         elif isinstance(error, StepTimeoutError):
-            self._failed(_TIMEOUTS, str(error))
+            self._failed(counts, _TIMEOUTS, str(error))
         elif isinstance(error, StepFailedError):
-            if f"{_FAILED}/{error.reason}" in self._counts:
-                self._counts[f"{_FAILED}/{error.reason}"] += 1
-            self._failed(_FAILED, f"failed in {error}")
+            if f"{_FAILED}/{error.reason}" in counts:
+                counts[f"{_FAILED}/{error.reason}"] += 1
+            self._failed(counts, _FAILED, f"failed in {error}")
         elif not conversation.aborted:
             text = f"{type(error).__name__}: {error}" if error else "CancelledError"
-            self._failed(_FAILED, f"raised {text}")
+            self._failed(counts, _FAILED, f"raised {text}")
         return conversation.ended("abort")
 
-    def _failed(self, counter: str, what: str) -> None:
+    def _failed(self, counts: dict[str, int], counter: str, what: str) -> None:
         """Count; warn of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other."""
-        self._counts[counter] += 1
+        counts[counter] += 1
         self._failures_in_a_row += 1
-        count = self._counts[counter]
+        count = counts[counter]
         text = f"environment.kind: {self._section.kind}: a conversation {what}"
         if self._failures_in_a_row >= _MOST_FAILURES:
             raise RolloutError(

@@ -22,6 +22,7 @@ from megatron_daro.data.templates import HeldOut
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.step_lines import StepLines
+from megatron_daro.rollout.minibatches import passed
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
@@ -203,7 +204,7 @@ class Evaluations:
         """Whether one belongs between these steps: every `every` steps, before the first and after the last."""
         if self._evaluate is None:
             return False
-        return step == 0 or step // self._every > before // self._every or step >= self._steps
+        return step == 0 or passed(before, step, self._every) or step >= self._steps
 
     async def run(self, step: int, lines: StepLines) -> None:
         """Evaluate the weights of this step, whose line is held until it has the numbers. Beside generation the
@@ -227,7 +228,7 @@ class Evaluations:
         step, work, lines = self._under_way
         await asyncio.wait({work})
         self._under_way = None
-        lines.release(step, {})  # one that was cancelled before it began has not
+        await lines.release(step, {})  # one that was cancelled before it began has not
         if not work.cancelled():
             work.result()
 
@@ -239,4 +240,4 @@ class Evaluations:
             with self._phases.measure("evaluate"):
                 metrics = await self._deadlines.within("evaluate", self._evaluate(step), what=what)
         finally:
-            lines.release(step, metrics)
+            await lines.release(step, metrics)

@@ -73,7 +73,8 @@ def plan_minibatches(
         (mini-batches, unused groups: the stale ones, and those for which the run has no more steps). No mini-batches if
         everything is stale; else one at least trains, also of a recorded batch (rollout/replay.py).
     """
-    fresh = [group for group in batch.groups if group not in stale]
+    old = {group.group_id for group in stale}
+    fresh = [group for group in batch.groups if group.group_id not in old]
     plan = _recorded_minibatches(batch) if batch.recorded else _minibatches(fresh, step, section)
     plan = [minibatch for minibatch in plan if minibatch.step <= section.steps]
     later: frozenset[int] = frozenset()

@@ -150,15 +150,19 @@ class Sampler:
         """Begin with the surplus of the batch before, but for groups that will be too old."""
         old = self.stale(self._surplus, use_version)
         batch.drop(old)
-        batch.kept.extend(group for group in self._surplus if group not in old)
+        too_old = {group.group_id for group in old}
+        batch.kept.extend(group for group in self._surplus if group.group_id not in too_old)
         self._surplus = ()
 
     def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old."""
         oldest = use_version - self._max_lag
-        usable = [g for g in self._unfinished if g.weight_version is None or g.weight_version >= oldest]
-        self._discard(batch, [group for group in self._unfinished if group not in usable])
-        self._unfinished = tuple(usable)
+
+        def is_usable(group: UnfinishedGroup) -> bool:
+            return group.weight_version is None or group.weight_version >= oldest
+
+        self._discard(batch, [group for group in self._unfinished if not is_usable(group)])
+        self._unfinished = tuple(filter(is_usable, self._unfinished))
 
     def _discard(self, batch: BatchSoFar, groups: Sequence[UnfinishedGroup]) -> None:
         for group in groups:

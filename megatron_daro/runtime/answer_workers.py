@@ -24,7 +24,7 @@ from megatron_daro.observe import logs
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.node_workers import MANY_CALLS, NodeWorkers, alive_nodes, own_place
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, remote_class
+from megatron_daro.runtime.ray_calls import WorkerDiedError, actor_class, remote_class
 from megatron_daro.types import Rollout
 
 _TOGETHER_S = 0.05

@@ -40,14 +40,14 @@ def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Sh
     Raises:
         DataError: the batch does not split.
     """
-    sequence_multiple = 2 * actor.context_parallel if actor.context_parallel > 1 else 1
+    sequence_multiple, total_multiple = actor.pack_multiples
     plan = schedule(
         batch.padded_lengths_N(sequence_multiple),
         actor.data_parallel,
         actor.micro_batch_tokens,
         cost=cost,
         sequence_multiple=sequence_multiple,
-        total_multiple=actor.sequence_multiple,
+        total_multiple=total_multiple,
     )
     numbered = [renumbered(micro_batches) for micro_batches in plan.ranks]
     return [Shard(rows, ray.put(batch.select(rows)), local) for rows, local in numbered]

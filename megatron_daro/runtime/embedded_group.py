@@ -14,25 +14,86 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from megatron_daro import garbage
 from megatron_daro.config.base import filled
 from megatron_daro.errors import DaroError, EngineError, LostReceiversError, SyncError
+from megatron_daro.observe import logs
 from megatron_daro.rollout.merged import merged
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.frozen_workers import end_frozen
 from megatron_daro.runtime.placement import Placement
-from megatron_daro.runtime.supervisor import WorkerDiedError, actor_class, death_of, end_frozen, gather, translated
-from megatron_daro.runtime.workers import EngineWorker
+from megatron_daro.runtime.ray_calls import WorkerDiedError, actor_class, gather, remote_class, translated
+from megatron_daro.runtime.worker_group import death_of
+from megatron_daro.sync.buckets import WeightBucket
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.types import GroupRequest, Rollout
 
 _BUCKET_BYTES = 64 * 2**20
 # For one bucket, which is copied and nothing more.
 _RECEIVE_S = 300.0
+
+
+@remote_class(max_restarts=0, max_task_retries=0)
+class EngineWorker:
+    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight update, on
+    Ray's event loop."""
+
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        trust_remote_code: bool,
+        options: dict[str, Any],
+        log_folder: Path | None = None,
+    ) -> None:
+        logs.take_over(log_folder, f"engine {number}")
+        with garbage.paused():
+            from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
+            from megatron_daro.engine.embedded import EmbeddedEngine
+
+        tokenizer = load_tokenizer(path, trust_remote_code)
+        self._engine = EmbeddedEngine(path, decode=response_decoder(tokenizer), **options)
+
+    async def sentinel(self) -> None:
+        """Blocks for as long as the process lives."""
+        await asyncio.Event().wait()
+
+    async def lives(self) -> None:
+        """Answer, also while it generates."""
+
+    async def start(self) -> None:
+        """Load the model."""
+        with garbage.paused():
+            await self._engine.start()
+
+    @ray.method(num_returns="streaming")
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
+        """Return the rollouts of each request as soon as they are complete."""
+        async for rollouts in self._engine.generate(requests):
+            yield rollouts
+
+    async def abort(self, group_ids: Sequence[int] | None) -> None:
+        """Stop these groups, or all."""
+        await self._engine.abort(group_ids)
+
+    async def open_update(self) -> None:
+        """Begin a weight update; buckets follow."""
+        self._engine.open_update()
+
+    async def receive(self, bucket: WeightBucket) -> None:
+        """One more bucket of the update that was begun."""
+        await self._engine.receive(bucket)
+
+    async def commit_update(self, version: int) -> None:
+        """All buckets were sent: the weights change now."""
+        await self._engine.commit_update(version)
 
 
 @dataclass(slots=True, eq=False)
@@ -210,7 +271,7 @@ class EngineGroup:
         self._tell()
 
     async def fatal_error(self) -> Exception:
-        """Wait until a replica does not come back, and return why; for the run's supervisor."""
+        """Wait until a replica does not come back, and return why the run ends."""
         while self._fatal is None:
             await self._changed.wait()
         return self._fatal

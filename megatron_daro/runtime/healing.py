@@ -13,8 +13,8 @@ waits for that, so a death costs at most one step. When a rank dies:
 Where that fails the run ends with the cause, as without all this, and resumes from a checkpoint. A process that is
 frozen is killed, and is a dead one from then on.
 
-What a loss leads to is decided in healing_states.py and done here. PolicyGroup calls this with its lock held; the watch
-over the processes is the only other caller.
+What a loss leads to is decided in healing_states.py and done here. PolicyGroup calls this with its lock held, but for
+`note_death`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.frozen_workers import end_frozen
 from megatron_daro.runtime.ranks import Ranks
+from megatron_daro.runtime.ray_calls import gather
 from megatron_daro.runtime.snapshot_keepers import Keeps, affordable, kinds_sent, peers_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials
-from megatron_daro.runtime.supervisor import end_frozen, gather
 from megatron_daro.types import MemoryKind, StepBatch
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Healing:
         infos = self._ranks.infos
         self._peers, self._sent = peers_of(infos), kinds_sent(infos, self.keeps)
 
-    def watched(self, name: str, worker: ActorHandle) -> None:
+    def note_death(self, name: str, worker: ActorHandle) -> None:
         """Take note that a process is gone, and have the others stop waiting for it; nothing where it was replaced."""
         workers = self._ranks.workers
         if workers.get(name) is worker:

@@ -12,11 +12,11 @@ parts.py makes what `_train` puts together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.checkpoints import Checkpoints
@@ -24,6 +24,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
+from megatron_daro.deadlines import mark_as_seen
 from megatron_daro.errors import WorkerError, how_to_go_on
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.drift import DriftWatch
@@ -42,9 +43,9 @@ from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.provenance import identity
+from megatron_daro.runtime.ray_calls import WorkerDiedError
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import owned
-from megatron_daro.runtime.supervisor import HasEnding, WorkerDiedError, supervised
 from megatron_daro.types import PlainValue
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ async def _train(
                 await controller.resume(start.checkpoint, start.state)
                 run.progress.notice(f"resumed from {start.checkpoint}")
             elif start.begins_again:
-                controller.truncate_files()
+                await controller.truncate_files()
         except BaseException:
             await controller.shutdown()
             raise
@@ -185,6 +186,48 @@ async def _train(
             endings.append(generation.engine.fatal_error())
         spare_event_loop()
         return await supervised(controller.run(), endings)
+
+
+@runtime_checkable
+class HasEnding(Protocol):
+    """An engine that watches its own processes."""
+
+    async def fatal_error(self) -> Exception:
+        """Wait until it cannot go on, and return why."""
+        ...
+
+
+async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]) -> T:
+    """Return the result of `work`, unless one of the endings comes first: then `work` is cancelled, and it is raised.
+
+    Args:
+        work: the controller's run; it closes what it holds when it is cancelled.
+        endings: what may end the run: each returns its error.
+
+    Raises:
+        WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
+    """
+    task = asyncio.ensure_future(work)
+    watches = [asyncio.ensure_future(ending) for ending in endings]
+    try:
+        done, _ = await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
+        if task not in done:
+            await _cancelled(task)
+            raise next(watch for watch in watches if watch in done).result()
+        return task.result()
+    except asyncio.CancelledError:
+        await _cancelled(task)
+        raise
+    finally:
+        for watch in watches:
+            watch.cancel()
+
+
+async def _cancelled(task: asyncio.Future[T]) -> None:
+    """Cancel and wait. Its error, a consequence of the one that is raised, counts as seen: asyncio would print it."""
+    task.add_done_callback(mark_as_seen)
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def _evaluations(run: RunContext, generation: parts.Generation | None) -> Evaluations:

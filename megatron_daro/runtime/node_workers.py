@@ -3,8 +3,8 @@
 
 A call goes to the least busy worker of a set. Unlike the policy's ranks they hold nothing that a run needs, so the
 run outlives them: the caller of a lost one gets WorkerDiedError and calls again, while another is started, at most
-`MAX_RESTARTS` times. The actors are thin shells, apart from workers.py because a process that imports no
-torch starts in a fifth of the time and takes a quarter of the memory.
+`MAX_RESTARTS` times. The actors are thin shells, apart from train_worker.py because a process that imports
+no torch starts in a fifth of the time and takes a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_daro.backoff import backoff_s
 from megatron_daro.errors import DeadlineError, WorkerError
 from megatron_daro.runtime.context import RunContext
-from megatron_daro.runtime.supervisor import DEATHS, WorkerDiedError, gather, translated
+from megatron_daro.runtime.ray_calls import DEATHS, WorkerDiedError, gather, translated
 
 MANY_CALLS = 100_000
 """Calls that an asynchronous actor has under way at most: all groups of a large batch wait in it for their servers."""

@@ -31,8 +31,9 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.ranks import Ranks
+from megatron_daro.runtime.ray_calls import gather
 from megatron_daro.runtime.slow_replicas import SlowReplicas
-from megatron_daro.runtime.supervisor import first_death, gather
+from megatron_daro.runtime.worker_group import first_death
 from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
 from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, Sequences, StepBatch, StepResult
 
@@ -97,7 +98,7 @@ class PolicyGroup:
         while True:
             name, worker, _ = await first_death(self.ranks.workers)
             # The calls that wait for it end; where one of them is under way it heals before its lock is free.
-            healing.watched(name, worker)
+            healing.note_death(name, worker)
             async with self._busy:
                 try:
                     await healing.heal()

@@ -232,7 +232,7 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
-        from megatron_daro.actor.policy import check_megatron_options
+        from megatron_daro.actor.translation import check_megatron_options
 
         check_megatron_options(config.actor, read_model_shape(config.model.path))
 

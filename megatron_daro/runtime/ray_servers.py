@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from megatron_daro.config.sections import SHARED_FRACTION
 from megatron_daro.engine.sglang.servers import LaunchOptions, ServerProcess
 from megatron_daro.errors import EngineError
-from megatron_daro.runtime.supervisor import actor_class, remote_class, translated
+from megatron_daro.runtime.ray_calls import actor_class, remote_class, translated
 
 _CALL_S = 30.0
 _ACTOR = "the Ray actor of a server"

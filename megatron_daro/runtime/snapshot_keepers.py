@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import MemoryKind
 
 Keeps = Literal["both", "peer", "none"]

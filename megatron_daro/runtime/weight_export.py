@@ -18,7 +18,7 @@ from megatron_daro.config.lora import peft_config
 from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.supervisor import gather, yielding_to_event_loop
+from megatron_daro.runtime.ray_calls import gather, yielding_to_event_loop
 from megatron_daro.sync.files import Written, complete_adapter, complete_checkpoint, open_checkpoint
 from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.routes import RankRole, Routes, joined_report, one_route, routes

@@ -36,8 +36,9 @@ from megatron_daro.environments.stepping import SteppedConversations
 from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
+from megatron_daro.runtime.frozen_workers import end_frozen
 from megatron_daro.runtime.node_pools import StepPools, VerifierPools, shares
-from megatron_daro.runtime.supervisor import WorkerDiedError, end_frozen
+from megatron_daro.runtime.ray_calls import WorkerDiedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 LIMIT_S = 200
@@ -130,8 +131,8 @@ async def asking(stub, run_dir, answers, warnings=None):
         engine_of([stub.url], run_dir, options=OPTIONS, answers=Kept(answers), warnings=warnings)
     ) as engine:
         for server in engine.fleet.servers:
-            server.version, server.versions = 0, {0}
-            engine.fleet.set_state(server, "serving")
+            server.versions = {0}
+            engine.fleet.serve(server, 0)
         stub.gate.clear()
         stub.calls.clear()
         yield engine

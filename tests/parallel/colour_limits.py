@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from two_colours import Call
 
@@ -21,16 +22,16 @@ LAYERS = {
 }
 """Where layers wait that a GPU runs with Transformer Engine's kernels, or as upstream must."""
 STEP = {
-    ("to the host", "megatron_daro/actor/loss.py:global_totals"): 1,
+    ("to the host", "megatron_daro/actor/reductions.py:sum_over_data_parallel"): 1,
     ("to the host", "megatron_daro/actor/loss.py:reduce"): 1,
     ("tolist", "megatron_daro/actor/loss.py:reduce"): 2,
     ("__float__", "megatron_daro/actor/loss.py:reduce"): 1,
     ("item", "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"): 1,
-    ("item", "megatron_daro/actor/optimizer.py:_finite_everywhere"): 1,
+    ("item", "megatron_daro/actor/reductions.py:finite_on_all_ranks"): 1,
 }
 """Of a whole step of each model, whatever the number of its micro-batches."""
 COLUMNS = {
-    ("to the host", "megatron_daro/actor/advantages.py:sum_over_data_parallel"): 6,
+    ("to the host", "megatron_daro/actor/reductions.py:sum_over_data_parallel"): 6,
     ("tolist", "megatron_daro/actor/critic.py:gradients"): 1,
 }
 """Of a whole step with advantages per token: what they need of all ranks, if they are finite, a critic's metrics."""
@@ -50,11 +51,11 @@ def _free(call: Call, where: str) -> bool:
     return saves or where in LAYERS or where == UNDER_WAY
 
 
-def _allowed(call: Call) -> dict[tuple[str, str], int]:
+def _allowed(call: Call) -> Mapping[tuple[str, str], int]:
     if call.name in ("logprobs", "reference_logprobs", "values"):
         return {key: count * call.micro_batches for key, count in PASS.items()} | CONTEXT
     if call.name in ("train_step", "forward_backward"):
-        return {key: count * call.models for key, count in STEP.items()} | COLUMNS
+        return Counter({key: count * call.models for key, count in STEP.items()}) + Counter(COLUMNS)
     return {}
 
 

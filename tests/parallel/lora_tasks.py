@@ -55,7 +55,7 @@ def two_updates(path: Path, layout: Any, batch: StepBatch, lora: dict[str, Any],
     found[-1]["numbers"] = {
         "gradients": sum(b.grad_data.numel() for c in policy.train_state.chunks for b in c.buffers),
         "trained": sum(p.numel() for p in trained),
-        "reference": policy.reference.num_bytes,
+        "reference": sum(tensor.nbytes for tensor in policy.reference.on_device()),
     }
     return {"updates": found}
 

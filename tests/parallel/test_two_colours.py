@@ -144,7 +144,7 @@ def test_a_policy_keeps_device_and_host_apart(rank_pool, models, tmp_path, famil
         ("mixed in the backward pass", r"aten.mul.Tensor in megatron/core.* mixes tensors of device and host"),
         (
             "group",
-            r"allreduce_ in megatron_daro/actor/loss.py:reduced_on_all_stages is given tensors of the host",
+            r"allreduce_ in megatron_daro/actor/reductions.py:reduced_on_all_stages is given tensors of the host",
         ),
     ],
 )

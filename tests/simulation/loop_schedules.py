@@ -1,7 +1,7 @@
 """Whole runs of the loop under drawn faults of ranks and servers, and the laws that hold after each.
 
 Real: the controller, sampler, ledger, ways to fill a batch, collector, columns of a batch, weight sync, the policy
-group with its healing, the supervisor. Not: processes (simulated_ranks.py, simulated_servers.py), files, time.
+group with its healing, `supervised`. Not: processes (simulated_ranks.py, simulated_servers.py), files, time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_daro.rollout.ledger import OUTCOMES
 from megatron_daro.runtime import healing
 from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
-from megatron_daro.runtime.supervisor import supervised
+from megatron_daro.runtime.launch import supervised
 from megatron_daro.types import PreparedBatch
 
 STEPS = 4
@@ -219,7 +219,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         for _ in range(2 if schedule.crash else 1):
             loop.call_later(stop_s, life.controller.request_stop, "SIGTERM")
     if resume is None:
-        life.controller.truncate_files()
+        await life.controller.truncate_files()
     else:
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))

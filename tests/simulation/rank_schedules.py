@@ -24,12 +24,12 @@ from virtual_loop import VirtualLoop, collecting_after_runs, run
 
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
-from megatron_daro.runtime import healing, policy_group, supervisor
+from megatron_daro.runtime import frozen_workers, healing, policy_group
 from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
+from megatron_daro.runtime.launch import supervised
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.ranks import Ranks
-from megatron_daro.runtime.supervisor import supervised
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 
@@ -97,7 +97,7 @@ def no_ray():
     """What the driver imports of Ray and of the model's files, for the time of many schedules."""
     with collecting_after_runs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "kill", lambda handle, no_restart: handle.process.die())
-        patch.setattr(supervisor, "cpu_time", _cpu_time)
+        patch.setattr(frozen_workers, "cpu_time", _cpu_time)
         patch.setattr(policy_group, "Ranks", SimulatedRanks)
         patch.setattr(policy_group, "read_model_shape", lambda path: None)
         patch.setattr(policy_group, "CostModel", SimpleNamespace(of_model=lambda shape: None))
@@ -276,7 +276,7 @@ def simulate(schedule: Schedule) -> Outcome:
     group.ranks.cluster, group.ranks.outcome, outcome.group = cluster, outcome, group
     cluster.on_death = lambda process: _note_death(outcome, process)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (healing, policy_group, supervisor):
+        for module in (healing, policy_group, frozen_workers):
             if hasattr(module, "time"):
                 patch.setattr(module, "time", SimpleNamespace(perf_counter=loop.time, monotonic=loop.time))
         run(loop, _run(group, outcome))

@@ -1,7 +1,7 @@
 """Ranks of the policy on the virtual loop: processes with Ray's queues, collective calls, deaths and freezes.
 
 The driver's side is real (PolicyGroup, Healing, supervised), and so is what processes keep (SnapshotStore). Not so:
-TrainWorker (runtime/workers.py), whose methods are imitated here one by one under the same names and in the same
+TrainWorker (runtime/train_worker.py), whose methods are imitated here one by one under the same names and in the same
 concurrency groups; Ray; torch. Weights and optimizer of a rank are hash chains over all batches that they were trained
 on, so that a step that is lost, doubled, torn or of another rank shows in every number that comes after it.
 """
@@ -24,7 +24,7 @@ from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import snapshot_store
 from megatron_daro.runtime.snapshot_store import SnapshotStore
-from megatron_daro.runtime.workers import RankInfo, TrainWorker
+from megatron_daro.runtime.train_worker import RankInfo, TrainWorker
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import StepResult
 

@@ -10,7 +10,7 @@ from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.snapshot_keepers import peers_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.train_worker import RankInfo
 
 
 class Walk:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,8 @@ def test_groups_that_are_too_old_at_the_moment_of_use_are_dropped_and_counted(tm
     for state in ("trained", "filtered", "dropped"):
         assert outcomes.count(state) == lines[-1][f"rollout/groups_{state}"]
     check_accuracy(tmp_path)  # of the step after a batch that trained nothing, its groups too
+    tokens = [r.response_length for step in range(1, 5) for g, _ in read_step(tmp_path, step) for r in g.rollouts]
+    assert sum(line["rollout/generated_tokens"] for line in lines) == sum(tokens)
 
 
 def test_batches_that_are_always_too_old_end_the_run(tmp_path):
@@ -296,6 +299,13 @@ def test_what_hangs_is_named_and_everything_is_closed(tmp_path, name, break_it):
     with pytest.raises(DeadlineError, match=name):
         run_stack(stack)
     assert (stack.engine.closed, stack.policy.closed) == (1, 1)
+
+
+def test_a_disk_that_hangs_under_the_metrics_is_named(tmp_path):
+    stack = with_parts(make_stack(tmp_path, deadlines=replace(FAST, write=0.5)), recorder=None)
+    stack.parts.metrics.write = lambda step, metrics: time.sleep(2)
+    with pytest.raises(DeadlineError, match=r"write.*metrics of step 1"):
+        run_stack(stack)
 
 
 def test_an_engine_that_dies_ends_the_run_with_its_own_error(tmp_path):

@@ -36,15 +36,15 @@ def batch(config: Config) -> Iterator[Problem]:
 def lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     """Yield what keeps the longest sequence from fitting into a micro-batch, or into the model."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    budget, multiple = config.actor.micro_batch_tokens, config.actor.sequence_multiple
+    budget, (_, multiple) = config.actor.micro_batch_tokens, config.actor.pack_multiples
     if longest > budget:
         allowed = f"at least {longest}, the longest prompt with the longest response"
         fix = f"set actor.micro_batch_tokens={-(-longest // multiple) * multiple}, or shorten the sequences"
         yield wrong(config, "actor.micro_batch_tokens", allowed, fix, beside=_LENGTHS)
     if budget % multiple:
-        allowed = f"a multiple of {multiple} (TP with sequence parallel * 2 CP)"
+        allowed = f"a multiple of {multiple}, which packs are padded to for sequence and context parallelism and fp8"
         fix = f"set actor.micro_batch_tokens={-(-budget // multiple) * multiple}"
-        beside = "actor.tensor_parallel actor.context_parallel"
+        beside = "actor.tensor_parallel actor.context_parallel actor.precision"
         yield wrong(config, "actor.micro_batch_tokens", allowed, fix, beside=beside)
     if shape and longest > shape.max_positions:
         allowed = f"at most {shape.max_positions} tokens with the prompt, the model's max_position_embeddings"

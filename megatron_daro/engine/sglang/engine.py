@@ -81,7 +81,7 @@ class SGLangEngine:
         self.fleet = Fleet(
             [Server(name, SGLangClient("http://not-started")) for name in handles],
             max_tokens_in_flight=options.max_tokens_in_flight,
-            on_fenced=lambda server: self._supervision.revive(server),
+            on_fenced=lambda server: self._supervision.restart(server),
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
         self._adapters = Adapters(options.sync_timeout_s)
@@ -159,11 +159,11 @@ class SGLangEngine:
         async def serve(name: str) -> None:
             for server in self.fleet.of("joining"):
                 if server.name == name:
-                    self.fleet.set_state(server, "serving")
+                    self.fleet.serve(server, None)
 
         self.when_back(serve)
         for server in self.fleet.of("joining"):
-            self.fleet.set_state(server, "serving")
+            self.fleet.serve(server, None)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
         """Call `call` with the name of each server that comes back."""
@@ -193,7 +193,7 @@ class SGLangEngine:
         self._supervision.allow_starts()
 
     async def fatal_error(self) -> EngineError:
-        """Wait until all servers are gone; for the run's supervisor."""
+        """Wait until all servers are gone; return why the run ends."""
         return await self.fleet.fatal_error()
 
     async def close(self) -> None:

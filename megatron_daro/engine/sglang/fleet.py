@@ -1,8 +1,15 @@
 """The servers of a run: which one gets the next request, which one is given up, and whether any is left.
 
-generation.py takes a server for each request and gives it back; it, supervision.py, memory.py and update.py fence.
-Refuses to hand out a server that is paused, has old weights or is fenced, and to let anyone wait for servers when all
-are gone.
+generation.py takes a server for each request and gives it back. Only one that serves is handed out, and nobody waits
+for servers when all are gone. A server's state changes in these methods alone:
+
+    join           starting                          -> joining
+    begin_update   serving, joining                  -> updating
+    serve          updating; as loaded also joining  -> serving
+    lend           serving, suspect, joining         -> joining
+    suspect        serving                           -> suspect
+    fence          any                               -> fenced
+    start_again    fenced, starting                  -> starting
 """
 
 from __future__ import annotations
@@ -18,9 +25,9 @@ from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
 from megatron_daro.errors import DeadlineError, EngineError
 
 State = Literal["starting", "joining", "serving", "updating", "suspect", "fenced"]
-"""starting: its process loads; joining: it answers, but has not the policy's weights; serving: it gets requests;
-updating: its weights change; suspect: its requests fail, and it is looked why; fenced: given up until it was started
-again."""
+"""starting: its process loads; joining: it answers, and lacks the policy's weights or has given its memory to the
+trainer; serving: it gets requests; updating: its weights change; suspect: its requests fail, and it is looked why;
+fenced: given up until it was started again."""
 
 # Before any answer came, one is taken to be this part of the longest.
 _FIRST_GUESS = 0.25
@@ -35,7 +42,7 @@ _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 
 @dataclass(eq=False)
 class Server:
-    """One server and what is known of it. Only the fleet and the engine's parts write to it.
+    """One server and what is known of it. Only the fleet changes its state.
 
     version: of its weights now; versions: all that it was given since it started. adapter: where versions are adapters,
     the one that new requests name; adapters: that it has -> requests under way that name it. failures: in a row.
@@ -67,6 +74,17 @@ class Server:
     def url(self) -> str:
         """Its address."""
         return self.client.url
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is taken to answer."""
+        return self.state not in ("starting", "fenced")
+
+    def take_process(self, client: SGLangClient) -> None:
+        """Take in that it has a new process: what the one before had is gone."""
+        self.client = client
+        self.versions, self.version, self.released = set(), None, frozenset()
+        self.adapter = ""
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""
@@ -109,14 +127,35 @@ class Fleet:
         """Return the servers in one of these states."""
         return [server for server in self.servers if server.state in states]
 
-    def set_state(self, server: Server, state: State) -> None:
-        """Change a server's state and wake those who wait for one."""
-        server.state = state
-        if state == "serving":
-            server.given_up.clear()
-            server.succeeded()
-            server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
-        self._notify()
+    def start_again(self, server: Server) -> None:
+        """Note that another process of a server is started."""
+        server.restarts += 1
+        self._set_state(server, "starting")
+
+    def join(self, server: Server) -> None:
+        """Note that a server was started; it gets no request until it has weights."""
+        self._set_state(server, "joining")
+
+    def begin_update(self, server: Server) -> None:
+        """Take a server out of service for new weights."""
+        server.reason = ""
+        self._set_state(server, "updating")
+
+    def serve(self, server: Server, version: int | None) -> None:
+        """Let a server that has its weights get requests. version: of the weights; None: those that it loaded."""
+        server.version = version
+        server.given_up.clear()
+        server.succeeded()
+        server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
+        self._set_state(server, "serving")
+
+    def lend(self, server: Server) -> None:
+        """Take a server out of service until the next update: the trainer gets its memory."""
+        self._set_state(server, "joining")
+
+    def suspect(self, server: Server) -> None:
+        """Take a server out of service since its requests fail, until it is known why."""
+        self._set_state(server, "suspect")
 
     def fence(self, server: Server, reason: str) -> None:
         """Give a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
@@ -125,13 +164,13 @@ class Fleet:
         server.reason, server.version = reason, None
         server.given_up.set()
         self.fenced_count += 1
-        self.set_state(server, "fenced")
+        self._set_state(server, "fenced")
         self._on_fenced(server)
         self.end_if_all_gone()
 
     def end_if_all_gone(self) -> None:
         """End the fleet where no server answers and none is awaited."""
-        if not self.of("serving", "updating", "suspect", "joining") and not self.awaits():
+        if not any(server.is_up for server in self.servers) and not self.awaits():
             last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
             self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
 
@@ -164,7 +203,7 @@ class Fleet:
             raise EngineError(self._closed)
 
     async def fatal_error(self) -> EngineError:
-        """Wait for the end of the fleet; for a supervisor."""
+        """Wait for the end of the fleet, and return why."""
         if self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self.failure)
@@ -222,6 +261,11 @@ class Fleet:
         for length in lengths:
             mean = length if self._mean_length is None else self._mean_length
             self._mean_length = mean + _MEMORY * (length - mean)
+
+    def _set_state(self, server: Server, state: State) -> None:
+        """Change a server's state and wake those who wait for one."""
+        server.state = state
+        self._notify()
 
     def _with_room(self, tokens: int, avoid: Server | None, prefer: Server | None) -> Server | None:
         self.check()

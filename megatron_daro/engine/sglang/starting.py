@@ -38,9 +38,7 @@ async def bring_up(
     server.unserved_starts += 1
     url = await handle.launch()
     await server.client.close()
-    server.client = SGLangClient(url)
-    server.versions, server.version, server.released = set(), None, frozenset()
-    server.adapter = ""
+    server.take_process(SGLangClient(url))
     wait = _Wait(f"{server.name} at {url}", warn)
     try:
         async with asyncio.timeout(options.start_timeout_s):

@@ -105,14 +105,14 @@ class Supervision:
             return error
         return None
 
-    def revive(self, server: Server) -> None:
-        """Bring a fenced server back, in the background."""
+    def restart(self, server: Server) -> None:
+        """Start a fenced server again, in the background."""
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
         server.is_awaited = self._may_be_awaited(server)
         self._unsettled.add(server.name)
-        self._run(self._revive(server))
+        self._run(self._restart(server))
 
     def hold_starts(self) -> None:
         """Start no process again from now on, until `allow_starts`: others have the GPUs."""
@@ -140,14 +140,14 @@ class Supervision:
     async def examine(self, server: Server) -> None:
         """Fence the server now if its process is gone."""
         reason = await self._handles[server.name].death()
-        if reason and server.state in ("serving", "updating", "suspect", "joining"):
+        if reason and server.is_up:
             self._fleet.fence(server, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
         """Fence a server whose requests fail. If its process turns out to be gone that is the reason: its log says
         more than a connection that broke; but the end of all its children takes a moment."""
         if self._handles[server.name].restartable:
-            self._fleet.set_state(server, "suspect")
+            self._fleet.suspect(server)
             self._run(self._give_up(server, reason))
         else:
             self._fleet.fence(server, reason)
@@ -191,7 +191,7 @@ class Supervision:
     async def _bring_up(self, server: Server) -> None:
         """Start a server's process and wait until it may get weights. Raises as `bring_up`."""
         await bring_up(server, self._handles[server.name], self._options, self._expected, self._warn)
-        self._fleet.set_state(server, "joining")
+        self._fleet.join(server)
 
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""
@@ -209,7 +209,7 @@ class Supervision:
             elif server.state == "serving":
                 self._fleet.fence(server, f"no token came out of it for {limit:g} s (engine.sglang.stall_timeout_s)")
 
-    async def _revive(self, server: Server) -> None:
+    async def _restart(self, server: Server) -> None:
         """End what is left of the process and start another, until one is up or the restarts are used up."""
         given_up_for, failed_starts = server.reason, 0
         await self._end_process(server)
@@ -218,8 +218,7 @@ class Supervision:
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
                 return
-            server.restarts += 1
-            self._fleet.set_state(server, "starting")
+            self._fleet.start_again(server)
             self._unsettled.add(server.name)
             try:
                 await self._bring_up(server)

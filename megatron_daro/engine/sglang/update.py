@@ -79,8 +79,7 @@ class ServerUpdate:
     def begin(self) -> None:
         """Take the servers out of service: they are asked for nothing until they are accepted."""
         for server in self._servers:
-            server.reason = ""
-            self._fleet.set_state(server, "updating")
+            self._fleet.begin_update(server)
 
     async def prepare(self) -> SendPlan | WeightFiles | None:
         """Pause the servers and open the update on them; what is to be sent to whom, or written."""
@@ -166,9 +165,8 @@ class ServerUpdate:
         report = self._report
         done = self._taking_part() if report else []
         for server in done:
-            server.version = self._version
             self._parts.adapters.unload_unused(server)
-            self._fleet.set_state(server, "serving")
+            self._fleet.serve(server, self._version)
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
             may_return = self._awaits_others and not self._taking_part() and self._fleet.awaits()
@@ -197,7 +195,7 @@ class ServerUpdate:
             if server not in self._servers:
                 self._servers.append(server)
             self._joining.add(server.name)
-            self._fleet.set_state(server, "updating")
+            self._fleet.begin_update(server)
 
     def _taking_part(self) -> list[Server]:
         """Those that were not fenced since the update began (one that was may be starting again by now)."""

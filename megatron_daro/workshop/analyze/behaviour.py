@@ -16,7 +16,6 @@ KEYWORDS = (
 )
 """Source: `keyword_pool` of analysis/keyword_count.py, Dr. GRPO's authors' code."""
 Ending = Literal["answered", "ran on", "cut off", "without answer"]
-ENDINGS: tuple[Ending, ...] = ("answered", "ran on", "cut off", "without answer")
 """A final answer, and it stopped; a final answer, but the limit ended it; the limit ended it before one; it stopped
 without one: it is no answer, or not in the form that was asked for."""
 _CODE = ("```python", "```output")

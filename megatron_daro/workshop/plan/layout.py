@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_daro.config.actor import ActorSection, resolved_expert_tensor
+from megatron_daro.config.actor import ActorSection, pack_multiples, resolved_expert_tensor
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
@@ -281,7 +281,7 @@ def sizes(shape: ModelShape, gpu: Gpu, most: int) -> Iterator[tuple[int, int, in
 def model_layouts(workload: Workload, gpu: Gpu, most: int) -> Iterator[ModelLayout]:
     """Yield every layout of one replica, with each recomputation and token budget; stages are in one part."""
     for tensor, pipeline, context in sizes(workload.shape, gpu, most):
-        multiple = tensor * (2 * context if context > 1 else 1)
+        _, multiple = pack_multiples(tensor, context, tensor > 1, workload.fp8)
         least = least_budget(workload, multiple)
         for factor in BUDGETS:
             for recompute in ("none", "full"):

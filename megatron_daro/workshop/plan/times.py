@@ -208,7 +208,7 @@ def _stage_s(
     length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
     pairs = CostModel.of_model(shape).quadratic * length + window_operations(shape)
     scores = pairs * share / (bf16 * constants.attention)
-    passes = constants.passes + constants.passes_fp8 * workload.fp8
+    passes = constants.passes + (constants.passes_fp8 if workload.fp8 else 0)
     moved = passes * layer_elements(workload, ENGINE) * workload.dtype_bytes * shape.layers
     memory = moved * share / (gpu.memory_gb_s * 1e9)
     layers = (products + memory) * (1 + wide) + scores

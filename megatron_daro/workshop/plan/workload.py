@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_daro.config import Config
-from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.actor import ActorSection, Fp8Recipe
 from megatron_daro.config.lora import LoraSection, layers_of_role, matrix_of, sides_of_roles
 from megatron_daro.config.megatron_options import gpu_defaults
 from megatron_daro.config.model_files import critic_shape
@@ -101,19 +101,19 @@ class Adapters:
 class Workload:
     """One training batch. Lengths in tokens; response_Q are equally likely answer lengths, ascending.
 
-    samples: of a batch; generated: answers asked for, with oversampling; extra_passes: forward passes beside
-    training (old and reference log-probs, values); critic: the shape of the second model that is trained on the same
-    ranks; critic_offload: the two take turns on the GPUs; minibatches: of a batch; epochs: how often each is
-    trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are
-    computed again in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights
-    and cache; None: all that is left. server_nodes: that each server is spread over; None: as few as hold it.
-    colocated: servers and ranks take turns on the GPUs. practice: of the trainer. adapters: beside the policy's frozen
-    weights.
+    fp8: recipe of the trainers; None: without. samples: of a batch; generated: answers asked for, with oversampling;
+    extra_passes: forward passes beside training (old and reference log-probs, values); critic: the shape of the second
+    model that is trained on the same ranks; critic_offload: the two take turns on the GPUs; minibatches: of a batch;
+    epochs: how often each is trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed:
+    modules of a layer that are computed again in the backward pass (selective recomputation). server_fraction: of a
+    server's GPU for its weights and cache; None: all that is left. server_nodes: that each server is spread over; None:
+    as few as hold it. colocated: servers and ranks take turns on the GPUs. practice: of the trainer. adapters: beside
+    the policy's frozen weights.
     """
 
     shape: ModelShape
     dtype_bytes: int
-    fp8: bool
+    fp8: Fp8Recipe | None
     samples: int
     generated: int
     minibatches: int
@@ -217,7 +217,7 @@ def workload_of(
     return Workload(
         shape=shape,
         dtype_bytes=4 if actor.dtype == "fp32" else 2,
-        fp8=actor.precision == "fp8",
+        fp8=actor.fp8,
         samples=rollout.batch_rollouts,
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         minibatches=config.trainer.minibatches_per_batch,

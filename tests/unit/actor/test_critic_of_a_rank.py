@@ -14,7 +14,7 @@ from small_models import ROLLOUTS, random_batch
 
 from megatron_daro.actor import critic_metrics
 from megatron_daro.actor.advantages import with_advantages
-from megatron_daro.actor.policy import objective_settings
+from megatron_daro.actor.translation import objective_settings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import CheckpointError, ModelError
 from megatron_daro.routed_experts import StoredExperts
@@ -205,6 +205,14 @@ def test_what_servers_were_given_comes_to_neither_of_two_that_take_turns(model):
         policy.train_step(random_batch(), [[0]], step=2)
     policy.onload(KINDS_OF_MEMORY)
     steps(policy, [1], first=2)
+
+
+def test_a_step_that_is_skipped_says_how_long_its_own_turns_took(model):
+    policy, batch = policy_of(model, ppo(offload=True)), random_batch()
+    micro_batches = [list(range(len(batch)))]
+    batch = replace(with_passes(policy, batch, micro_batches), rewards_N=np.full_like(batch.rewards_N, np.inf))
+    result = policy.train_step(batch, micro_batches, step=1)
+    assert result.skipped and result.metrics["timing/critic_turns_s"] > 0
 
 
 def test_a_snapshot_needs_both_models_on_the_device(model):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_configs import GPT_OSS_20B
 
-from megatron_daro.actor import model, policy
+from megatron_daro.actor import model, translation
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.megatron_options import (
@@ -34,8 +34,8 @@ def test_each_option_goes_to_the_dataclasses_that_know_it():
 def test_ranks_on_gpus_take_what_the_dry_run_says_that_they_add(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(policy, "data_parallel_config", lambda **given: taken.append(given["options"]))
-    policy.check_megatron_options(ActorSection(data_parallel=2, precision="fp32"), read_model_shape(GPT_OSS_20B))
+    monkeypatch.setattr(translation, "data_parallel_config", lambda **given: taken.append(given["options"]))
+    translation.check_megatron_options(ActorSection(data_parallel=2, precision="fp32"), read_model_shape(GPT_OSS_20B))
     assert taken == [{"overlap_grad_reduce": True}]
 
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from single_rank import GRPO, policy_of, save_random_model
 
-from megatron_daro.actor import policy as policy_module
+from megatron_daro.actor import translation
+from megatron_daro.actor.policy import MegatronPolicy
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("world")
 def objective(section):
     """Of a rank whose algorithm the section names."""
     algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=8))
-    return policy_module.objective_settings(section, algorithm)
+    return translation.objective_settings(section, algorithm)
 
 
 def test_the_objective_is_that_of_the_section():
@@ -55,10 +56,10 @@ def test_temperatures_of_a_trust_region_are_handed_on():
 
 def test_options_for_transformer_engine_are_refused_without_it(model):
     shape = read_model_shape(model)
-    name = sorted(policy_module.TRANSFORMER_ENGINE_ONLY)[0]
+    name = sorted(translation.TRANSFORMER_ENGINE_ONLY)[0]
     with pytest.raises(ConfigError, match=rf"actor\.megatron: got {name}"):
-        policy_module.check_megatron_options(ActorSection(megatron={name: True}), shape)
-    policy_module.check_megatron_options(ActorSection(megatron={name: False}), shape)
+        translation.check_megatron_options(ActorSection(megatron={name: True}), shape)
+    translation.check_megatron_options(ActorSection(megatron={name: False}), shape)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_options_for_transformer_engine_are_refused_without_it(model):
 )
 def test_megatron_looks_at_its_options_before_the_start(model, options, words):
     with pytest.raises(ConfigError, match=words):
-        policy_module.check_megatron_options(ActorSection(megatron=options), read_model_shape(model))
+        translation.check_megatron_options(ActorSection(megatron=options), read_model_shape(model))
 
 
 def test_gradients_of_a_model_in_bf16_are_summed_in_fp32(model):
@@ -107,6 +108,6 @@ def test_training_starts_from_a_megatron_checkpoint_where_one_is_named(tmp_path,
     written.finish_save()
     settings = PolicySettings(model, 4, 32, 1.0, 10, weights=tmp_path)
     arguments = settings, ActorSection(precision="fp32"), AlgorithmSection(name="ppo")
-    policy, stored = policy_module.MegatronPolicy(*arguments), load_file(critic_model / "model.safetensors")
+    policy, stored = MegatronPolicy(*arguments), load_file(critic_model / "model.safetensors")
     for exported in (dict(policy.export()), dict(policy.export_critic())):
         assert torch.equal(exported["model.norm.weight"], stored["model.norm.weight"])

@@ -27,17 +27,21 @@ def test_an_actor_has_the_product_of_its_sizes():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "multiple"),
+    ("options", "multiples"),
     [
-        ({}, 1),
-        ({"tensor_parallel": 4}, 4),
-        ({"tensor_parallel": 4, "sequence_parallel": False}, 1),
-        ({"context_parallel": 3}, 6),
-        ({"tensor_parallel": 4, "context_parallel": 3}, 24),
+        ({}, (1, 1)),
+        ({"tensor_parallel": 4}, (1, 4)),
+        ({"tensor_parallel": 4, "sequence_parallel": False}, (1, 1)),
+        ({"tensor_parallel": 2, "sequence_parallel": False, "context_parallel": 3}, (6, 6)),
+        ({"tensor_parallel": 4, "context_parallel": 3}, (6, 12)),
+        ({"tensor_parallel": 8, "context_parallel": 2}, (4, 16)),
+        ({"fp8_recipe": "blockwise"}, (1, 1)),
+        ({"precision": "fp8"}, (1, 32)),
+        ({"precision": "fp8", "fp8_recipe": "blockwise", "tensor_parallel": 2, "context_parallel": 3}, (6, 768)),
     ],
 )
-def test_micro_batches_are_padded_for_sequence_and_context_parallelism(sizes, multiple):
-    assert ActorSection(**sizes).sequence_multiple == multiple
+def test_micro_batches_are_padded_for_sequence_and_context_parallelism_and_fp8(options, multiples):
+    assert ActorSection(**options).pack_multiples == multiples
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ rollout.prompts_per_batch=1 rollout.rollouts_per_prompt=2 actor.data_parallel=3 
 actor.micro_batch_tokens=5119 | actor.micro_batch_tokens |
 actor.micro_batch_tokens=5000 data.max_prompt_tokens=1022 actor.context_parallel=2 | actor.micro_batch_tokens |
 actor.context_parallel=2 actor.tensor_parallel=2 actor.micro_batch_tokens=16386 | actor.micro_batch_tokens |
+NODE actor.precision=fp8 actor.micro_batch_tokens=16400 | actor.micro_batch_tokens |
 actor.tensor_parallel=16 | actor.tensor_parallel | actor.tensor_parallel=8
 actor.pipeline_parallel=3 | actor.pipeline_parallel | actor.pipeline_parallel=4
 model.path=MODELS/six_layers actor.tensor_parallel=6 actor.micro_batch_tokens=12288 | actor.tensor_parallel |
@@ -499,6 +500,7 @@ model.path=MODELS/six_layers actor.pipeline_parallel=2 LAST=2 actor.virtual_pipe
 model.path=MODELS/six_layers actor.pipeline_parallel=4 EMBEDDING=true LOSS=true actor.virtual_pipeline_parallel=2
 model.path=MODELS/experts actor.expert_parallel=8 actor.data_parallel=8
 model.path=MODELS/experts actor.expert_parallel=2 actor.tensor_parallel=4 actor.expert_tensor_parallel=1
+actor.context_parallel=2 actor.tensor_parallel=2 actor.micro_batch_tokens=16388
 NODE cluster.nodes=16 actor.data_parallel=128
 NODE actor.precision=fp8
 cluster.gpus_per_node=8 actor.precision=fp8

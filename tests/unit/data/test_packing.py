@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_experts import stored
 
+from megatron_daro.config.actor import pack_multiples
 from megatron_daro.data.packing import (
     collect_responses,
     context_parallel_slice,
     pack,
-    pack_multiples,
-    unpack_responses,
 )
 from megatron_daro.errors import DataError
 from megatron_daro.types import Sequences, StepBatch
@@ -59,8 +58,8 @@ def test_two_samples_by_hand():
         truncated_N=np.zeros(2, np.uint8),
         rollouts_per_prompt=4,
     )
-    packed = pack(batch, [1, 0], sequence_multiple=4, total_multiple=8, pad_token_id=7)
-    assert packed.tokens_T.tolist() == [20, 21, 22, 7, 10, 11, 12, 13, 14, 7, 7, 7, 7, 7, 7, 7]
+    packed = pack(batch, [1, 0], sequence_multiple=4, total_multiple=8)
+    assert packed.tokens_T.tolist() == [20, 21, 22, 0, 10, 11, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0]
     assert packed.labels_T.tolist() == [21, 22, 0, 0, 11, 12, 13, 14, 0, 0, 0, 0, 0, 0, 0, 0]
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
     assert packed.mask_T.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
@@ -72,7 +71,7 @@ def test_two_samples_by_hand():
     assert packed.sample_indices.tolist() == [1, 0]
     assert packed.old_logprobs_T is None
     assert packed.per_token(packed.advantages_M).tolist() == [-0.5] * 3 + [0] + [0.5] * 5 + [0] * 7
-    assert unpack_responses(packed.rollout_logprobs_T, packed).tolist() == [-4, -5, -1, -2, -3]
+    assert packed.rollout_logprobs_T[packed.response_slots_P].tolist() == [-4, -5, -1, -2, -3]
 
 
 def test_no_padding_unless_asked():
@@ -202,8 +201,8 @@ def test_per_token_keeps_the_gradient_path():
 
 @pytest.mark.parametrize("batch", [make_batch([(2, 3), (2, 2)]), make_batch([(2, 3)]).select([])])
 def test_a_pack_of_no_sample_is_padding_which_trains_and_reports_nothing(batch):
-    empty = pack(batch, [], sequence_multiple=4, total_multiple=8, pad_token_id=7)
-    assert empty.tokens_T.tolist() == [7] * 8 and empty.cu_seqlens.tolist() == [0, 8] and len(empty) == 0
+    empty = pack(batch, [], sequence_multiple=4, total_multiple=8)
+    assert empty.tokens_T.tolist() == [0] * 8 and empty.cu_seqlens.tolist() == [0, 8] and len(empty) == 0
     assert not empty.mask_T.any() and not empty.advantages_T.any() and len(empty.trained_slots_J) == 0
     parts = [context_parallel_slice(empty, rank, 2) for rank in range(2)]
     assert [len(part.tokens_T) for part in parts] == [4, 4]
@@ -273,27 +272,6 @@ def test_slice_refusals():
         context_parallel_slice(whole, 2, 2)
     with pytest.raises(DataError, match="slice"):
         context_parallel_slice(context_parallel_slice(whole, 0, 2), 0, 2)
-
-
-def test_values_of_another_length_are_refused():
-    packed = pack(make_batch([(2, 3)]), [0])
-    with pytest.raises(DataError, match="5"):
-        unpack_responses(torch.zeros(4), packed)
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ((1, 1, False), (1, 1)),
-        ((4, 1, False), (1, 1)),
-        ((4, 1, True), (1, 4)),
-        ((2, 3, False), (6, 6)),
-        ((4, 3, True), (6, 12)),
-        ((8, 2, True), (4, 16)),
-    ],
-)
-def test_multiples_of_a_layout_by_hand(layout, expected):
-    assert pack_multiples(*layout) == expected
 
 
 def test_a_tokens_advantage_is_its_own_where_the_batch_has_one():

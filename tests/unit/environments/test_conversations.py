@@ -237,9 +237,12 @@ def test_a_failed_conversation_comes_back_as_abort_and_is_counted(wrong, timeout
     assert len(rollouts) == 12 and len(failed) == 2
     assert rollouter.counters()[counter] == rollouter.counters()["environment/restarted"] == 2
     assert any(words in message for message in progress.messages)
-    other = talks(Engine())
-    other.load_counters(rollouter.counters() | {"rollout/batches_empty": 3})
-    assert other.counters() == rollouter.counters()
+    counters = rollouter.counters()
+    other = talks(Engine(), wrong=wrong, timeout_s=timeout_s)
+    other.load_counters(counters | {"rollout/batches_empty": 3})
+    evaluated = asyncio.run(collected(other, [replace(one, group_id=-1 - one.group_id) for one in requests()]))
+    assert "abort" in {one.finish_reason for one in evaluated}
+    assert other.counters() == counters, "an evaluation's conversations are not in the counts of training"
 
 
 @pytest.mark.parametrize(("wrong", "words"), [("raises", "no such move"), ("exits", "SystemExit")])

@@ -372,7 +372,7 @@ def test_fp8_and_sequence_options_show_in_their_part():
     asked = workload(small())
     layout = ModelLayout(1, 1, 1, "none", 4096)
     plain = memory.trainer_memory(asked, layout, shards=2, micro_batches=1)
-    fp8 = memory.trainer_memory(replace(asked, fp8=True), layout, shards=2, micro_batches=1)
+    fp8 = memory.trainer_memory(replace(asked, fp8="tensorwise"), layout, shards=2, micro_batches=1)
     assert fp8.fp8 == 2 * sum(counts(asked.shape, Cut(), 0)) and plain.fp8 == 0
     assert fp8.total - plain.total == fp8.fp8
 

@@ -67,11 +67,13 @@ def test_every_choice_fits_and_uses_no_more_gpus_than_there_are():
 @pytest.mark.parametrize("config", [GLM_45_AIR, GPT_OSS_120B, text_part(QWEN3_5_27B), text_part(QWEN3_5_35B_A3B)])
 def test_every_layout_is_one_that_the_trainer_accepts(config):
     shape = read_model_shape(config)
-    layouts = model_layouts(replace(workload(), shape=shape), H100, 64)
-    for tensor, pipeline, context, expert in {(x.tensor, x.pipeline, x.context, x.expert) for x in layouts}:
-        sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context}
-        actor = ActorSection(**sizes, expert_parallel=expert, data_parallel=expert)
+    layouts = model_layouts(replace(workload(), shape=shape, fp8="blockwise", longest=9000), H100, 64)
+    for layout in {(x.tensor, x.pipeline, x.context, x.expert): x for x in layouts}.values():
+        sizes = {"tensor_parallel": layout.tensor, "pipeline_parallel": layout.pipeline}
+        sizes |= {"context_parallel": layout.context, "expert_parallel": layout.expert, "data_parallel": layout.expert}
+        actor = ActorSection(**sizes, precision="fp8", fp8_recipe="blockwise")
         assert list(division(actor, shape)) == []
+        assert layout.micro_batch_tokens % actor.pack_multiples[1] == 0
 
 
 def test_the_first_choice_is_within_a_fiftieth_of_the_best():

@@ -438,7 +438,7 @@ def resume_stack(stack):
         if found:
             await stack.controller.resume(*found)
         else:
-            stack.controller.truncate_files()
+            await stack.controller.truncate_files()
         return await stack.controller.run()
 
     return asyncio.run(go())

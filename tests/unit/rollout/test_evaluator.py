@@ -137,7 +137,11 @@ def evaluations(work, beside=False, **deadlines):
 def collected():
     """Lines of metrics, and the list that they are written to."""
     written = []
-    return StepLines(lambda step, metrics: written.append((step, dict(metrics)))), written
+
+    async def write(step, metrics):
+        written.append((step, dict(metrics)))
+
+    return StepLines(write), written
 
 
 def test_one_that_hangs_is_named():
@@ -157,11 +161,11 @@ def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
             return {"eval/x": float(step)}
 
         one = evaluations(evaluate, beside=True)
-        lines.add(1, {"loss": 1.0})
+        await lines.add(1, {"loss": 1.0})
         assert written == [(1, {"loss": 1.0})]
         await one.run(2, lines)
-        lines.add(2, {"loss": 2.0})
-        lines.add(3, {})
+        await lines.add(2, {"loss": 2.0})
+        await lines.add(3, {})
         assert len(written) == 1
         gate.set()
         await one.ended()
@@ -169,7 +173,7 @@ def test_lines_that_wait_for_one_beside_are_written_in_their_order_and_once():
         await one.ended()
         await one.run(4, lines)  # the one before is over
         await one.ended()
-        lines.add(4, {})
+        await lines.add(4, {})
         await lines.close()
         assert written[3:] == [(4, {"eval/x": 4.0})]
 
@@ -187,7 +191,7 @@ def test_one_that_was_cancelled_leaves_its_line_without_a_result(end):
         one = evaluations(evaluate, beside=True)
         one.cancel()  # there is none yet
         await one.run(2, lines)
-        lines.add(2, {})
+        await lines.add(2, {})
         one.cancel()
         await (one.ended() if end == "ended" else lines.close())
         assert written == [(2, {})]

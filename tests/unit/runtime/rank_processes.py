@@ -21,10 +21,19 @@ from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime import batch_shards, healing, policy_group, ranks, snapshot_store, supervisor
+from megatron_daro.runtime import (
+    batch_shards,
+    frozen_workers,
+    healing,
+    policy_group,
+    ranks,
+    ray_calls,
+    snapshot_store,
+    worker_group,
+)
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.snapshot_store import SnapshotStore
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import StepResult
 
 ROOM = 32
@@ -211,7 +220,7 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, snapshot_store, batch_shards, supervisor):
+        for module in (healing, snapshot_store, batch_shards, ray_calls, worker_group, frozen_workers):
             monkeypatch.setattr(module, "ray", fake)
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
         monkeypatch.setattr(ranks, "actor_class", lambda _: made)

@@ -36,3 +36,9 @@ def test_a_shard_holds_its_rows_in_the_order_of_its_micro_batches(store):
         assert [row for part in shard.micro_batches for row in part] == list(range(len(shard.rows)))
         np.testing.assert_array_equal(mine.lengths_N, batch.lengths_N[list(shard.rows)])
         assert all(mine.lengths_N[list(part)].sum() <= 12 for part in shard.micro_batches)
+
+
+def test_with_fp8_micro_batches_fit_with_the_tokens_they_are_padded_to(store):
+    actor = ActorSection(precision="fp8", fp8_recipe="blockwise", micro_batch_tokens=200)
+    [shard] = module.shards_of(make_batch([(20, 60), (20, 60)]), actor, CostModel())
+    assert len(shard.micro_batches) == 2, "160 tokens together would be padded to 256"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_daro import ports
 from megatron_daro.ports import candidate_ports, reserve_port
-from megatron_daro.runtime.workers import meeting_place
+from megatron_daro.runtime.train_worker import meeting_place
 
 
 def test_on_loopback_it_is_a_file_of_its_own(tmp_path):

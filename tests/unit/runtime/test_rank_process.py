@@ -20,7 +20,7 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.nccl_environment import nccl_of_rank
 from megatron_daro.convert.mapping import hf_to_megatron, shard
 from megatron_daro.errors import SyncError
-from megatron_daro.runtime import shard_export, workers
+from megatron_daro.runtime import shard_export, train_worker
 from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.sync.plan import SendPlan, SendReport, Target
 from megatron_daro.sync.shard_sender import check_offers
@@ -52,12 +52,12 @@ def joined(monkeypatch):
     monkeypatch.setattr(parallel, "gathered_addresses", lambda own: own)
     monkeypatch.setattr(parallel, "pipeline_parallel_rank", lambda: 0)
     monkeypatch.setattr(policy_module, "MegatronPolicy", lambda *a, **k: made.append(Policy()) or made[-1])
-    monkeypatch.setattr(workers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(train_worker.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", *nccl_of_rank({})):
         monkeypatch.setenv(name, "before")
 
     def join(**options):
-        rank = workers.TrainWorker.__ray_metadata__.modified_class(3)
+        rank = train_worker.TrainWorker.__ray_metadata__.modified_class(3)
         settings = SimpleNamespace(expandable_segments=True)
         rank.setup("file:///here", settings, ActorSection(), "algorithm", 5, 77.0, **options)
         return rank, made[-1]
@@ -79,8 +79,8 @@ import os, torch
 first = []
 there = torch.cuda.is_available
 torch.cuda.is_available = lambda: first.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) or there()
-from megatron_daro.runtime import workers
-rank = workers.TrainWorker.__ray_metadata__.modified_class(0)
+from megatron_daro.runtime import train_worker
+rank = train_worker.TrainWorker.__ray_metadata__.modified_class(0)
 rank.load_code()
 print(*first[:1])
 """
@@ -122,8 +122,8 @@ def test_after_an_engine_that_failed_nothing_is_handed_over_and_the_export_is_re
         if answer is not None:
             raise answer
 
-    monkeypatch.setattr(workers.ray, "get", get)
-    monkeypatch.setattr(workers.ray, "put", lambda bucket: bucket)
+    monkeypatch.setattr(train_worker.ray, "get", get)
+    monkeypatch.setattr(train_worker.ray, "put", lambda bucket: bucket)
     first, second = Receiver(), Receiver(1, error)
     targets = Target("a", actor=first), Target("b", actor=second)
     rank, policy = joined()

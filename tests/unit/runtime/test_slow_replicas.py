@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_daro.runtime.slow_replicas import METRIC, STEPS, SlowReplicas
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.train_worker import RankInfo
 
 # Two tensor-parallel ranks of each of three replicas, a node each.
 PLACES = [

@@ -9,7 +9,7 @@ import pytest
 from megatron_daro.actor.double_buffer import KINDS
 from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
-from megatron_daro.runtime.workers import RankInfo
+from megatron_daro.runtime.train_worker import RankInfo
 
 GIB = 2**30
 

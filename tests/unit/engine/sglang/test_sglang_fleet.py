@@ -97,7 +97,7 @@ def test_a_line_that_moves_is_waited_in_for_longer_than_any_request_may_take():
         waiting = asyncio.create_task(fleet.acquire(5, timeout_s=limit_s))  # room for nothing else
         for _ in range(6):
             await asyncio.sleep(limit_s / 4)
-            fleet.set_state(fleet.servers[0], "serving")  # something moves
+            fleet.serve(fleet.servers[0], 0)  # something moves
             assert not waiting.done()
         fleet.release(fleet.servers[0], 1)
         assert await waiting is fleet.servers[0]

@@ -1,31 +1,22 @@
-"""The Ray actors that hold the model: one rank of the Megatron policy, one replica of the embedded engine.
-
-Thin shells: `PolicyGroup` and `EngineGroup` call them; the work is done by actor/, engine/ and sync/, but for the
-transport `ray`, whose sender is here. Both have a `sentinel` call that never returns: its failure tells the supervisor
-that the process died. Other actors: node_workers.py, answer_workers.py, ray_servers.py.
-"""
+"""The Ray actor of one rank of the Megatron policy: a thin shell that ranks.py starts; actor/ and sync/ do the work."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gc
 import ipaddress
 import os
 import tempfile
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
-from torch import Tensor
 
 from megatron_daro import garbage
 from megatron_daro.actor.double_buffer import Layout
@@ -37,17 +28,16 @@ from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, reserve_port
+from megatron_daro.runtime.ray_calls import remote_class
+from megatron_daro.runtime.ray_sender import RaySender
 from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.snapshot_store import Description, SnapshotSerials, SnapshotStore, Source
-from megatron_daro.runtime.supervisor import remote_class, translated
-from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import Exported, ReceivingActor, SendFailure, SendPlan, SendReport, WeightFiles
-from megatron_daro.sync.sender import TransportSender
+from megatron_daro.sync.plan import Exported, SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.shard_sender import Offer
-from megatron_daro.types import GroupRequest, MemoryKind, MemoryMove, Rollout, Sequences, StepBatch, StepResult
+from megatron_daro.types import MemoryKind, MemoryMove, Sequences, StepBatch, StepResult
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch import Tensor
 
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
@@ -161,7 +151,8 @@ class TrainWorker:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         with garbage.paused():
             from megatron_daro.actor import parallel
-            from megatron_daro.actor.policy import MegatronPolicy, layout_of
+            from megatron_daro.actor.policy import MegatronPolicy
+            from megatron_daro.actor.translation import layout_of
 
         self._remarks = parallel.configure_process(expandable_segments=settings.expandable_segments)
         before = parallel.listening()
@@ -440,90 +431,3 @@ class TrainWorker:
     def restore(self, serial: int) -> None:
         """Go back to a snapshot."""
         self._policy.restore(self._states.whole(serial))
-
-
-@remote_class(max_restarts=0, max_task_retries=0)
-class EngineWorker:
-    """One replica of the embedded engine: the methods of the Engine Protocol and those of a weight update, on
-    Ray's event loop."""
-
-    def __init__(
-        self,
-        number: int,
-        path: Path,
-        trust_remote_code: bool,
-        options: dict[str, Any],
-        log_folder: Path | None = None,
-    ) -> None:
-        logs.take_over(log_folder, f"engine {number}")
-        with garbage.paused():
-            from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-            from megatron_daro.engine.embedded import EmbeddedEngine
-
-        tokenizer = load_tokenizer(path, trust_remote_code)
-        self._engine = EmbeddedEngine(path, decode=response_decoder(tokenizer), **options)
-
-    async def sentinel(self) -> None:
-        """Blocks for as long as the process lives."""
-        await asyncio.Event().wait()
-
-    async def lives(self) -> None:
-        """Answer, also while it generates."""
-
-    async def start(self) -> None:
-        """Load the model."""
-        with garbage.paused():
-            await self._engine.start()
-
-    @ray.method(num_returns="streaming")
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Return the rollouts of each request as soon as they are complete."""
-        async for rollouts in self._engine.generate(requests):
-            yield rollouts
-
-    async def abort(self, group_ids: Sequence[int] | None) -> None:
-        """Stop these groups, or all."""
-        await self._engine.abort(group_ids)
-
-    async def open_update(self) -> None:
-        """Begin a weight update; buckets follow."""
-        self._engine.open_update()
-
-    async def receive(self, bucket: WeightBucket) -> None:
-        """One more bucket of the update that was begun."""
-        await self._engine.receive(bucket)
-
-    async def commit_update(self, version: int) -> None:
-        """All buckets were sent: the weights change now."""
-        await self._engine.commit_update(version)
-
-
-class RaySender(TransportSender):
-    """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
-
-    def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
-        started, num_bytes, num_buckets = time.perf_counter(), 0, 0
-        failures: dict[str, SendFailure] = {}
-        before: dict[str, Any] = {}
-        for bucket in bucketize(tensors, plan.bucket_bytes, reuse=True):
-            failures |= _taken(before, plan.timeout_s)
-            before = {}
-            if failures:
-                break
-            reference = ray.put(bucket)
-            before = {to.name: cast(ReceivingActor, to.actor).receive.remote(reference) for to in plan.targets}
-            num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
-        failures |= _taken(before, plan.timeout_s)
-        return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
-
-
-def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:
-    """Wait until each actor took its bucket. Returns failures by actor."""
-    failures = {}
-    for name, call in calls.items():
-        try:
-            ray.get(call, timeout=timeout_s)
-        except RayError as error:
-            refused = isinstance(error, RayTaskError)
-            failures[name] = SendFailure("refused" if refused else "unanswered", str(translated(name, error)))
-    return failures

@@ -1,0 +1,107 @@
+"""The configuration in the terms of Megatron-core and of the loss: layout, options of each part, token objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from megatron_daro.actor.megatron import TransformerConfig
+from megatron_daro.actor.model import data_parallel_config, split_megatron_options, transformer_config
+from megatron_daro.actor.optimizer import optimizer_config
+from megatron_daro.actor.parallel import Layout
+from megatron_daro.actor.precision import fp8_options, refuse_unsaveable_experts, uses_transformer_engine
+from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
+from megatron_daro.algo.weighting import Algorithm
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
+from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY, gpu_defaults
+from megatron_daro.config.model_shape import ModelShape
+from megatron_daro.errors import ConfigError
+
+
+def layout_of(actor: ActorSection) -> Layout:
+    """Return the parallel sizes of the section."""
+    return Layout(
+        tensor=actor.tensor_parallel,
+        pipeline=actor.pipeline_parallel,
+        context=actor.context_parallel,
+        data=actor.data_parallel,
+        expert=actor.expert_parallel,
+        expert_tensor=actor.expert_tensor_parallel,
+        virtual_pipeline=actor.virtual_pipeline_parallel,
+    )
+
+
+def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
+    """Return the token objective that the section describes, but for what is the algorithm's own."""
+    options: dict[str, Any] = {
+        "clip_low": section.clip_low,
+        "clip_high": section.clip_high,
+        "dual_clip": section.dual_clip,
+        "kl_coefficient": section.kl.coefficient if section.kl.place == "loss" else 0.0,
+        "kl_mean": section.kl.mean,
+        "reward_kl_coefficient": section.kl.coefficient if section.kl.in_reward else 0.0,
+        "reward_kl_per_token": section.kl.place == "token_reward",
+        "kl_estimator": section.kl.estimator,
+        "entropy_coefficient": section.entropy_coefficient,
+        "correction": section.correction.kind,
+        "correction_cap": section.correction.cap,
+        "correction_low": section.correction.low,
+        "correction_high": section.correction.high,
+        "correction_level": section.correction.level,
+        "trust_region": section.trust_region,
+        "sapo_positive": section.sapo.positive,
+        "sapo_negative": section.sapo.negative,
+        "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
+        "old_is_rollout": section.old_logprobs == "rollout",
+    }
+    options |= algorithm.own_objective
+    forgotten = [field.name for field in fields(ObjectiveSettings) if field.name not in options]
+    assert not forgotten, f"{forgotten} of ObjectiveSettings would have their defaults, whatever the configuration says"
+    return ObjectiveSettings(**options)
+
+
+def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:
+    """Let Megatron-core look at `actor.megatron` as every rank will. Starts nothing; needs no process groups.
+
+    Raises:
+        ConfigError: an option is unknown, of another type, or refused by upstream.
+    """
+    options = megatron_options(actor, shape)
+    needing = [name for name in TRANSFORMER_ENGINE_ONLY & actor.megatron.keys() if actor.megatron[name]]
+    if needing and not uses_transformer_engine(actor, shape):
+        raise ConfigError(
+            f"actor.megatron: got {', '.join(sorted(needing))}; allowed: only with the layers of Transformer Engine, "
+            "which this run does not have here (docs/gpu.md); fix: remove it"
+        )
+    transformer_config_of(shape, actor, options["transformer"])
+    data_parallel_config(distributed_optimizer=actor.optimizer.distributed, options=options["ddp"])
+    optimizer_config(actor.optimizer, dtype=actor.dtype, options=options["optimizer"])
+
+
+def megatron_options(actor: ActorSection, shape: ModelShape) -> dict[str, dict[str, Any]]:
+    """Return `actor.megatron` with what ranks on GPUs add, by the part of Megatron-core that it is for."""
+    chosen: Mapping[str, Any] = {}
+    if torch.cuda.is_available():
+        has_experts = shape.experts is not None
+        chosen = gpu_defaults(actor, experts=has_experts, transformer_engine=uses_transformer_engine(actor, shape))
+    return split_megatron_options({**actor.megatron, **chosen})
+
+
+def transformer_config_of(shape: ModelShape, actor: ActorSection, options: Mapping[str, Any]) -> TransformerConfig:
+    """Return Megatron's configuration of a model on this rank. Raises ConfigError. Args: options: its part of those of
+    `megatron_options`."""
+    refuse_unsaveable_experts(actor, shape)
+    return transformer_config(
+        shape,
+        layout_of(actor),
+        dtype=actor.dtype,
+        sequence_parallel=actor.use_sequence_parallel,
+        recompute=actor.recompute,
+        fp8=fp8_options(actor),
+        transformer_engine=uses_transformer_engine(actor, shape),
+        options=options,
+    )
