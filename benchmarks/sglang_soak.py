@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -34,9 +33,8 @@ from soak_faults import KINDS, Injector, schedule
 from soak_proxy import ProxiedServer
 
 from megatron_daro.config import resolve
-from megatron_daro.errors import LostSenderError
 from megatron_daro.runtime import launch, parts, sglang_engine
-from megatron_daro.sync.plan import SendPlan
+from megatron_daro.sync.plan import WeightFiles
 from megatron_daro.sync.publish import WeightSync
 
 
@@ -149,14 +147,8 @@ class Soak:
 
         async def kept(self: WeightSync, version: int) -> Any:
             folder = run_dir / "versions" / f"{version:06d}"
-            plan = SendPlan(transport="disk", targets=(), bucket_bytes=2**30, timeout_s=600.0, directory=folder)
             async with self._policy.hold(version):
-                while True:
-                    try:
-                        await self._policy.export(plan)
-                        break
-                    except LostSenderError:  # a rank died, and was replaced
-                        shutil.rmtree(folder, ignore_errors=True)
+                await self._policy.write(WeightFiles(directory=folder, file_bytes=2**30, remedy="free space"))
             return await publish(self, version)
 
         sampler.sample = gated

@@ -33,6 +33,7 @@ from megatron_daro.engine.sglang.probe import probe_text
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.errors import EngineError
 from megatron_daro.sync.check import Outcome, UpdateCheck
+from megatron_daro.sync.plan import SendPlan
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -119,7 +120,7 @@ class Trial:
         update = self._engine.begin_update(version)
         assert update is not None
         plan = await update.prepare()
-        assert plan is not None, server.reason
+        assert isinstance(plan, SendPlan), server.reason
         digests = self._right.digests(plan)
         report = await sent.export(plan)
         if report.failures:

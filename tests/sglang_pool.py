@@ -37,9 +37,10 @@ from megatron_daro.engine.sglang.servers import ExternalServer
 from megatron_daro.engine.sglang.vetting import Expected
 from megatron_daro.ports import reserve_port
 from megatron_daro.routed_experts import ExpertsFolder
-from megatron_daro.sync import files, in_server
+from megatron_daro.sync import in_server
 from megatron_daro.sync.digests import noted
-from megatron_daro.sync.plan import Digest, SendPlan, SendReport
+from megatron_daro.sync.files import complete_checkpoint, open_checkpoint, write_shards
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.sync.transports import Sender
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
@@ -359,13 +360,15 @@ class ModelWeights:
         yield self.version
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """From this process, over gloo or as files."""
+        """From this process, over gloo."""
         plan = replace(plan, bucket_bytes=self._bucket_bytes or plan.bucket_bytes)
-        if plan.directory is not None:
-            files.open_checkpoint(plan)
-        report = await asyncio.to_thread(self._sender.send, self._stream(), plan, label="part")
-        if plan.directory is not None:
-            files.complete_checkpoint(plan, report.files, Path(self.model.name_or_path), "float32")
+        return await asyncio.to_thread(self._sender.send, self._stream(), plan)
+
+    async def write(self, files: WeightFiles) -> SendReport:
+        """From this process."""
+        open_checkpoint(files)
+        report = await asyncio.to_thread(write_shards, self._stream(), files, "part")
+        complete_checkpoint(files, report.files, Path(self.model.name_or_path), "float32")
         return report
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:

@@ -41,7 +41,7 @@ from megatron_daro.runtime.batch_shards import Shard, joined_column, renumbered
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.plan import SendPlan, SendReport, Target
+from megatron_daro.sync.plan import SendPlan, SendReport, Target, WeightFiles
 from megatron_daro.types import PreparedBatch, Rollout, StepBatch, StepResult
 
 _BUCKET_BYTES = 64 * 2**20
@@ -96,6 +96,10 @@ class OnePolicy:
         for bucket in bucketize(self._policy.export(), plan.bucket_bytes):
             await cast(OneEngine, plan.targets[0].actor).receive(bucket)
         return SendReport()
+
+    async def write(self, files: WeightFiles) -> SendReport:
+        """Not called: the engine reads no files."""
+        raise NotImplementedError
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """Not called: the engine asks for no probes."""

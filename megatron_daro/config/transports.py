@@ -1,12 +1,13 @@
 """Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
 
 Whatever depends on the transport asks its row: the rules of the configuration, the placement of processes, the start of
-a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
+a server and its vetting. Another one, to which ranks give Hugging Face tensors, is six files:
 
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
   both)
 * its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
+* which ranks send at a time: a line in `EXPORTS` (runtime/weight_export.py)
 * its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
   things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
   `SendPlan.details`
@@ -15,10 +16,10 @@ Some need more: a rule where no fact of a row says what it does not go with (con
 loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
 engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it.
 
-Which ranks send at a time is said in `EXPORTS` (runtime/weight_export.py), where it is not one pipeline stage after the
-other. For `shards` it is all of them: each sends its own parameters, as Megatron has them, by a plan made of both
-layouts (runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of
-its kind, with another wire, would be a value of `engine.sglang.shards_over`.
+By `shards` all ranks send at once: each its own parameters, as Megatron has them, by a plan made of both layouts
+(runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of its
+kind, with another wire, would be a value of `engine.sglang.shards_over`. By `disk` nothing is sent: the servers' end
+asks for `WeightFiles`, which the ranks write as they write RUN/hf (sync/files.py), and has the servers read them.
 """
 
 from __future__ import annotations

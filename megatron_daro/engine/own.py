@@ -21,11 +21,10 @@ import numpy as np
 from megatron_daro.data.stops import until_repeated, until_stop
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
-from megatron_daro.sync.plan import SendPlan, SendReport, Target
+from megatron_daro.sync.plan import SendReport, WeightFiles
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 _FILE_BYTES = 2**30
-_LOAD_S = 1800.0
 _ROUNDING = 1e-3
 """By how much a log-prob may be above 0: the rounding of a kernel."""
 _MOST_RUNNING = 256
@@ -273,18 +272,11 @@ class _OwnUpdate:
     def __init__(self, engine: OwnEngine, version: int, directory: Path) -> None:
         self._engine, self._version, self._directory = engine, version, directory
 
-    async def prepare(self) -> SendPlan:
+    async def prepare(self) -> WeightFiles:
         """Wait for the answers on their way."""
         await self._engine.hold()
-        targets = (Target("engine"),)
-        return SendPlan(
-            transport="disk",
-            targets=targets,
-            bucket_bytes=_FILE_BYTES,
-            timeout_s=_LOAD_S,
-            directory=self._directory,
-            remedy="free space on the disk of trainer.run_dir",
-        )
+        remedy = "free space on the disk of trainer.run_dir"
+        return WeightFiles(directory=self._directory, file_bytes=_FILE_BYTES, remedy=remedy)
 
     async def blame(self, report: SendReport) -> None:
         """Raise SyncError: files are written, or the run ends."""

@@ -23,7 +23,6 @@ import numpy as np
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
@@ -35,7 +34,7 @@ from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.ray_calls import gather
 from megatron_daro.runtime.slow_replicas import SlowReplicas
 from megatron_daro.runtime.worker_group import first_death
-from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
 from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, Sequences, StepBatch, StepResult
 
 T = TypeVar("T")
@@ -178,17 +177,17 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
-        """While it is held the weights do not change: `export` and `score` are called within, all else waits. Yields
-        their version, the number of the last optimizer step; `version`, where given, is what they are called from now
-        on: after skipped steps it is a later step."""
+        """While it is held the weights do not change: `export`, `write` and `score` are called within, all else waits.
+        Yields their version, the number of the last optimizer step; `version`, where given, is what they are called
+        from now on: after skipped steps it is a later step."""
         async with self._busy:
             self._version = self._version if version is None else version
             yield self._version
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-        if self._healing is None or TRANSPORTS[plan.transport].checkpoint:
-            return await self._repeated(lambda: weight_export.export(self.ranks, plan))
+        """Send the weights as the plan says."""
+        if self._healing is None:
+            return await weight_export.export(self.ranks, plan)
         await self._healing.heal()
         try:
             return await weight_export.export(self.ranks, plan)
@@ -197,6 +196,10 @@ class PolicyGroup:
                 raise
             await self._healing.heal()
             raise LostSenderError(f"the weights were not sent: {error}") from error
+
+    async def write(self, files: WeightFiles) -> SendReport:
+        """Write the weights as one HF checkpoint, whole or not at all."""
+        return await self._repeated(lambda: weight_export.write(self.ranks, files))
 
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without

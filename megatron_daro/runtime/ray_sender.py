@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 class RaySender(TransportSender):
     """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
 
-    def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
-    ) -> SendReport:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
         started, num_bytes, num_buckets = time.perf_counter(), 0, 0
         failures: dict[str, SendFailure] = {}
         before: dict[str, Any] = {}

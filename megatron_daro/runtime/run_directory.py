@@ -4,7 +4,7 @@
 --resume), one that another process uses, and one that cannot be written.
 
 RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load, RUN/hf_critic one of a critic, for
-transformers. A finished run, or the resume of one -> `PolicyGroup.export` (the writer of `sync: disk`) -> RUN/hf, whole
+transformers. A finished run, or the resume of one -> `PolicyGroup.write` (the writer of `sync: disk`) -> RUN/hf, whole
 or not at all. `ORIGIN_FILE` in it says of which step it is. What an export did not write is never replaced.
 """
 
@@ -31,7 +31,7 @@ from megatron_daro.config.sections import TrainerSection
 from megatron_daro.errors import CheckpointError, ConfigError, SyncError
 from megatron_daro.observe import logs
 from megatron_daro.rollout.protocol import Notices
-from megatron_daro.sync.plan import ORIGIN_FILE, Exported, SendPlan
+from megatron_daro.sync.plan import ORIGIN_FILE, Exported, WeightFiles
 
 if TYPE_CHECKING:
     from megatron_daro.runtime.policy_group import PolicyGroup
@@ -248,19 +248,16 @@ async def _write_export(export: _Export, policy: PolicyGroup, notices: Notices, 
         return
     if written_step == _UNKNOWN:
         raise SyncError(_no_export(export))
-    plan = SendPlan(
-        transport="disk",
-        targets=(),
-        bucket_bytes=_FILE_BYTES,
-        timeout_s=0.0,  # nobody is called
+    files = WeightFiles(
         directory=export.directory,
+        file_bytes=_FILE_BYTES,
         remedy="the run is finished and its checkpoint is whole: free space, or make the directory writable; then "
         "--resume with the same options writes the model",
-        step=step,
         what=export.exported,
+        step=step,
     )
     async with policy.hold():
-        report = await policy.export(plan)
+        report = await policy.write(files)
     notices.notice(f"wrote the {export.what} of step {step} to {export.directory}: {report.num_bytes / 1e6:,.1f} MB")
 
 

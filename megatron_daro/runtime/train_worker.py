@@ -8,7 +8,7 @@ import ipaddress
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,13 @@ from megatron_daro.runtime.ray_calls import remote_class
 from megatron_daro.runtime.ray_sender import RaySender
 from megatron_daro.runtime.shard_export import ShardExport
 from megatron_daro.runtime.snapshot_store import Description, SnapshotSerials, SnapshotStore, Source
-from megatron_daro.sync.plan import Exported, SendPlan, SendReport
+from megatron_daro.sync.plan import Exported, SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.shard_sender import Offer
 from megatron_daro.types import MemoryKind, MemoryMove, Sequences, StepBatch, StepResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.transports import Sender
@@ -257,20 +259,30 @@ class TrainWorker:
     ) -> SendReport | None:
         """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
         send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
-        from megatron_daro.actor import device, parallel
+        from megatron_daro.actor import device
         from megatron_daro.sync.transports import Sender
 
-        name = {"policy": "export", "critic": "export_critic", "adapter": "export_adapter"}[what]
-        tensors = getattr(self._policy, name)
         if plan is None:
-            for _ in tensors():  # the others gather along
+            for _ in self._exported(what):  # the others gather along
                 pass
             return None
         if self._sender is None:
             backend = "nccl" if device.current().type == "cuda" else "gloo"
             self._sender = Sender(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
-        label = f"stage{parallel.pipeline_parallel_rank()}"
-        return self._sender.send(tensors(), plan, label=label, group=self._relays.get(members))
+        return self._sender.send(self._exported(what), plan, group=self._relays.get(members))
+
+    @ray.method(concurrency_group="work")
+    @logs.failures_logged
+    def write(self, files: WeightFiles) -> SendReport:
+        """Write this stage's part of a checkpoint; the other exporting ranks gather along, by `export`."""
+        from megatron_daro.actor import parallel
+        from megatron_daro.sync.files import write_shards
+
+        return write_shards(self._exported(files.what), files, f"stage{parallel.pipeline_parallel_rank()}")
+
+    def _exported(self, what: Exported) -> Iterator[tuple[str, Tensor]]:
+        name = {"policy": "export", "critic": "export_critic", "adapter": "export_adapter"}[what]
+        return getattr(self._policy, name)()
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged

@@ -1,8 +1,8 @@
 """Weights on their way out of the ranks: to engines by the transport that a plan names, or into a Hugging Face
 checkpoint.
 
-Ranks send to receivers by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` has what is
-done for each transport.
+Ranks send and write by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` has what is
+done for each transport, `write` makes a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_daro.config.model_shape import CRITIC_HEADS, read_model_shape
 from megatron_daro.convert.mapping import critic_config
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.ray_calls import gather, yielding_to_event_loop
-from megatron_daro.sync import files
-from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.files import Written, complete_adapter, complete_checkpoint, open_checkpoint
+from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.routes import RankRole, Routes, joined_report, one_route, routes
 from megatron_daro.sync.shard_sender import check_offers
 
@@ -48,18 +48,6 @@ async def at_once(ranks: Ranks, plan: SendPlan) -> SendReport:
     return await _send_stages(ranks, _stages(ranks), plan, one_route)
 
 
-async def written(ranks: Ranks, plan: SendPlan) -> SendReport:
-    """Have the ranks write one checkpoint into the plan's directory, whole or not at all."""
-    started = time.perf_counter()
-    plan = replace(plan, directory=files.directory_of(plan).absolute())
-    await asyncio.to_thread(files.open_checkpoint, plan)
-    report = await (at_once if plan.what == "adapter" else staged)(ranks, plan)
-    if report.failures:
-        return report
-    await asyncio.to_thread(_complete, ranks, plan, report.files)
-    return replace(report, send_s=time.perf_counter() - started)
-
-
 async def shard_to_shard(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Have every rank send what it holds to the servers' ranks that need it, all at once."""
     offers = await ranks.all(lambda worker: worker.offer_shards.remote(plan))
@@ -72,30 +60,56 @@ async def shard_to_shard(ranks: Ranks, plan: SendPlan) -> SendReport:
 
 
 EXPORTS: Mapping[str, Callable[[Ranks, SendPlan], Awaitable[SendReport]]] = {
+    "distributed": staged,
+    "ray": staged,
     "tensor": staged_by_host,
     "adapters": at_once,
-    "disk": written,
     "shards": shard_to_shard,
 }
-"""By the name of the transport; those that are not here are `staged`."""
+"""By the name of the transport."""
 
 
 async def export(ranks: Ranks, plan: SendPlan) -> SendReport:
-    """Send the weights as the plan says, or write them as one HF checkpoint, whole or not at all."""
-    return await EXPORTS.get(plan.transport, staged)(ranks, plan)
+    """Send the weights as the plan says."""
+    return await EXPORTS[plan.transport](ranks, plan)
 
 
-def _complete(ranks: Ranks, plan: SendPlan, tensors: files.Written) -> None:
+async def write(ranks: Ranks, files: WeightFiles) -> SendReport:
+    """Have the ranks write one checkpoint, whole or not at all: one pipeline stage after the other, but of adapters the
+    first stage all."""
+    started, report = time.perf_counter(), SendReport()
+    files = replace(files, directory=files.directory.absolute())
+    await asyncio.to_thread(open_checkpoint, files)
+    stages = _stages(ranks)
+    for together in [stages] if files.what == "adapter" else [[stage] for stage in stages]:
+        report = report.joined(await _write_stages(ranks, together, files))
+    await asyncio.to_thread(_complete, ranks, files, report.files)
+    return replace(report, send_s=time.perf_counter() - started)
+
+
+async def _write_stages(ranks: Ranks, stages: Sequence[int], files: WeightFiles) -> SendReport:
+    """Have the first rank of the first stage write what all exporting ranks of these stages gather."""
+    calls = dict[str, Any]()
+    parts = zip(ranks.infos, ranks.workers.items(), strict=True)
+    async for info, (name, worker) in yielding_to_event_loop(parts):
+        if info.sends and info.stage == stages[0]:
+            calls[name] = worker.write.remote(files)
+        elif info.exports and info.stage in stages:
+            calls[name] = worker.export.remote(None, (), files.what)
+    return next(report for report in await gather(calls) if report)
+
+
+def _complete(ranks: Ranks, files: WeightFiles, written: Written) -> None:
     """Add what else the checkpoint has beside tensors, and give it its name."""
     path, changes = ranks.settings.model_path, dict[str, Any]()
-    if plan.what == "adapter":
+    if files.what == "adapter":
         config = peft_config(ranks.settings.lora, read_model_shape(path), str(path))
-        files.complete_adapter(plan, tensors, config)
+        complete_adapter(files, written, config)
         return
-    if plan.what == "critic":
+    if files.what == "critic":
         path = ranks.algorithm.critic.path or path
         changes = critic_config(read_model_shape(path, CRITIC_HEADS).family)
-    files.complete_checkpoint(plan, tensors, path, ranks.actor.torch_dtype, changes)
+    complete_checkpoint(files, written, path, ranks.actor.torch_dtype, changes)
 
 
 def _stages(ranks: Ranks) -> list[int]:

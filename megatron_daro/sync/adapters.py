@@ -33,9 +33,7 @@ class AdapterSender(TransportSender):
         """Connect to nothing. Args: connect: to servers."""
         self._connect = connect
 
-    def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
-    ) -> SendReport:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
         started = time.perf_counter()
         pickled, num_bytes = by_value(tensors)
         encoded = base64.b64encode(pickled).decode()

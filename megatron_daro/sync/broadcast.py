@@ -246,7 +246,7 @@ class BroadcastSender(TransportSender):
         self._stream = SendStream() if backend == "nccl" else NoStream()
 
     def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: dist.ProcessGroup | None
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: dist.ProcessGroup | None
     ) -> SendReport:
         """Send everything. After a failure the group is gone, and the next call makes another."""
         mailbox: queue.Queue[_Packed | None] = queue.Queue()

@@ -10,43 +10,52 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_daro import durable
 from megatron_daro.config.lora import CONFIG_FILE, WEIGHTS_FILE
 from megatron_daro.convert.hf_files import copy_model_files, shard_name, write_index
 from megatron_daro.errors import SyncError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
-from megatron_daro.sync.plan import ORIGIN_FILE, SendPlan, SendReport
-from megatron_daro.sync.sender import TransportSender
+from megatron_daro.sync.digests import noted
+from megatron_daro.sync.plan import ORIGIN_FILE, Digest, SendReport, WeightFiles
+from megatron_daro.sync.sender import read_to_its_end
+
+if TYPE_CHECKING:
+    from megatron_daro.sync.sender import Stream
 
 Written = Mapping[str, tuple[str, int]]
 """Name of a tensor -> (name of its file, bytes)."""
 
 
-class FileSender(TransportSender):
-    """One rank's shards of the checkpoint, written into the partial directory."""
+def write_shards(stream: Stream, files: WeightFiles, label: str) -> SendReport:
+    """Write one rank's shards of the checkpoint into the partial directory.
 
-    def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
-    ) -> SendReport:
-        started = time.perf_counter()
-        partial, written = partial_directory(directory_of(plan)), dict[str, tuple[str, int]]()
+    Args:
+        stream: (HF name, tensor), read to its end; each item may be a collective of other ranks. label: of this rank,
+            in the names of its files.
+
+    Raises:
+        SyncError: the disk refused.
+    """
+    started, digests = time.perf_counter(), dict[str, Digest]()
+    partial, written = partial_directory(files.directory), dict[str, tuple[str, int]]()
+    if files.digest_dtype:
+        stream = noted(stream, files.digest_dtype, digests)
+    with read_to_its_end(stream) as tensors:
         in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # a file of them may not fit the GPU
-        for number, bucket in enumerate(bucketize(in_host_memory, plan.bucket_bytes)):
+        for number, bucket in enumerate(bucketize(in_host_memory, files.file_bytes)):
             try:
                 written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
             except (OSError, SafetensorError) as error:
-                raise SyncError(f"weights could not be written: {partial}: {error}; {plan.remedy}") from error
-        total = sum(nbytes for _, nbytes in written.values())
-        return SendReport(total, len(written), time.perf_counter() - started, files=written)
+                raise SyncError(f"weights could not be written: {partial}: {error}; {files.remedy}") from error
+    total = sum(nbytes for _, nbytes in written.values())
+    return SendReport(total, len(written), time.perf_counter() - started, digests, written)
 
 
 def partial_directory(directory: Path) -> Path:
@@ -55,8 +64,8 @@ def partial_directory(directory: Path) -> Path:
 
 
 def complete_checkpoint(
-    plan: SendPlan,
-    files: Written,
+    files: WeightFiles,
+    written: Written,
     model_path: Path,
     dtype: str,
     changes: Mapping[str, Any] = {},
@@ -64,49 +73,49 @@ def complete_checkpoint(
     """Write index, configuration and tokenizer, and give the directory its name; an older one goes then.
 
     Args:
-        plan: of files. files: of all ranks. model_path: has the configuration and the tokenizer. dtype: of the tensors,
-            by torch's name. changes: what else config.json shall say.
+        written: by all ranks. model_path: has the configuration and the tokenizer. dtype: of the tensors, by torch's
+            name. changes: what else config.json shall say.
 
     Raises:
         SyncError: the disk refused.
     """
 
     def fill(partial: Path) -> None:
-        write_index(partial, _named_files(partial, files), sum(nbytes for _, nbytes in files.values()))
+        write_index(partial, _named_files(partial, written), sum(nbytes for _, nbytes in written.values()))
         copy_model_files(model_path, partial, dtype, always=True, further_layers=False, changes=changes)
 
-    _complete(plan, fill)
+    _complete(files, fill)
 
 
-def complete_adapter(plan: SendPlan, files: Written, config: Mapping[str, Any]) -> None:
+def complete_adapter(files: WeightFiles, written: Written, config: Mapping[str, Any]) -> None:
     """Join the tensors of all ranks in the one file that PEFT reads, and give the directory its name; an older one goes
     then.
 
     Args:
-        plan: of files. files: of all ranks. config: the content of adapter_config.json.
+        written: by all ranks. config: the content of adapter_config.json.
 
     Raises:
         SyncError: the disk refused.
     """
 
     def fill(partial: Path) -> None:
-        parts = [partial / file for file in dict.fromkeys(file for file, _ in files.values())]
+        parts = [partial / file for file in dict.fromkeys(file for file, _ in written.values())]
         tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         for part in parts:
             part.unlink()
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
-    _complete(plan, fill)
+    _complete(files, fill)
 
 
-def _complete(plan: SendPlan, fill: Callable[[Path], None]) -> None:
-    directory = directory_of(plan)
+def _complete(files: WeightFiles, fill: Callable[[Path], None]) -> None:
+    directory = files.directory
     partial, replaced = partial_directory(directory), directory.with_name(f".{directory.name}.replaced")
     try:
         fill(partial)
-        if plan.step is not None:
-            (partial / ORIGIN_FILE).write_text(json.dumps({"step": plan.step}) + "\n")
+        if files.step is not None:
+            (partial / ORIGIN_FILE).write_text(json.dumps({"step": files.step}) + "\n")
         durable.sync_folder(partial)
         shutil.rmtree(replaced, ignore_errors=True)
         if directory.exists():
@@ -114,33 +123,27 @@ def _complete(plan: SendPlan, fill: Callable[[Path], None]) -> None:
         partial.rename(directory)
         durable.sync(directory.parent)
     except (OSError, SafetensorError) as error:
-        raise SyncError(f"{directory} could not be written: {error}; {plan.remedy}") from error
+        raise SyncError(f"{directory} could not be written: {error}; {files.remedy}") from error
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def open_checkpoint(plan: SendPlan) -> None:
+def open_checkpoint(files: WeightFiles) -> None:
     """Make an empty partial directory, also where an earlier try left one. Raises SyncError: the disk refused."""
-    partial = partial_directory(directory_of(plan))
+    partial = partial_directory(files.directory)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise SyncError(f"{partial} cannot be made: {error}; {plan.remedy}") from error
+        raise SyncError(f"{partial} cannot be made: {error}; {files.remedy}") from error
 
 
-def directory_of(plan: SendPlan) -> Path:
-    """Return where the checkpoint of a plan of files is to stand."""
-    assert plan.directory is not None, "a plan of files names their directory"
-    return plan.directory
-
-
-def _named_files(partial: Path, files: Written) -> dict[str, str]:
+def _named_files(partial: Path, written: Written) -> dict[str, str]:
     """Give the ranks' files the names of a checkpoint, since all are known now; HF name -> file name."""
-    written = list(dict.fromkeys(file for file, _ in files.values()))
-    names = {file: shard_name(number, len(written)) for number, file in enumerate(written)}
+    files = list(dict.fromkeys(file for file, _ in written.values()))
+    names = {file: shard_name(number, len(files)) for number, file in enumerate(files)}
     for file, name in names.items():
         (partial / file).rename(partial / name)
-    return {tensor: names[file] for tensor, (file, _) in files.items()}
+    return {tensor: names[file] for tensor, (file, _) in written.items()}
 
 
 def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:

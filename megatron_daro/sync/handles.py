@@ -38,7 +38,7 @@ class HandleSender(TransportSender):
         self._connect = connect
 
     def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: dist.ProcessGroup | None
+        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: dist.ProcessGroup | None
     ) -> SendReport:
         # A storage that was handed out is counted by its receivers: a parameter's could not be freed after one was
         # killed.

@@ -1,7 +1,7 @@
-"""What a weight sync has between its two ends: what is to be sent to whom, what was sent, and who failed.
+"""What a weight sync has between its two ends: what is to be sent to whom, or written; what was sent, and who failed.
 
-An engine makes a SendPlan; WeightSync hands it to the policy, whose ranks send; their
-SendReport goes back to the engine. Holds records only.
+An engine makes a SendPlan, or WeightFiles where it reads files; WeightSync hands it to the policy, whose ranks send or
+write; their SendReport goes back to the engine. Holds records only.
 """
 
 from __future__ import annotations
@@ -52,20 +52,18 @@ class Target:
 
 
 Exported = Literal["policy", "critic", "adapter"]
-"""See `SendPlan.what`."""
+"""All weights of the policy or of the critic, or the adapters alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
     """Everything that one export is to send.
 
-    transport: by its name in config/transports.py. bucket_bytes: limit of a bucket, or of a file. timeout_s:
-    of each call and each broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has
-    digests of some tensors. directory: of files, for disk; remedy: what to do when they cannot be written, for the
-    message; step: that the files are of, where they are the result of a run (see `ORIGIN_FILE`). what: all
-    weights of the policy or of the critic, or the adapters alone. fp8_blocks: names of the matrices that go as fp8
-    blocks, with `{layer}` and `{expert}` for numbers. layout: of every server, for shards; shards_over: what carries
-    them, as engine.sglang.shards_over has it. details: what else the sender of this transport alone reads.
+    transport: by its name in config/transports.py. bucket_bytes: limit of a bucket. timeout_s: of each call and each
+    broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has digests of some tensors.
+    fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every
+    server, for shards; shards_over: what carries them, as engine.sglang.shards_over has it. details: what else the
+    sender of this transport alone reads.
     """
 
     transport: str
@@ -73,9 +71,6 @@ class SendPlan:
     bucket_bytes: int
     timeout_s: float
     digest_dtype: str = ""
-    directory: Path | None = None
-    remedy: str = "free space"
-    step: int | None = None
     what: Exported = "policy"
     fp8_blocks: tuple[str, ...] = ()
     layout: ServerLayout | None = None
@@ -86,6 +81,23 @@ class SendPlan:
     def world_size(self) -> int:
         """Ranks of a group: one sender and those of all servers."""
         return 1 + sum(target.ranks for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFiles:
+    """A Hugging Face checkpoint that the ranks are to write.
+
+    directory: has all of it or is not there. file_bytes: limit of a file. remedy: what to do when it cannot be written,
+    for the message. step: that the weights are of, where they are the result of a run (see `ORIGIN_FILE`).
+    digest_dtype: as in a SendPlan.
+    """
+
+    directory: Path
+    file_bytes: int
+    remedy: str
+    what: Exported = "policy"
+    step: int | None = None
+    digest_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +129,8 @@ class Digest:
 @dataclass(frozen=True, slots=True)
 class SendReport:
     """What was sent. digests: of some tensors by HF name. fp8_blocks: HF names of the matrices that went as fp8
-    blocks. files: HF name -> (file name, bytes), for disk. failures: receiver -> what went wrong; if there is one, none
-    may be taken to have the new weights, unless they are `apart`: then all others have them."""
+    blocks. files: HF name -> (file name, bytes), of what was written. failures: receiver -> what went wrong; if there
+    is one, none may be taken to have the new weights, unless they are `apart`: then all others have them."""
 
     num_bytes: int = 0
     num_buckets: int = 0

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_daro.errors import LostReceiversError, LostSenderError, SyncError
 from megatron_daro.rollout.protocol import Engine, Policy
 from megatron_daro.sync.check import ProbeAnswer, UpdateCheck
-from megatron_daro.sync.plan import SendPlan, SendReport
+from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
 from megatron_daro.types import Rollout
 
 _TRIES = 3
@@ -40,6 +40,10 @@ class WeightExporter(Protocol):
         """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
         ...
 
+    async def write(self, files: WeightFiles) -> SendReport:
+        """Write a checkpoint, whole or not at all. SyncError: the disk refused."""
+        ...
+
     async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
         ...
@@ -48,8 +52,8 @@ class WeightExporter(Protocol):
 class ReceiverUpdate(Protocol):
     """One update of some receivers. WeightSync calls the steps in this order; a receiver that fails one is given up."""
 
-    async def prepare(self) -> SendPlan | None:
-        """Stop generation and open the update; what is to be sent to whom. None: no receiver is left."""
+    async def prepare(self) -> SendPlan | WeightFiles | None:
+        """Stop generation and open the update; what is to be sent to whom, or written. None: no receiver is left."""
         ...
 
     async def blame(self, report: SendReport) -> None:
@@ -169,6 +173,8 @@ class WeightSync:
             plan = await update.prepare()
             if plan is None:
                 return None
+            if isinstance(plan, WeightFiles):
+                return await self._policy.write(plan)
             try:
                 report = await self._policy.export(plan)
             except LostSenderError:  # the weights are there again: receivers are prepared and sent all again

@@ -23,25 +23,22 @@ _Item = TypeVar("_Item")
 class TransportSender(ABC):
     """The sending end of one transport on one rank."""
 
-    def send(self, stream: Stream, plan: SendPlan, *, label: str = "", group: ProcessGroup | None = None) -> SendReport:
+    def send(self, stream: Stream, plan: SendPlan, *, group: ProcessGroup | None = None) -> SendReport:
         """Send the whole stream.
 
         Args:
             stream: (HF name, tensor); each item may be a collective of other ranks.
             plan: what is to be sent to whom.
-            label: of this rank, in the names of files.
             group: of this rank and those of other hosts that hand out the same buckets there.
 
         Returns:
-            The report; failures by receiver. Raises SyncError where files cannot be written.
+            The report; failures by receiver.
         """
         with read_to_its_end(stream) as tensors:
-            return self._send(tensors, plan, label, group)
+            return self._send(tensors, plan, group)
 
     @abstractmethod
-    def _send(
-        self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, label: str, group: ProcessGroup | None
-    ) -> SendReport:
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
         """Send what comes, and stop where a receiver fails."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing

@@ -2,7 +2,7 @@
 
     exported stream -> digests taken -> fp8 blocks, where the plan asks for them -> the sender of plan.transport
 
-What is known of each transport: config/transports.py. From shards to shards: shard_sender.py.
+What is known of each transport: config/transports.py. From shards to shards: shard_sender.py. Files: files.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from megatron_daro.sync.adapters import AdapterSender
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.digests import noted
-from megatron_daro.sync.files import FileSender
 from megatron_daro.sync.fp8_cast import as_blocks
 from megatron_daro.sync.handles import HandleSender
 from megatron_daro.sync.plan import Connect, Digest, SendPlan, SendReport
@@ -44,7 +43,6 @@ def _to_actors(rank: RankEnd) -> TransportSender:
 
 SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
     "distributed": lambda rank: BroadcastSender(rank.host, rank.backend, rank.connect),
-    "disk": lambda rank: FileSender(),
     "tensor": lambda rank: HandleSender(rank.connect),
     "adapters": lambda rank: AdapterSender(rank.connect),
     "ray": _to_actors,
@@ -60,7 +58,7 @@ class Sender:
         self._rank = RankEnd(host, backend, connect, to_actors)
         self._senders: dict[str, TransportSender] = {}
 
-    def send(self, stream: Stream, plan: SendPlan, *, label: str, group: ProcessGroup | None = None) -> SendReport:
+    def send(self, stream: Stream, plan: SendPlan, *, group: ProcessGroup | None = None) -> SendReport:
         """Send the whole stream; arguments and what is returned as of `TransportSender.send`."""
         digests: dict[str, Digest] = {}
         if plan.digest_dtype:
@@ -70,7 +68,7 @@ class Sender:
             stream = as_blocks(stream, plan.fp8_blocks, plan.bucket_bytes, blocks)
         if plan.transport not in self._senders:  # kept: the next update finds the group of a broadcast as it is
             self._senders[plan.transport] = SENDERS[plan.transport](self._rank)
-        report = self._senders[plan.transport].send(stream, plan, label=label, group=group)
+        report = self._senders[plan.transport].send(stream, plan, group=group)
         return replace(report, digests=digests, fp8_blocks=tuple(blocks))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from megatron_daro.actor.parallel import Layout
 from megatron_daro.config.lora import LoraSection, matrix_sides, peft_config
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.sync import files
-from megatron_daro.sync.plan import SendPlan
+from megatron_daro.sync.plan import WeightFiles
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 import lora_tasks  # this and the next four are found through the line above
@@ -49,11 +49,11 @@ def one_rank():
 
 def written(folder, adapter, section, model):
     """What a run writes of an adapter."""
-    plan = SendPlan(transport="disk", targets=(), bucket_bytes=1 << 20, timeout_s=60, directory=folder)
-    files.open_checkpoint(plan)
+    wanted = WeightFiles(directory=folder, file_bytes=1 << 20, remedy="")
+    files.open_checkpoint(wanted)
     tensors = ((name, torch.from_numpy(value)) for name, value in adapter.items())
-    report = files.FileSender().send(tensors, plan)
-    files.complete_adapter(plan, report.files, peft_config(section, read_model_shape(model), str(model)))
+    report = files.write_shards(tensors, wanted, "")
+    files.complete_adapter(wanted, report.files, peft_config(section, read_model_shape(model), str(model)))
     return folder
 
 

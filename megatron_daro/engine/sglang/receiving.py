@@ -19,7 +19,7 @@ from megatron_daro.engine.sglang.fleet import Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
 from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync.plan import Digest, SendPlan, SendReport
+from megatron_daro.sync.plan import Digest, SendPlan, SendReport, WeightFiles
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -71,8 +71,8 @@ class Receiving:
             ("begin", self._open),
         )
 
-    async def planned(self, plan: SendPlan) -> SendPlan:
-        """Add to a plan what the sender of this transport must know."""
+    async def planned(self, plan: SendPlan) -> SendPlan | WeightFiles:
+        """Add to a plan what the sender of this transport must know; or say what is to be written instead."""
         return replace(plan, fp8_blocks=self._end.fp8_blocks)
 
     async def held_up(self, server: Server) -> str:
@@ -202,11 +202,16 @@ class Files(Receiving):
     """A checkpoint, which servers read when all of it is there; that of the update before goes then, and before the
     first what an earlier process of the run left."""
 
-    async def planned(self, plan: SendPlan) -> SendPlan:
+    async def planned(self, plan: SendPlan) -> WeightFiles:
         if not self._end.written:
             await asyncio.to_thread(shutil.rmtree, self._end.sync_dir, ignore_errors=True)
         self._directory = self._end.sync_dir / f"version_{self._version:06d}-{next(self._end.files)}"
-        return replace(plan, directory=self._directory, remedy="free space, or set engine.sglang.sync_dir")
+        return WeightFiles(
+            directory=self._directory,
+            file_bytes=plan.bucket_bytes,
+            remedy="free space, or set engine.sglang.sync_dir",
+            digest_dtype=plan.digest_dtype,
+        )
 
     async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
         body = {"model_path": str(self._directory.absolute()), "flush_cache": False}

@@ -31,7 +31,7 @@ from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.receiving import Receiving, answers, facts_of
 from megatron_daro.errors import EngineError, LostReceiversError, SyncError
 from megatron_daro.sync.check import ProbeAnswer
-from megatron_daro.sync.plan import SendPlan, SendReport, Target
+from megatron_daro.sync.plan import SendPlan, SendReport, Target, WeightFiles
 
 _ALIVE_S = 5.0
 
@@ -81,8 +81,8 @@ class ServerUpdate:
         for server in self._servers:
             self._fleet.begin_update(server)
 
-    async def prepare(self) -> SendPlan | None:
-        """Pause the servers and open the update on them; what is to be sent to whom."""
+    async def prepare(self) -> SendPlan | WeightFiles | None:
+        """Pause the servers and open the update on them; what is to be sent to whom, or written."""
         servers = await self._opened()
         while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
             self._take_in(await self._fleet.returned())

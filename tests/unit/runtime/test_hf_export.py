@@ -15,10 +15,10 @@ from megatron_daro.sync.plan import ORIGIN_FILE, SendReport
 
 
 class Policy:
-    """Takes plans; held says whether the weights could change meanwhile."""
+    """Is asked for files; held says whether the weights could change meanwhile."""
 
     def __init__(self):
-        self.plans, self.held = [], False
+        self.files, self.held = [], False
 
     @asynccontextmanager
     async def hold(self):
@@ -26,9 +26,9 @@ class Policy:
         yield 0
         self.held = False
 
-    async def export(self, plan):
+    async def write(self, files):
         assert self.held
-        self.plans.append(plan)
+        self.files.append(files)
         return SendReport(2_000_000)
 
 
@@ -53,7 +53,7 @@ def test_it_is_written_unless_it_is_there_from_this_step(section, there, due):
     policy, notices = Policy(), Notices()
     assert run_directory.exports_due(section, 8) == [section.hf_dir] * due
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
-    assert [(plan.directory, plan.transport, plan.step) for plan in policy.plans] == [(section.hf_dir, "disk", 8)] * due
+    assert [(files.directory, files.step) for files in policy.files] == [(section.hf_dir, 8)] * due
     off = section.model_copy(update={"export_hf": False})
     assert not run_directory.exports_due(off, 8) and run_directory.export_writer(off, policy, notices) is None
 
@@ -62,10 +62,10 @@ def test_the_critic_goes_into_a_directory_of_its_own(tmp_path):
     section, policy, notices = TrainerSection(run_dir=tmp_path, export_critic=True), Policy(), Notices()
     assert run_directory.exports_due(section, 8) == [tmp_path / "hf_critic"]
     asyncio.run(run_directory.export_writer(section, policy, notices)(8))
-    assert [(plan.directory, plan.what) for plan in policy.plans] == [(tmp_path / "hf_critic", "critic")]
+    assert [(files.directory, files.what) for files in policy.files] == [(tmp_path / "hf_critic", "critic")]
     both = section.model_copy(update={"export_hf": True})
     asyncio.run(run_directory.export_writer(both, policy, notices)(8))
-    assert [plan.what for plan in policy.plans[1:]] == ["policy", "critic"]
+    assert [files.what for files in policy.files[1:]] == ["policy", "critic"]
     (tmp_path / "hf_critic").mkdir()
     with pytest.raises(ConfigError, match=r"trainer\.export_critic.*hf_critic"):
         run_directory.require_replaceable_export(section)
@@ -75,8 +75,8 @@ def test_adapters_go_into_a_directory_of_their_own(tmp_path):
     section, policy = TrainerSection(run_dir=tmp_path, export_adapter=True), Policy()
     assert run_directory.exports_due(section, 8) == [tmp_path / "adapter"]
     asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
-    (plan,) = policy.plans
-    assert (plan.directory, plan.what) == (tmp_path / "adapter", "adapter")
+    (files,) = policy.files
+    assert (files.directory, files.what) == (tmp_path / "adapter", "adapter")
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"step": "x"}'])
@@ -89,7 +89,7 @@ def test_what_is_no_export_is_never_replaced(section, content):
     policy = Policy()
     with pytest.raises(SyncError, match="hf"):
         asyncio.run(run_directory.export_writer(section, policy, Notices())(8))
-    assert policy.plans == []
+    assert policy.files == []
     run_directory.require_replaceable_export(section.model_copy(update={"export_hf": False}))
 
 

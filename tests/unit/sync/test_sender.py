@@ -19,10 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_daro.config.transports import TRANSPORTS, SGLangTransport
 from megatron_daro.engine.sglang.receiving import RECEIVING
 from megatron_daro.errors import EngineError, RefusedError
+from megatron_daro.runtime.weight_export import EXPORTS
 from megatron_daro.sync import files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target, WeightFiles
 from megatron_daro.sync.sender import TransportSender
 from megatron_daro.sync.transports import SENDERS, Sender
 
@@ -43,12 +44,12 @@ def sent_to_actors(stream, **changes):
     got = []
 
     class ToActors(TransportSender):
-        def _send(self, tensors, plan, label, group):
+        def _send(self, tensors, plan, group):
             got.extend(tensors)
             return SendReport(num_bytes=7)
 
     sender = Sender("127.0.0.1", "gloo", nullcontext, ToActors())
-    report = sender.send(stream, replace(PLAN, **changes), label="rank0")
+    report = sender.send(stream, replace(PLAN, **changes))
     sender.close()
     sender.close()
     return report, got
@@ -71,15 +72,16 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
     assert [name for name, _ in got] == ["a.0.weight", "a.0.weight_scale_inv", "b.weight"]
 
 
-def test_every_way_has_both_ends_or_goes_from_rank_to_rank():
-    assert set(SENDERS) == {name for name, way in TRANSPORTS.items() if not way.shard_plan}
+def test_every_way_has_both_ends_or_goes_from_rank_to_rank_or_by_files():
+    sent = {name: way for name, way in TRANSPORTS.items() if not way.checkpoint}
+    assert set(EXPORTS) == set(sent) and set(SENDERS) == {name for name, way in sent.items() if not way.shard_plan}
     assert set(RECEIVING) == set(get_args(SGLangTransport)) <= set(TRANSPORTS)
 
 
 def test_files_have_the_label_of_the_rank(tmp_path):
-    plan = replace(PLAN, transport="disk", directory=tmp_path / "v1")
-    files.open_checkpoint(plan)
-    report = Sender("127.0.0.1", "gloo", nullcontext).send(named(2), plan, label="stage1")
+    wanted = WeightFiles(directory=tmp_path / "v1", file_bytes=64, remedy="")
+    files.open_checkpoint(wanted)
+    report = files.write_shards(named(2), wanted, "stage1")
     assert report.files == {"t0": ("stage1-00000.safetensors", 64), "t1": ("stage1-00001.safetensors", 64)}
     assert load_file(tmp_path / ".v1.partial/stage1-00001.safetensors")["t1"].tolist() == [1.0] * 16
     assert (report.num_bytes, report.num_buckets) == (128, 2) and report.send_s > 0

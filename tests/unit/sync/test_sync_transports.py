@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 from megatron_daro.errors import EngineError, RefusedError, SyncError
 from megatron_daro.sync import broadcast, digests, files, handles
 from megatron_daro.sync.broadcast import BroadcastSender
-from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport, Target
+from megatron_daro.sync.plan import SendFailure, SendPlan, SendReport, Target, WeightFiles
 
 
 def named(count=10, numel=16):
@@ -60,20 +60,12 @@ def model_path(tmp_path):
 
 def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
     """As the ranks and their driver do it."""
-    plan = SendPlan(
-        transport="disk",
-        targets=(),
-        bucket_bytes=shard_bytes,
-        timeout_s=1.0,
-        directory=directory,
-        remedy="buy",
-        step=step,
-    )
-    files.open_checkpoint(plan)
+    wanted = WeightFiles(directory=directory, file_bytes=shard_bytes, remedy="buy", step=step)
+    files.open_checkpoint(wanted)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(files.FileSender().send(stream, plan, label=f"part{i}"))
-    files.complete_checkpoint(plan, report.files, model_path, "float32")
+        report = report.joined(files.write_shards(stream, wanted, f"part{i}"))
+    files.complete_checkpoint(wanted, report.files, model_path, "float32")
     return report
 
 
