@@ -1,7 +1,7 @@
 """Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
 
-What depends on the transport in a run asks its row: the rules of the configuration, the placement of processes, the start of
-a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
+What depends on the transport in a run asks its row: the rules of the configuration, the placement of processes, the
+start of a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
 
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
