@@ -17,7 +17,8 @@ import numpy as np
 
 from megatron_daro.routed_experts import StoredExperts
 
-FinishReason = Literal["stop", "length", "abort", "repetition"]
+FinishReason = Literal["stop", "length", "abort", "repetition", "segment"]
+"""segment: at its entry of `GroupRequest.limits`. Only engines give it; between batches it is kept as "abort"."""
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
 
@@ -82,7 +83,7 @@ class GroupRequest:
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
     max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
     are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
-    limits: index -> response tokens, fewer than max_new_tokens, at which that rollout ends with "length" for now.
+    limits: index -> response tokens, fewer than max_new_tokens, at which that rollout ends with "segment".
     """
 
     group_id: int

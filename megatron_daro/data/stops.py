@@ -3,14 +3,14 @@
 Tokenizer and rollout.stop -> `Stops` -> SamplingParams -> engine. An answer ends with the first token after which its
 text holds a stop text. Its tokens stay whole, since the model sampled them and is trained on them, and they are never
 encoded again; its text is cut behind the stop text. Engines look at the last tokens while they generate; what counts
-is `until_stop`, which every engine applies to the whole answer, so that all of them end at the same token however a
+is `until_end`, which every engine applies to the whole answer, so that all of them end at the same token however a
 stop text was spelled in tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import ModelError
-from megatron_daro.types import Rollout
+from megatron_daro.types import GroupRequest, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,6 +95,18 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     return added | {str(token): int(i) for token, i in named}
+
+
+def until_end(rollout: Rollout, request: GroupRequest, decode: Decode) -> Rollout:
+    """Return an answer up to its first stop text, or to where it repeats itself; "segment" at its limit in the request.
+
+    Args:
+        rollout: as the engine generated it, its text that of all of its tokens. decode: tokens -> text.
+    """
+    sampling = request.sampling
+    rollout = until_repeated(until_stop(rollout, sampling.stop, decode), sampling.repetition, decode)
+    at_limit = rollout.finish_reason == "length" and rollout.response_length == request.limits.get(rollout.index)
+    return replace(rollout, finish_reason="segment") if at_limit else rollout
 
 
 def tokens_until_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> tuple[int, str] | None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from megatron_daro.config.model_shape import read_model_shape
-from megatron_daro.data.stops import until_repeated, until_stop
+from megatron_daro.data.stops import until_end
 from megatron_daro.engine.decoding import AbortSignal, Decoding, EndOfCall, Row, TokenChooser
 from megatron_daro.engine.growing_cache import growing_cache
 from megatron_daro.engine.weight_stage import WeightStage
@@ -196,9 +196,7 @@ class EmbeddedGenerator:
             text=text,
         )
         rollout = earlier.extended(rollout, text) if earlier else rollout
-        if self._decode_text:
-            rollout = until_stop(rollout, request.sampling.stop, self._decode_text)
-        return until_repeated(rollout, request.sampling.repetition, self._decode_text or _no_text)
+        return until_end(rollout, request, self._decode_text or _no_text)
 
     def _check(self, request: GroupRequest) -> None:
         tokens, sampling = request.prompt.tokens, request.sampling

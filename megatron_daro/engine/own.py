@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_daro.data.stops import until_repeated, until_stop
+from megatron_daro.data.stops import until_end
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.sync.plan import SendReport, WeightFiles
@@ -232,8 +232,7 @@ class OwnEngine:
             weight_version=self.version,
             text=self._decode(tokens.tolist()),
         )
-        until = until_stop(rollout, request.sampling.stop, self._decode)
-        return until_repeated(until, request.sampling.repetition, self._decode)
+        return until_end(rollout, request, self._decode)
 
     def _checked(self, answer: object, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 [R] tokens and float32 [R] log-probs. Raises EngineError: the answer cannot be right."""

@@ -108,7 +108,7 @@ class RolloutCollector:
         """Put into the groups what counts: of the current attempt and asked for, each index once.
 
         Returns:
-            The finished ones, which need a verdict. What an abort cut short is kept as partial.
+            The finished ones, which need a verdict. Others are kept as partial.
 
         Raises:
             EngineError: a group or attempt that was never requested, or columns that do not fit.
@@ -118,29 +118,21 @@ class RolloutCollector:
         for rollout in rollouts:
             if not self._ledger.accepts(rollout.group_id, rollout.attempt):
                 continue
-            entry, aborted = groups.get(rollout.group_id), rollout.finish_reason == "abort"
+            entry = groups.get(rollout.group_id)
             if entry is None or rollout.index not in entry.missing(self.rollouts_per_prompt):
-                if not aborted:
+                if rollout.finish_reason != "abort":
                     self._ledger.refuse()
                 continue
             if rollout.group_id not in prompts:
                 prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
             check_shape(rollout, prompts[rollout.group_id])
-            if not aborted and self._is_segment(rollout):
-                entry.set_aside.add(rollout.index)
-                self._hold(replace(rollout, finish_reason="abort"), entry)
-            elif aborted:
+            if rollout.finish_reason in ("abort", "segment"):
                 self._hold(rollout, entry)
             else:
                 self._count(rollout, entry.partial.pop(rollout.index, None))
                 entry.rollouts[rollout.index] = rollout
                 finished.append(rollout)
         return finished
-
-    def _is_segment(self, rollout: Rollout) -> bool:
-        """Whether an answer was ended by what a batch gives it, and not by its own limit."""
-        short = rollout.response_length < self._sampling.max_new_tokens
-        return self._segment is not None and rollout.finish_reason == "length" and short
 
     async def score(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> None:
         """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
@@ -174,7 +166,7 @@ class RolloutCollector:
         self.counters.aborted_tokens += group.response_tokens
 
     def _hold(self, rollout: Rollout, entry: GroupInFlight) -> None:
-        """Keep what an abort left, if one can go on from there: of a conversation the environment's part is lost."""
+        """Keep what is not finished, if one can go on from there: of a conversation the environment's part is lost."""
         earlier = entry.partial.pop(rollout.index, None)
         self._count(rollout, earlier)
         room = self._sampling.max_new_tokens - rollout.response_length

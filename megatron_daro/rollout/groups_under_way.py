@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup
@@ -33,9 +33,9 @@ from megatron_daro.types import Group, Prompt, Rollout, Verdict
 class GroupInFlight:
     """A group that is being completed.
 
-    rollouts: finished ones by index. verdicts: of those that were verified. partial: the partial ones by index.
-    tokens_before: by index, response tokens that were there when the batch began. set_aside: indices that have got all
-    that this batch gives them.
+    rollouts: finished ones by index. verdicts: of those that were verified. partial: the partial ones by index, with
+    the finish reason "segment" once they have got all that this batch gives them. tokens_before: by index, response
+    tokens that were there when the batch began.
     """
 
     prompt: Prompt
@@ -43,7 +43,6 @@ class GroupInFlight:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     partial: dict[int, Rollout] = field(default_factory=dict)
     tokens_before: dict[int, int] = field(default_factory=dict)
-    set_aside: set[int] = field(default_factory=set)
 
     def missing(self, rollouts_per_prompt: int) -> tuple[int, ...]:
         """Return indices without a finished rollout."""
@@ -51,11 +50,12 @@ class GroupInFlight:
 
     def wanted(self, rollouts_per_prompt: int) -> tuple[int, ...]:
         """Return those of them that this batch goes on with."""
-        return tuple(i for i in self.missing(rollouts_per_prompt) if i not in self.set_aside)
+        set_aside = {i for i, rollout in self.partial.items() if rollout.finish_reason == "segment"}
+        return tuple(i for i in self.missing(rollouts_per_prompt) if i not in set_aside)
 
     def is_set_aside(self, rollouts_per_prompt: int) -> bool:
         """Whether all that is missing is set aside."""
-        return bool(self.set_aside) and not self.wanted(rollouts_per_prompt)
+        return bool(self.missing(rollouts_per_prompt)) and not self.wanted(rollouts_per_prompt)
 
     @property
     def unscored(self) -> bool:
@@ -74,7 +74,8 @@ class GroupInFlight:
 
     def unfinished(self, group_id: int) -> UnfinishedGroup:
         """Return what is left of it when its batch ends."""
-        return UnfinishedGroup(self.group(group_id), tuple(self.partial[i] for i in sorted(self.partial)))
+        partial = tuple(replace(self.partial[i], finish_reason="abort") for i in sorted(self.partial))
+        return UnfinishedGroup(self.group(group_id), partial)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

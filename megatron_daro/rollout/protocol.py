@@ -28,9 +28,10 @@ class Engine(Protocol):
         """Yield the rollouts of one request as soon as all of them ended, in any order of requests.
 
         Every rollout carries the group id, attempt and index it was asked for, `text` decoded, and `loss_mask` and
-        `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out.
-        Closing the iterator early aborts what is still running. Many calls may run at once, one request each: an engine
-        bounds by itself how much it generates together. It may go on from `partial` of a request, or start over.
+        `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out;
+        one that reached its entry of `limits` has "segment". Closing the iterator early aborts what is still running.
+        Many calls may run at once, one request each: an engine bounds by itself how much it generates together. It may
+        go on from `partial` of a request, or start over.
         """
         ...
 

@@ -13,8 +13,8 @@ from sglang_pool import VOCAB, engine_of, expected, give, save_policy, serving
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
+from megatron_daro.data import stops
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
-from megatron_daro.engine.sglang import replies as rollouts_module
 from megatron_daro.types import GroupRequest, Prompt, SamplingParams
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
@@ -54,8 +54,8 @@ def test_an_answer_ends_at_the_token_that_completes_a_stop_text(tmp_path, monkey
         generated.append((rollout.finish_reason, rollout.response_length, ended.response_length))
         return ended
 
-    cut = rollouts_module.until_stop
-    monkeypatch.setattr(rollouts_module, "until_stop", recorded)
+    cut = stops.until_stop
+    monkeypatch.setattr(stops, "until_stop", recorded)
 
     async def answers(url):
         engine = engine_of([url], tmp_path / "run", decode=decode, expect=expected(tmp_path / "model"))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_daro.data.stops import until_repeated, until_stop
+from megatron_daro.data.stops import until_end
 from megatron_daro.engine.sglang.request import tokens_so_far
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.logs import safe_text
@@ -414,8 +414,7 @@ def _routed_experts(
 
 
 def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
-    """Return what was generated now, after what the request has of the same rollout, up to its first stop text or to
-    where it repeats itself.
+    """Return what was generated now, after what the request has of the same rollout, up to where it ends.
 
     A server looks for a stop text in the last tokens that it generated itself, one more than the text's own encoding
     has: of one that began before an abort, or was spelled in more tokens, it knows nothing and goes on. Source:
@@ -424,7 +423,7 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
     earlier = request.partial.get(part.index)
     text = decode([*tokens_so_far(request, part.index), *part.tokens[part.prompt_length :].tolist()])
     whole = replace(part, text=text) if earlier is None else earlier.extended(part, text)
-    return until_repeated(until_stop(whole, request.sampling.stop, decode), request.sampling.repetition, decode)
+    return until_end(whole, request, decode)
 
 
 @dataclass(frozen=True, slots=True)

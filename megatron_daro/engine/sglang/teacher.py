@@ -99,11 +99,7 @@ class Taught:
         self._rollouter, self._teacher = rollouter, teacher
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """As the Rollouter's; the teacher reads what is finished while the rest is generated.
-
-        An answer that ended at its request's limit goes on in a later batch, and is read when it is whole.
-        """
-        limits = {(one.group_id, i): limit for one in requests for i, limit in one.limits.items()}
+        """As the Rollouter's; the teacher reads what is finished while the rest is generated."""
         reading: set[asyncio.Task[tuple[Rollout, ...]]] = set()
         source = aiter(self._rollouter.generate(requests))
         coming: asyncio.Task[tuple[Rollout, ...] | None] | None = asyncio.create_task(_next(source))
@@ -116,7 +112,7 @@ class Taught:
                     rollouts = coming.result()
                     coming = None if rollouts is None else asyncio.create_task(_next(source))
                     if rollouts is not None:
-                        reading.add(asyncio.create_task(self._read(rollouts, limits)))
+                        reading.add(asyncio.create_task(self._read(rollouts)))
                 for read in [one for one in reading if one in done]:
                     reading.discard(read)
                     yield read.result()
@@ -148,11 +144,9 @@ class Taught:
         await self._teacher.close()
         await self._rollouter.close()
 
-    async def _read(self, rollouts: tuple[Rollout, ...], limits: Mapping[tuple[int, int], int]) -> tuple[Rollout, ...]:
+    async def _read(self, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         async def one(rollout: Rollout) -> Rollout:
-            limit = limits.get((rollout.group_id, rollout.index), 0)
-            goes_on = rollout.finish_reason == "length" and rollout.response_length <= limit
-            if rollout.finish_reason == "abort" or goes_on or not rollout.response_length:
+            if rollout.finish_reason in ("abort", "segment") or not rollout.response_length:  # it may go on
                 return rollout
             return replace(rollout, teacher_logprobs=await self._teacher.logprobs(rollout))
 

@@ -169,7 +169,7 @@ def test_an_answer_in_segments_is_that_of_one_request(small_models):
     asked = requests(temperature=0.0, stop_token_ids=())
     whole = run(generator, asked)
     first = run(generator, [replace(one, limits=dict.fromkeys(one.indices, 5)) for one in asked])
-    assert {r.finish_reason for r in first.values()} == {"length"}
+    assert {r.finish_reason for r in first.values()} == {"segment"}
     assert {r.response_length for r in first.values()} == {5}
     generator.weight_version = 7
     partial = {

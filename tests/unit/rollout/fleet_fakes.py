@@ -90,7 +90,7 @@ class FleetEngine(FakeEngine):
             return None
         if done + fresh == 0:
             return None
-        at_limit = "length" if done + fresh == request.limits.get(index) else "abort"
+        at_limit = "segment" if done + fresh == request.limits.get(index) else "abort"
         finish = "stop" if done + fresh == total else at_limit
         prompt = earlier.tokens if earlier else np.asarray(request.prompt.tokens, np.int32)
         seed = digest("fleet", request.group_id, request.attempt, index, self.version, done)

@@ -99,7 +99,8 @@ def test_samples_that_may_get_different_numbers_of_tokens_are_requests_of_their_
     rollouts, bodies, _ = answers_of(tmp_path, request)
     asked = [(body["input_ids"][0][3:], body["sampling_params"]["max_new_tokens"]) for body in bodies]
     assert sorted(asked) == [([], 3), ([], 3), ([1, 1], 3), ([4], 11)]
-    assert [r.response_length for r in rollouts] == [3, 3, 5, 12]
+    ended = [(r.response_length, r.finish_reason) for r in rollouts]
+    assert ended == [(3, "segment"), (3, "segment"), (5, "segment"), (12, "length")]
 
 
 def test_a_partial_rollout_is_continued(tmp_path):
