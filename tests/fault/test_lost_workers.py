@@ -185,7 +185,16 @@ def decoder(model):
 def described(rollouts):
     found = sorted(rollouts, key=lambda r: (r.group_id, r.index))
     return [
-        (r.group_id, r.index, r.tokens.tolist(), r.logprobs.tolist(), r.loss_mask.tolist(), r.spans, r.text, str(r))
+        (
+            r.group_id,
+            r.index,
+            r.tokens.tolist(),
+            r.logprobs.tolist(),
+            r.loss_mask.tolist(),
+            r.version_spans,
+            r.text,
+            str(r),
+        )
         for r in found
     ]
 
