@@ -1,20 +1,21 @@
 """Weight transports, from the policy's ranks to an engine: what each needs, and what it does not go with.
 
-Whatever depends on the transport asks its row: the rules of the configuration, the placement of processes, the start of
-a server and its vetting. Another one, to which ranks give Hugging Face tensors, is six files:
+What depends on the transport in a run asks its row: the rules of the configuration, the placement of processes, the
+start of a server and its vetting. Another one, to which ranks give Hugging Face tensors, is five files:
 
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
   both)
 * its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
-* which ranks send at a time: a line in `EXPORTS` (runtime/weight_export.py)
 * its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
   things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
   `SendPlan.details`
 
-Some need more: a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a
-loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
-engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it.
+Some need more: a line in `EXPORTS` (runtime/weight_export.py) where pipeline stages do not send one after the other; a
+rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a loader where SGLang
+cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
+engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it. The planner
+(workshop/plan/times.py) reckons a broadcast for all but adapters.
 
 By `shards` all ranks send at once: each its own parameters, as Megatron has them, by a plan made of both layouts
 (runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of its

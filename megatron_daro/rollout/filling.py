@@ -19,9 +19,9 @@ filtered group at the beginning would look like a filter that keeps nothing, and
 
 class Filling(Protocol):
     """A way to fill a batch. Each `flight` begins with `wanted`. Whenever answers have come or a call has ended it is
-    asked `is_enough`, and `wanted` if not and a call has ended. A way that ends a batch at another moment (a time, say)
-    sets a timer in its first `wanted` (`flight.times_begun` is 0) that puts None into `flight.arrivals`. Groups that
-    are one call are in the batch when all of them have ended."""
+    asked `is_enough`, and `wanted` if not and a call has ended. It is asked nothing while nothing comes, so one that
+    ends a batch by the clock gives `BatchFiller`'s wait for the next arrival a limit. Groups that are one call are in
+    the batch when all of them have ended."""
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
         """Whether the batch is complete although groups are in flight. Not before it keeps a group."""

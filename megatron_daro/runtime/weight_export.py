@@ -1,8 +1,8 @@
 """Weights on their way out of the ranks: to engines by the transport that a plan names, or into a Hugging Face
 checkpoint.
 
-Ranks send and write by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` has what is
-done for each transport, `write` makes a checkpoint.
+Ranks send and write by themselves; this says who sends what to whom, and joins their reports. `EXPORTS` says
+which ranks do so at a time, `write` makes a checkpoint.
 """
 
 from __future__ import annotations
@@ -60,18 +60,16 @@ async def shard_to_shard(ranks: Ranks, plan: SendPlan) -> SendReport:
 
 
 EXPORTS: Mapping[str, Callable[[Ranks, SendPlan], Awaitable[SendReport]]] = {
-    "distributed": staged,
-    "ray": staged,
     "tensor": staged_by_host,
     "adapters": at_once,
     "shards": shard_to_shard,
 }
-"""By the name of the transport."""
+"""By the name of the transport; any other is `staged`."""
 
 
 async def export(ranks: Ranks, plan: SendPlan) -> SendReport:
     """Send the weights as the plan says."""
-    return await EXPORTS[plan.transport](ranks, plan)
+    return await EXPORTS.get(plan.transport, staged)(ranks, plan)
 
 
 async def write(ranks: Ranks, files: WeightFiles) -> SendReport:
