@@ -121,7 +121,7 @@ class Evaluator:
             async def work(left: Iterator[GroupRequest] = left) -> None:
                 for request in left:
                     for one in await self._all([request]):
-                        versions = {one.weight_version, *(of_span for of_span, _ in one.version_spans)}
+                        versions = {one.weight_version, *(v for v, _ in one.version_spans)}
                         if versions == {version} and one.finish_reason != "abort":
                             by_place[one.group_id, one.index] = one
 
