@@ -61,7 +61,7 @@ def check_weights(run_dir: Path, temperature: float) -> tuple[dict[str, Any], li
     for step in recorded_steps(run_dir):
         for group, _ in read_step(run_dir, step):
             for rollout in group.rollouts:
-                for version in {version for version, _ in rollout.spans}:
+                for version in {version for version, _ in rollout.version_spans}:
                     rollouts[version].append(rollout)
     own, neighbours, worst, tokens = [], [], (0.0, -1), 0
     for version in sorted(rollouts):
@@ -95,7 +95,7 @@ def _largest_difference(
     model = AutoModelForCausalLM.from_pretrained(run_dir / "versions" / f"{weights:06d}", dtype=torch.float32)
     largest, count = 0.0, 0
     for rollout in rollouts:
-        mask = np.concatenate([np.full(length, told == version) for told, length in rollout.spans])
+        mask = np.concatenate([np.full(length, told == version) for told, length in rollout.version_spans])
         difference = np.abs(_logprobs(model, rollout, temperature) - rollout.logprobs)[mask]
         largest, count = max(largest, float(difference.max(initial=0.0))), count + int(mask.sum())
     return largest, count

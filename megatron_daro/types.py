@@ -135,8 +135,8 @@ class Rollout:
     distribution (temperature applied, top-p not). text: the response without special tokens, up to the end of a stop
     text; the tokens go on to the end of the token that holds it. weight_version: the oldest policy version that
     produced a token of it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in
-    order; empty means one span. routed_experts: where it stands which experts the engine chose for each token that it
-    read. None where it was not asked.
+    order, of all response tokens; where none are given, all are of weight_version. routed_experts: where it stands
+    which experts the engine chose for each token that it read. None where it was not asked.
     turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     contexts: of an agent that rewrote its history or branched off, the tokens of each sequence that the model read from
@@ -166,6 +166,10 @@ class Rollout:
     teacher_logprobs: np.ndarray | None = None
     verdict: Verdict | None = None
 
+    def __post_init__(self) -> None:
+        if self.response_length and not self.version_spans:
+            object.__setattr__(self, "version_spans", ((self.weight_version, self.response_length),))
+
     @property
     def response_length(self) -> int:
         """Number of response tokens, observed ones included."""
@@ -181,12 +185,6 @@ class Rollout:
     def generated_length(self) -> int:
         """Number of response tokens that the model generated."""
         return self.response_length - sum(observed for observed, _ in self.turns)
-
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """`version_spans`, also where they are one span; empty without a response token."""
-        whole = ((self.weight_version, self.response_length),) if self.response_length else ()
-        return self.version_spans or whole
 
     def extended(self, later: Rollout, text: str) -> Rollout:
         """Return this rollout, cut short before, with what was generated after its last token.
@@ -215,7 +213,7 @@ class Rollout:
                 f"group {self.group_id} rollout {self.index}: the continuation's prompt ({later.prompt_length} tokens) "
                 f"is not the {len(self.tokens)} tokens so far; the engine must be asked with exactly these"
             )
-        spans, earlier = joined_spans((*self.spans, *later.spans)), self.response_columns
+        earlier = self.response_columns
         columns: dict[str, Any] = {
             name: np.concatenate([earlier[name], column]) if name in earlier else None
             for name, column in later.response_columns.items()
@@ -228,7 +226,7 @@ class Rollout:
                 later.weight_version if later.response_length else self.weight_version,
             ),
             text=text,
-            version_spans=spans,
+            version_spans=joined_spans((*self.version_spans, *later.version_spans)),
             routed_experts=self._routed_first(later),
             **columns,
         )
@@ -240,17 +238,16 @@ class Rollout:
             count: response tokens that stay, at least 1. text: that of the answer. finish_reason: why it ended.
         """
         spans, left = [], count
-        for version, tokens in self.spans:
+        for version, tokens in self.version_spans:
             spans.append((version, min(tokens, left)))
             left -= spans[-1][1]
-        spans = [span for span in spans if span[1]]
         columns: dict[str, Any] = {name: column[:count] for name, column in self.response_columns.items()}
         return replace(
             self,
             tokens=self.tokens[: self.prompt_length + count],
             finish_reason=finish_reason,
             text=text,
-            version_spans=() if spans == [(self.weight_version, count)] else tuple(spans),
+            version_spans=joined_spans(spans),
             routed_experts=self.routed_experts and self.routed_experts.cut(self.prompt_length + count),
             **columns,
         )

@@ -46,12 +46,11 @@ class Context:
         generated, count = answer.response_length, len(self.observed)
         if not generated:
             return
-        version, first = answer.spans[0]
-        spans = ((version, first + count), *answer.spans[1:])
+        version, first = answer.version_spans[0]
         later = replace(
             answer,
             prompt_length=answer.prompt_length - count,
-            version_spans=spans,
+            version_spans=((version, first + count), *answer.version_spans[1:]),
             **_padded(answer, count, 0),
         )
         self.rollout = later if self.rollout is None else self.rollout.extended(later, "")
@@ -78,12 +77,12 @@ class Context:
         assert self.rollout is not None
         whole, count = self.rollout, len(self.observed)
         if not count:
-            return replace(whole, version_spans=whole.spans)
-        spans = (*whole.spans[:-1], (whole.spans[-1][0], whole.spans[-1][1] + count))
+            return whole
+        version, last = whole.version_spans[-1]
         return replace(
             whole,
             tokens=np.concatenate([whole.tokens, np.array(self.observed, dtype=np.int32)]),
-            version_spans=spans,
+            version_spans=(*whole.version_spans[:-1], (version, last + count)),
             routed_experts=whole.routed_experts and whole.routed_experts.longer(count),
             **_padded(whole, 0, count),
         )
@@ -117,14 +116,13 @@ def joined(contexts: Sequence[Context]) -> Rollout:
             tokens=np.concatenate([np.array(unread, np.int32), *(one.tokens for one in said)]),
             prompt_length=len(base),
             weight_version=min(one.weight_version for one in said),
-            version_spans=joined_spans([span for one in said for span in one.spans]),
+            version_spans=joined_spans([span for one in said for span in one.version_spans]),
             routed_experts=None,
             contexts=lengths,
             **columns,
         )
     return replace(
         alone,
-        version_spans=alone.spans if len(alone.spans) > 1 else (),
         turns=tuple(turn for context in contexts for turn in context.whole_turns),
         reports=tuple(report for context in contexts for report in context.reports),
     )

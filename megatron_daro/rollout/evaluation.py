@@ -121,7 +121,8 @@ class Evaluator:
             async def work(left: Iterator[GroupRequest] = left) -> None:
                 for request in left:
                     for one in await self._all([request]):
-                        if one.weight_version == version and not one.version_spans and one.finish_reason != "abort":
+                        versions = {one.weight_version, *(v for v, _ in one.version_spans)}
+                        if versions == {version} and one.finish_reason != "abort":
                             by_place[one.group_id, one.index] = one
 
             async with asyncio.TaskGroup() as workers:

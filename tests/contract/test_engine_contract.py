@@ -261,12 +261,12 @@ def test_an_update_during_generation_never_mixes_versions_within_a_span(start, m
 
     answered = run(scenario())
     rollouts = [r for group_rollouts in answered.values() for r in group_rollouts]
-    assert {version for r in rollouts for version, _ in r.spans} == {0, 1}
+    assert {version for r in rollouts for version, _ in r.version_spans} == {0, 1}
     for r in rollouts:
-        assert sum(length for _, length in r.spans) == r.response_length
-        assert r.weight_version == min(version for version, _ in r.spans)
+        assert sum(length for _, length in r.version_spans) == r.response_length
+        assert r.weight_version == min(version for version, _ in r.version_spans)
         begin = 0
-        for version, length in r.spans:
+        for version, length in r.version_spans:
             span = slice(begin, begin + length)
             np.testing.assert_allclose(r.logprobs[span], logprobs_of(models[1][version], r)[span], atol=1e-4)
             begin += length

@@ -175,7 +175,7 @@ def test_answers_in_segments_and_their_replay(tiny, tmp_path):
     trained(["train", tiny.config, *options, f"trainer.run_dir={run}"], tmp_path / "log")
     trained(["train", tiny.config, *options, f"trainer.run_dir={again}", "--replay", run], tmp_path / "again.log")
     groups = [(step, group) for step in STEPS for group, used in read_step(run, step) if used == "trained"]
-    spans = [(step, rollout.spans) for step, group in groups for rollout in group.rollouts]
+    spans = [(step, rollout.version_spans) for step, group in groups for rollout in group.rollouts]
     later = [(step, of_one) for step, of_one in spans if of_one[0][0] > 0]  # the first weights may give both
     assert later and all(tokens <= 2 for _, of_one in later for _, tokens in of_one)
     two = [of_one for _, of_one in later if len(of_one) == 2]

@@ -184,10 +184,7 @@ def decoder(model):
 
 def described(rollouts):
     found = sorted(rollouts, key=lambda r: (r.group_id, r.index))
-    return [
-        (r.group_id, r.index, r.tokens.tolist(), r.logprobs.tolist(), r.loss_mask.tolist(), r.spans, r.text, str(r))
-        for r in found
-    ]
+    return [(r.group_id, r.index, r.tokens.tolist(), r.logprobs.tolist(), r.loss_mask.tolist(), str(r)) for r in found]
 
 
 def test_a_killed_answer_worker_loses_no_group_and_is_started_again(workers, warnings, run, tmp_path):

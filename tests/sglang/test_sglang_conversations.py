@@ -49,5 +49,5 @@ def test_a_game_of_several_turns_trains_on_two_servers(tmp_path, pool):
             for rollout in group.rollouts:
                 mask = np.concatenate([np.repeat([0, 1], turn) for turn in rollout.turns])
                 assert rollout.loss_mask.tolist() == mask.tolist()
-                assert rollout.weight_version == step - 1 and len(rollout.spans) == 1
+                assert rollout.weight_version == step - 1 and len(rollout.version_spans) == 1
                 assert len(rollout.reports) == len(rollout.turns)

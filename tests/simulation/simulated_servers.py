@@ -110,7 +110,7 @@ class Servers:
         """One sample, token by token; None: its server died."""
         earlier = request.partial.get(index)
         tokens = [] if earlier is None else earlier.tokens[earlier.prompt_length :].tolist()
-        versions = [] if earlier is None else [v for v, count in earlier.spans for _ in range(count)]
+        versions = [] if earlier is None else [v for v, count in earlier.version_spans for _ in range(count)]
         length = 1 + digest("length", request.group_id, index) % _MOST_TOKENS
         while len(tokens) < length and request.group_id not in self._aborted:
             await asyncio.sleep(0.02 * self.random.random())
@@ -197,6 +197,6 @@ def _whole(request: Any, index: int, tokens: list[int], versions: list[int], fin
         logprobs=-np.asarray(tokens, np.float32) / 100,
         finish_reason=finish,
         weight_version=min(versions, default=0),
-        version_spans=tuple(spans) if len(spans) > 1 else (),
+        version_spans=tuple(spans),
         text=text,
     )

@@ -47,10 +47,10 @@ def test_unfinished_groups_go_through_training_and_checkpoints(tmp_path, crash_a
     check_books(tmp_path)
     recorded = recorded_once(tmp_path)
     rollouts = [r for _, group, used in recorded if used == "trained" for r in group.rollouts]
-    assert any(len(r.spans) > 1 for r in rollouts), "no rollout of two weight versions was trained"
+    assert any(len(r.version_spans) > 1 for r in rollouts), "no rollout of two weight versions was trained"
     for r in rollouts:
-        assert sum(count for _, count in r.spans) == r.response_length
-        assert r.weight_version == min(version for version, _ in r.spans)
+        assert sum(count for _, count in r.version_spans) == r.response_length
+        assert r.weight_version == min(version for version, _ in r.version_spans)
     for step, group, used in recorded:
         assert used != "trained" or (len(group.rollouts) == K and step - 1 - group.weight_version <= 1)
     last = read_metrics(tmp_path)[-1]

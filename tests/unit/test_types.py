@@ -74,9 +74,9 @@ def test_a_rollout_that_is_cut_is_an_answer_of_its_beginning():
     assert cut.logprobs.tolist() == [0, -1] and cut.loss_mask.tolist() == [1, 1]
     assert cut.teacher_logprobs.tolist() == [0, 1] and cut.routed_experts.shape == (4, 1, 1)
     assert (cut.text, cut.finish_reason, cut.version_spans) == ("new", "stop", ((3, 1), (4, 1)))
-    assert whole.cut(1, "").version_spans == () and whole.cut(4, "").version_spans == ((3, 1), (4, 3))
+    assert whole.cut(1, "").version_spans == ((3, 1),) and whole.cut(4, "").version_spans == ((3, 1), (4, 3))
     plain = rollout(4).cut(3, "new", "repetition")
-    assert (plain.finish_reason, plain.version_spans) == ("repetition", ())
+    assert (plain.finish_reason, plain.version_spans) == ("repetition", ((3, 3),))
     assert plain.teacher_logprobs is None and plain.routed_experts is None
     assert rollout(4, version_spans=((4, 2), (3, 2))).cut(2, "").version_spans == ((4, 2),), "not of its oldest version"
 

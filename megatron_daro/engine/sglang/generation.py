@@ -238,7 +238,7 @@ class ServerGeneration:
     def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
         """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
         given = server.versions
-        unknown = {version for rollout in rollouts for version, _ in rollout.spans} - given - _earlier(rollouts)
+        unknown = {version for rollout in rollouts for version, _ in rollout.version_spans} - given - _earlier(rollouts)
         if given and unknown:
             reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
             self._fleet.fence(server, reason)
@@ -280,7 +280,7 @@ class ServerGeneration:
 
 def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
     """Versions below the newest of each rollout: those of tokens from before a resume, maybe of another server."""
-    return {version for rollout in rollouts for version, _ in rollout.spans[:-1]}
+    return {version for rollout in rollouts for version, _ in rollout.version_spans[:-1]}
 
 
 def _pause_s(failures: int) -> float:

@@ -24,7 +24,7 @@ from megatron_daro.engine.sglang.request import tokens_so_far
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.logs import safe_text
 from megatron_daro.routed_experts import ExpertsFolder, StoredExperts
-from megatron_daro.types import GroupRequest, Rollout
+from megatron_daro.types import GroupRequest, Rollout, joined_spans
 
 _LONGEST_TEXT = 300
 _LARGEST_ID = int(np.iinfo(np.int32).max)
@@ -373,7 +373,7 @@ def _rollout(
         logprobs=np.array([logprob for logprob, _, _ in meta.output_token_logprobs or ()], dtype=np.float32),
         finish_reason=finish_reason,
         weight_version=oldest,
-        version_spans=() if spans in ((), ((oldest, len(ids)),)) else spans,
+        version_spans=spans,
         routed_experts=_routed_experts(request, index, meta.routed_experts, length, finish_reason, experts),
     )
 
@@ -443,9 +443,7 @@ class _Versions:
 
 
 def _spans(sample: Sample, versions: _Versions) -> tuple[tuple[int, int], ...]:
-    """(weight version, tokens) in order. Servers older than 0.5.22 tell the last version only: not to be trusted."""
-    reported_spans, num_tokens = sample.meta_info.weight_versions, len(sample.ids)
-    if not reported_spans:
-        return ((versions.oldest, num_tokens),) if num_tokens else ()
-    spans = [(versions.number(span.version), span.end - span.start) for span in reported_spans]
-    return tuple((v, n) for v, n in spans if n > 0)
+    """(weight version, tokens) in order; none where a server does not tell them: those older than 0.5.22 tell the last
+    version only, which is not to be trusted."""
+    reported_spans = sample.meta_info.weight_versions or ()
+    return joined_spans([(versions.number(span.version), span.end - span.start) for span in reported_spans])

@@ -181,7 +181,7 @@ def test_an_answer_in_segments_is_that_of_one_request(small_models):
         other = whole[group, 0, index]
         assert (rollout.tokens.tolist(), rollout.text) == (other.tokens.tolist(), other.text)
         np.testing.assert_allclose(rollout.logprobs, other.logprobs, atol=1e-5)
-        assert rollout.spans == (((0, 5), (7, 7)) if index < 2 else ((7, 12),))
+        assert rollout.version_spans == (((0, 5), (7, 7)) if index < 2 else ((7, 12),))
         assert rollout.weight_version == (0 if index < 2 else 7)
 
 

@@ -168,7 +168,7 @@ def answers_of(rollout: Rollout) -> list[tuple]:
     pad = rollout.prompt_length
     mask = np.concatenate([np.zeros(pad, np.uint8), rollout.loss_mask])
     logprobs = np.concatenate([np.zeros(pad, np.float32), rollout.logprobs])
-    versions = [0] * pad + [version for version, count in rollout.spans for _ in range(count)]
+    versions = [0] * pad + [version for version, count in rollout.version_spans for _ in range(count)]
     found, start = [], 0
     for length in lengths:
         at = slice(start, start + length)

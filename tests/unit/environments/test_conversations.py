@@ -168,7 +168,7 @@ def test_columns_hold_every_turn():
         logprobs = [x for a, turn in zip(shown, turns, strict=True) for x in [0.0] * len(a) + turn.logprobs.tolist()]
         assert one.logprobs.tolist() == logprobs and one.logprobs.dtype == np.float32
         first, *later = [a + b for a, b in one.turns]
-        assert one.version_spans == (((7, first), (6, later[0])) if later else ())
+        assert one.version_spans == ((7, first), *((6, count) for count in later))
         assert (one.weight_version, one.attempt) == (6 if later else 7, 0)
         assert len(one.routed_experts) == len(one.tokens)
         rows = [part.first + i for part in one.routed_experts.parts for i in range(part.rows)]

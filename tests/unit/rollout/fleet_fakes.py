@@ -106,7 +106,6 @@ class FleetEngine(FakeEngine):
             logprobs=-generator.random(fresh, dtype=np.float32),
             finish_reason=finish,
             weight_version=self.version,
-            version_spans=((self.version, fresh),) if fresh else (),
         )
         whole = earlier.extended(later, "") if earlier else later
         return replace(whole, text=" ".join(map(str, whole.tokens[whole.prompt_length :])))

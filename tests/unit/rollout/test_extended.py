@@ -77,10 +77,10 @@ def test_many_parts(parts):
     total = sum(count for _, count in parts)
     assert whole.response_length == total == len(whole.logprobs) == len(whole.loss_mask)
     expected = [version for version, count in parts for _ in range(count)]
-    assert [version for version, count in whole.spans for _ in range(count)] == expected
+    assert [version for version, count in whole.version_spans for _ in range(count)] == expected
     if expected:
         assert whole.weight_version == min(expected)
-    neighbours = [version for version, _ in whole.spans]
+    neighbours = [version for version, _ in whole.version_spans]
     assert all(one != other for one, other in pairwise(neighbours))
 
 

@@ -44,9 +44,9 @@ def check_segments(groups):
     for group in groups:
         for rollout in group.rollouts:
             assert rollout.response_length == length_of(group.group_id, rollout.index)
-            counts = [tokens for _, tokens in rollout.spans]
+            counts = [tokens for _, tokens in rollout.version_spans]
             assert counts == [SEGMENT] * (len(counts) - 1) + [counts[-1]] and 1 <= counts[-1] <= SEGMENT
-            assert rollout.finish_reason == "stop" and rollout.weight_version == rollout.spans[0][0]
+            assert rollout.finish_reason == "stop" and rollout.weight_version == rollout.version_spans[0][0]
 
 
 @pytest.mark.parametrize("finish_batch", ["enough", "all"])
@@ -64,7 +64,7 @@ def test_an_answer_gets_a_segment_in_each_batch_until_it_is_whole(finish_batch):
         assert set(asked.values()) == {1}, "what is set aside in a batch is not asked for again in it"
     check_segments(groups)
     assert len(groups) >= 8 and len(set(ids(groups))) == len(groups)
-    spans = {len(rollout.spans) for group in groups for rollout in group.rollouts}
+    spans = {len(rollout.version_spans) for group in groups for rollout in group.rollouts}
     assert spans == {1, 2, 3}, "answers of 2, 4, 6 and 8 tokens"
     assert batch.snapshot.unfinished, "some wait"
     for request in parts.engine.asked:
@@ -112,7 +112,7 @@ def test_a_checkpoint_keeps_what_is_set_aside():
         assert plain(following[0].groups) == plain(following[1].groups)
         for one, batch in zip((parts, again), following, strict=True):
             train(one, batch)
-    assert any(len(r.spans) == 3 for group in following[0].groups for r in group.rollouts)
+    assert any(len(r.version_spans) == 3 for group in following[0].groups for r in group.rollouts)
 
 
 def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
@@ -131,7 +131,7 @@ def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):
     check_books(tmp_path / "whole")
     trained = [group for _, group, used in recorded_once(tmp_path / "whole") if used == "trained"]
     check_segments(trained)
-    versions = [r.spans for group in trained for r in group.rollouts]
+    versions = [r.version_spans for group in trained for r in group.rollouts]
     assert any(len(spans) == 3 for spans in versions) and all(len(group.rollouts) == K for group in trained)
     for step in recorded_steps(tmp_path / "whole"):
         for group, used in read_step(tmp_path / "whole", step):

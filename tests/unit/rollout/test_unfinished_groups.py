@@ -43,7 +43,7 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
     for rollout in group.rollouts:
         length = length_of(0, rollout.index)
         assert rollout.weight_version == 0 and rollout.response_length == length == len(rollout.logprobs)
-        assert rollout.spans == (((0, turns), (1, length - turns)) if length > turns else ((0, length),))
+        assert rollout.version_spans == (((0, turns), (1, length - turns)) if length > turns else ((0, length),))
         assert rollout.attempt == (1 if length > turns else 0)
     assert first.response_tokens + second.response_tokens == parts.engine.generated
     assert second.counters["rollout/groups_resumed"] == 1 and second.counters["rollout/aborted_tokens"] == 0

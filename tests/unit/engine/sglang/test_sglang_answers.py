@@ -108,7 +108,7 @@ def test_a_partial_rollout_is_continued(tmp_path):
     ((rollout,), _, _) = answers_of(tmp_path, request, [one([4, 2])])
     assert rollout.tokens[3:].tolist() == [1, 1, 4, 2] and rollout.prompt_length == 3
     assert rollout.logprobs.tolist() == [-2.0, -2.0, -0.5, -0.5] and rollout.text == "1 1 4 2"
-    assert rollout.spans == ((0, 2), (1, 2)) and rollout.weight_version == 0
+    assert rollout.version_spans == ((0, 2), (1, 2)) and rollout.weight_version == 0
 
 
 WORDS = {1: "7", 2: "</a>", 3: "a>\n", 4: "</", 5: "<", 6: "/", 7: "a", 8: ">"}
@@ -159,7 +159,7 @@ def test_tokens_are_of_the_weights_that_the_server_names(tmp_path, spans, versio
             await fleet.publish(weights, 2)
             updated.set()
             (rollout,) = await working
-            assert (rollout.weight_version, rollout.spans) == (version, kept)
+            assert (rollout.weight_version, rollout.version_spans) == (version, kept)
 
     run(scenario())
 
