@@ -1,4 +1,4 @@
-"""What ends an answer: token ids, and texts that may span several tokens or end within one.
+"""What ends an answer: token ids, texts that may span several tokens or end within one, and repeating itself.
 
 Tokenizer and rollout.stop -> `Stops` -> SamplingParams -> engine. An answer ends with the first token after which its
 text holds a stop text. Its tokens stay whole, since the model sampled them and is trained on them, and they are never
@@ -29,14 +29,15 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """token_ids: ascending, at least one. texts: in no token's place; often none."""
+    """token_ids: ascending, at least one. texts: in no token's place; often none. repetition: as in SamplingParams."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...] = ()
+    repetition: tuple[int, int] | None = None
 
     def with_texts(self, texts: Sequence[str]) -> Stops:
         """Return the same with further texts."""
-        return Stops(self.token_ids, tuple(dict.fromkeys((*self.texts, *texts))))
+        return replace(self, texts=tuple(dict.fromkeys((*self.texts, *texts))))
 
 
 def read_stops(

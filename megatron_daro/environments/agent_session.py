@@ -111,7 +111,7 @@ class AgentSession:
             chat.ends.append((len(chat.messages), len(chat.context.tokens)))
         if chat not in self._chats:
             self._chats.append(chat)
-        reason = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
+        reason = "length" if completion.finish_reason != "stop" else "tool_calls" if calls else "stop"
         return Reply(message, completion, read, reason)
 
     def _too_long(self, why: str) -> RefusedRequestError:

@@ -33,8 +33,8 @@ _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a
 class Completion:
     """What the model said in one turn.
 
-    tokens: ids, a stop token that was sampled included. text: decoded, for reading only. finish_reason: "length" where
-    the turn was cut. logprobs: of each token, natural log.
+    tokens: ids, a stop token that was sampled included. text: decoded, for reading only. finish_reason: "length" or
+    "repetition" where the turn was cut. logprobs: of each token, natural log.
     """
 
     tokens: tuple[int, ...]
@@ -122,7 +122,7 @@ class Conversation:
         self._rewarded = False
         self.fault: RolloutError | None = None
         self.aborted = self.timed_out = False
-        self._cut = False
+        self._cut = self._repeats = False
 
     @property
     def group_id(self) -> int:
@@ -256,6 +256,7 @@ class Conversation:
                 self._task.cancel()
             raise asyncio.CancelledError("the engine gave this conversation up")
         self._cut = answer.finish_reason == "length" and self.room < 1
+        self._repeats = answer.finish_reason == "repetition"
         self.last_text = answer.text
         logprobs = tuple(answer.logprobs.tolist())
         ids = answer.tokens[answer.prompt_length :].tolist()
@@ -293,7 +294,7 @@ class Conversation:
         return self.tokens[len(self._request.prompt.tokens) :]
 
     def cut(self) -> None:
-        """Say that it ends for want of room: its finish reason is then "length"."""
+        """Say that it ends for want of room: with "length", unless its last answer repeats itself."""
         self._cut = True
 
     def report(
@@ -364,7 +365,7 @@ class Conversation:
         self._count_seconds()
         if not self.generated:
             raise self.refuse("rollout returned without an answer of the model", "at least one generated token")
-        return self.ended("length" if self._cut else "stop", verdict)
+        return self.ended("repetition" if self._repeats else "length" if self._cut else "stop", verdict)
 
     @property
     def generated(self) -> int:

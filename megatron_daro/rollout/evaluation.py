@@ -67,6 +67,7 @@ class Evaluator:
             max_new_tokens=self._max_tokens,
             stop_token_ids=stops.token_ids,
             stop=stops.texts,
+            repetition=stops.repetition,
         )
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))

@@ -303,6 +303,7 @@ def answer_stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> Stops:
     stops = read_stops(
         tokenizer, stop=rollout.stop, extra_ids=rollout.stop_token_ids, model_path=config.model.path
     ).with_texts(template.stop if template else ())
+    stops = replace(stops, repetition=rollout.repetition.looked_for)
     without_tokenizer = config.engine.sglang.named_arguments.get("skip_tokenizer_init")
     if config.engine.kind == "sglang" and without_tokenizer and ends_at_texts(config, stops):
         raise ConfigError(

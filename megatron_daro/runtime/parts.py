@@ -106,7 +106,7 @@ def _sampling(config: Config, inputs: Inputs) -> SamplingParams:
         inputs.stops.token_ids,
         routed_experts=routed,
         stop=inputs.stops.texts,
-        repetition=section.repetition.looked_for,
+        repetition=inputs.stops.repetition,
     )
 
 

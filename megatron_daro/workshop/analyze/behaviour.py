@@ -16,8 +16,8 @@ KEYWORDS = (
 )
 """Source: `keyword_pool` of analysis/keyword_count.py, Dr. GRPO's authors' code."""
 Ending = Literal["answered", "ran on", "cut off", "without answer"]
-"""A final answer, and it stopped; a final answer, but the limit ended it; the limit ended it before one; it stopped
-without one: it is no answer, or not in the form that was asked for."""
+"""A final answer, and it stopped; a final answer, but it was cut; cut before one; it stopped without one: it is no
+answer, or not in the form that was asked for."""
 _CODE = ("```python", "```output")
 
 
@@ -28,7 +28,7 @@ def reflects(text: str) -> bool:
 
 
 def ending_of(has_answer: bool, truncated: bool) -> Ending:
-    """Return how an answer ends. Args: has_answer: the verifier finds a final answer. truncated: the limit ended it."""
+    """Return how an answer ends. Args: has_answer: the verifier finds a final answer. truncated: it was cut."""
     if has_answer:
         return "ran on" if truncated else "answered"
     return "cut off" if truncated else "without answer"

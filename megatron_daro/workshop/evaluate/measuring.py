@@ -286,6 +286,7 @@ def _made_of(plan: Plan, stops: Stops, date: datetime.date) -> dict[str, Any]:
         "max_response_tokens": config.rollout.max_response_tokens,
         "stop_token_ids": list(stops.token_ids),
         **({"stop": list(stops.texts)} if stops.texts else {}),
+        **({"repetition": list(stops.repetition)} if stops.repetition else {}),
         "seed": config.engine.seed,
         "engine": config.engine.kind,
         "verifier": {"verifier": verifier.name}

@@ -50,7 +50,13 @@ def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, sto
         section, seen = held_out.section, Counter[str]()
         ends = held_out.stops(stops)
         sampling = SamplingParams(
-            section.temperature, section.top_p, max_new_tokens, ends.token_ids, seed, stop=ends.texts
+            section.temperature,
+            section.top_p,
+            max_new_tokens,
+            ends.token_ids,
+            seed,
+            stop=ends.texts,
+            repetition=ends.repetition,
         )
         for prompt in held_out.prompts:
             problem = _problem_id(prompt)

@@ -113,7 +113,7 @@ async def score_problems(
             text = row.pop("text")
             answer = reader.answer_of(question.held_out.verified_text(text))
             fields = {"answer": answer, "reflects": reflects(text), "code": has_code(text)}
-            fields["ending"] = ending_of(answer is not None, row["finish_reason"] == "length")
+            fields["ending"] = ending_of(answer is not None, row["finish_reason"] != "stop")
             found[row["group_id"]][row["index"]] = row | fields
     missing = sum(question.samples - len(found[question.group_id]) for question in questions)
     if missing:
@@ -259,7 +259,7 @@ def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes)
         length=fmean(row["length"] for row in rows),
         length_right=_mean(right),
         length_wrong=_mean(wrong),
-        truncated=sum(row["finish_reason"] == "length" for row in rows),
+        truncated=sum(row["finish_reason"] != "stop" for row in rows),
         no_answer=sum(row["reason"] == "no_answer" for row in rows),
         reflecting=sum(row["reflects"] for row in rows),
         reflecting_right=sum(row["reflects"] and row["correct"] for row in rows),

@@ -13,6 +13,7 @@ import pytest
 from loop_fakes import FakeProgress, FakeScorer
 
 from megatron_daro.config import EnvironmentSection, RewardSection
+from megatron_daro.data.stops import until_repeated
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
 from megatron_daro.environments.agents import AgentConversations, CommandAgents
@@ -66,8 +67,8 @@ class Engine:
             number,
             response_decoder(self._tokens)(ids),
         )
-        self.answers.append(answer)
-        return answer
+        self.answers.append(until_repeated(answer, request.sampling.repetition, response_decoder(self._tokens)))
+        return self.answers[-1]
 
     async def abort(self, group_ids=None) -> None: ...
 
@@ -113,7 +114,18 @@ class Agents:
 
 
 def run(
-    tokens, agent, says, *, indices=(0, 1), answer="easy", room=2000, together=True, before=None, socket="", **section
+    tokens,
+    agent,
+    says,
+    *,
+    indices=(0, 1),
+    answer="easy",
+    room=2000,
+    repetition=None,
+    together=True,
+    before=None,
+    socket="",
+    **section,
 ):
     """Hold the conversations of one group.
 
@@ -146,7 +158,7 @@ def run(
     )
     first = tokens.encode("<|im_start|>", add_special_tokens=False)
     prompt = Prompt("p", answer, "unit", text="6*7?", tokens=tuple(first))
-    request = GroupRequest(3, 0, prompt, indices, SamplingParams(max_new_tokens=room))
+    request = GroupRequest(3, 0, prompt, indices, SamplingParams(max_new_tokens=room, repetition=repetition))
 
     async def held():
         try:

@@ -121,6 +121,16 @@ def test_an_answer_that_was_cut_is_continued_from_its_tokens(tokens):
     assert rollouts[0].verdict.reason == "match"  # the verifier judged the last answer
 
 
+def test_an_answer_that_repeats_itself_is_cut_for_the_agent_and_in_what_is_trained(tokens):
+    async def agent(problem, api):
+        _, body = await api.post({"messages": ASKED})
+        assert body["choices"][0]["finish_reason"] == "length"
+
+    rollouts, engine, _, _ = run(tokens, agent, lambda *_: "no" * 50, indices=(0,), repetition=(8, 4))
+    assert_exact(rollouts, engine)
+    assert rollouts[0].finish_reason == "repetition" and rollouts[0].generated_length == 8
+
+
 def test_requests_that_ask_for_what_is_not_served_are_refused_by_name(tokens):
     wrong = {
         "temperature": {"temperature": -1},

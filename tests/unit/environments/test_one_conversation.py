@@ -120,6 +120,19 @@ def test_an_answer_that_was_cut_at_the_end_of_the_room_ends_the_conversation_as_
     assert hold(saying([20] * length), talk).finish_reason == reason
 
 
+@pytest.mark.parametrize(("turns", "reason"), [(1, "repetition"), (2, "stop")])
+def test_a_conversation_whose_last_answer_repeats_itself_ends_for_that(turns, reason):
+    reasons = iter(("repetition", "stop"))
+    model = Model(lambda request: model.answer(request, [20], next(reasons)))
+
+    async def talk(one):
+        for _ in range(turns):
+            await one.generate()
+        return one.verdict(True, "ok")
+
+    assert hold(model, talk).finish_reason == reason
+
+
 def test_an_environment_may_say_that_it_ends_for_want_of_room():
     async def talk(one):
         await one.generate()

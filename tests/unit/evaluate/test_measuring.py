@@ -52,3 +52,20 @@ def test_an_evaluation_that_goes_on_after_midnight_asks_as_on_its_first_day(tmp_
     assert first == second != of_another
     assert cli.main([*command, "data.template_date=2024-07-27"]) == cli.EXIT_ERROR
     assert "template_date was" in capsys.readouterr().err
+
+
+def test_answers_that_repeat_themselves_end_as_the_configuration_says(tmp_path, monkeypatch, capsys):
+    model, problems = save_tiny_model(tmp_path / "base"), tmp_path / "mine.jsonl"
+    problems.write_text('{"problem": "1=", "answer": "1"}\n')
+    asked = []
+
+    def ask(plan, tokenizer, questions, notices):
+        asked.extend(question.sampling.repetition for question in questions)
+        raise EngineError("no engine today")
+
+    monkeypatch.setattr(measuring, "_ask_until_whole", ask)
+    command = ["eval", "--hf", str(model), "--set", f"mine={problems}", "--template", "none"]
+    command += ["--out", str(tmp_path / "out")]
+    assert cli.main([*command, "rollout.repetition.tokens=16"]) == cli.EXIT_ERROR and asked == [(16, 8)]
+    assert cli.main(command) == cli.EXIT_ERROR
+    assert "repetition was [16, 8], is null" in capsys.readouterr().err and len(asked) == 1

@@ -66,7 +66,8 @@ def test_how_answers_end_and_reflect(tmp_path):
         def rollout(self, request, index):
             one, d = super().rollout(request, index), request.prompt.answer
             text = [f"#### {d}", f"Let me Double-Check. #### {d}", f"```python\n1\n``` #### {d}", "reconsider"][index]
-            return replace(one, text=text, finish_reason="length" if index == 2 else "stop")
+            cut = "length" if d == "0" else "repetition"
+            return replace(one, text=text, finish_reason=cut if index == 2 else "stop")
 
     held_out = digits(samples=4)
     found = scored(tmp_path, held_out, engine=Said())

@@ -54,7 +54,7 @@ def held_out(name="d", golds=("right", "wrong"), categories=("", ""), **section)
 def evaluated(rollouter, *sets, step=0, **options):
     said = []
     evaluator = Evaluator(
-        sets, rollouter, max_response_tokens=8, stops=Stops((1, 2), ("END",)), warn=said.append, **options
+        sets, rollouter, max_response_tokens=8, stops=Stops((1, 2), ("END",), (8, 4)), warn=said.append, **options
     )
     return dict(asyncio.run(evaluator.evaluate(step))), said
 
@@ -65,7 +65,7 @@ def test_it_samples_as_its_set_says_and_stops_as_the_run_does():
     ((first, second),) = rollouter.calls
     sampling = first.sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.25, 8)
-    assert (sampling.stop_token_ids, sampling.stop) == ((1, 2), ("END",))
+    assert (sampling.stop_token_ids, sampling.stop, sampling.repetition) == ((1, 2), ("END",), (8, 4))
     assert (first.indices, first.attempt, second.prompt.id) == ((0, 1), 0, "1")
 
 
