@@ -331,8 +331,6 @@ class Controller:
         if not minibatches:
             self._lost = batch
             self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
-            if not self._parts.gpus.engine_is_ready:
-                await self._publish("again, after a batch that trained nothing")
             await self._pace.batch_done(self.step)
             return
         self._lost = None

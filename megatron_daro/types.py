@@ -18,7 +18,8 @@ import numpy as np
 from megatron_daro.routed_experts import StoredExperts
 
 FinishReason = Literal["stop", "length", "abort", "repetition", "segment"]
-"""segment: at its entry of `GroupRequest.limits`. Only engines give it; between batches it is kept as "abort"."""
+"""abort: it has not got what it was asked for. segment: at its entry of `GroupRequest.limits`; only engines give it,
+and between batches it is kept as "abort"."""
 PlainValue = str | int | float | bool | None
 """What a setting or a field of a record can be, written to JSON or YAML."""
 
@@ -169,6 +170,11 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.response_length and not self.version_spans:
             object.__setattr__(self, "version_spans", ((self.weight_version, self.response_length),))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is to come after it: it can be verified and trained."""
+        return self.finish_reason not in ("abort", "segment")
 
     @property
     def response_length(self) -> int:

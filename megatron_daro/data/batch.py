@@ -143,7 +143,8 @@ def _taught(batch: StepBatch, rollouts: Sequence[Rollout], coefficient: float, r
     if untaught is not None:
         raise DataError(
             f"algorithm.distill: group {untaught.group_id} rollout {untaught.index} has no log-probs of the teacher; "
-            "allowed: rollouts that it has read; fix: replay a run with algorithm.distill, or leave its urls empty"
+            "allowed: rollouts that it has read; fix: replay or resume a run with algorithm.distill, or leave its urls "
+            "empty"
         )
     teacher_R = np.concatenate([np.zeros(0, np.float32), *(r.teacher_logprobs for r in rollouts if r.response_length)])
     own_R = batch.token_advantages_R
@@ -225,8 +226,10 @@ def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:
 
 def _check_rollout(rollout: Rollout, group: str) -> None:
     name = f"{group}, rollout {rollout.index}"
-    if rollout.finish_reason == "abort":
-        raise DataError(f"{name} was aborted; only finished rollouts are trained: request it again or drop the group")
+    if not rollout.is_finished:
+        raise DataError(
+            f"{name} is not finished; only finished rollouts are trained: request it again or drop the group"
+        )
     if not 1 <= rollout.prompt_length <= len(rollout.tokens):
         raise DataError(
             f"{name} has prompt_length {rollout.prompt_length} of {len(rollout.tokens)} tokens; at least one prompt "

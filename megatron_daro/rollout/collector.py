@@ -126,7 +126,7 @@ class RolloutCollector:
             if rollout.group_id not in prompts:
                 prompts[rollout.group_id] = np.array(entry.prompt.tokens, dtype=np.int32)
             check_shape(rollout, prompts[rollout.group_id])
-            if rollout.finish_reason in ("abort", "segment"):
+            if not rollout.is_finished:
                 self._hold(rollout, entry)
             else:
                 self._count(rollout, entry.partial.pop(rollout.index, None))

@@ -129,9 +129,7 @@ class UnfinishedGroup:
                 f"group {finished.group_id}: unfinished with the rollouts {indices}, {len(finished.rollouts)} of them "
                 f"finished; allowed: each of 0 to {allowed[-1]} once at most, not all finished"
             )
-        if any(r.finish_reason == "abort" for r in finished.rollouts) or any(
-            r.finish_reason != "abort" for r in rollouts
-        ):
+        if not all(r.is_finished for r in finished.rollouts) or any(r.is_finished for r in rollouts):
             raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
         return cls(finished, rollouts)
 

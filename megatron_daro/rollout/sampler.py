@@ -74,7 +74,8 @@ class Sampler:
         """Continue where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
 
         Raises:
-            CheckpointError: the state is of a replay, torn, or does not add up.
+            CheckpointError: the state is of a replay, torn, or does not add up, or a group that waits has an answer
+                that is longer than answers may be now.
         """
         if is_replay(state):
             raise CheckpointError(
@@ -83,6 +84,13 @@ class Sampler:
             )
         with reading_state():
             self._load(state, waiting)
+        answers = [r for record in waiting for r in (*record.group.rollouts, *record.partial)]
+        longest, limit = max((r.response_length for r in answers), default=0), self._section.max_response_tokens
+        if longest > limit:
+            raise CheckpointError(
+                f"rollout.max_response_tokens: got {limit}, but a group that waits in the checkpoint has an answer of "
+                f"{longest} tokens; allowed: {longest} or more; fix: set it back, or start a new run from the weights"
+            )
 
     def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:
         self._source.load_state_dict(state["source"])

@@ -55,11 +55,6 @@ class Gpus(Protocol):
         """Whether the policy can train and save."""
         ...
 
-    @property
-    def engine_is_ready(self) -> bool:
-        """Whether the engine can generate."""
-        ...
-
     async def to_policy(self) -> None:
         """Make the policy ready; the engine may be none afterwards."""
         ...
@@ -71,9 +66,9 @@ class Gpus(Protocol):
 
 
 class OwnGpus:
-    """Policy and engine have GPUs of their own, or the run has no engine: both are always ready."""
+    """Policy and engine have GPUs of their own, or the run has no engine: the policy is always ready."""
 
-    policy_is_ready = engine_is_ready = True
+    policy_is_ready = True
 
     async def to_policy(self) -> None:
         """Nothing."""
@@ -97,11 +92,6 @@ class Colocation:
         self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
         where = "a device, contexts included, after the servers gave their memory back"
         self._servers_left = LeftBehind(where, _MOST_GROWTH_OF_SERVERS)
-
-    @property
-    def engine_is_ready(self) -> bool:
-        """When it is not the policy's turn."""
-        return not self.policy_is_ready
 
     async def to_policy(self) -> None:
         """Have the engine give its memory back, then the policy take its own."""

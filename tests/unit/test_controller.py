@@ -455,29 +455,6 @@ def test_throughput_is_tokens_over_the_time_that_training_took(tmp_path):
     assert "throughput/train_tokens_per_s" not in second
 
 
-def test_where_gpus_are_shared_the_engine_gets_them_back_after_a_batch_that_trained_nothing(tmp_path):
-    stack = make_stack(tmp_path)
-    answer, events = stack.engine.answer, []
-    stack.engine.answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
-
-    class Shared:
-        policy_is_ready = True
-        engine_is_ready = property(lambda self: not self.policy_is_ready)
-
-        async def publish(self, sync, version):
-            events.append(version)
-            self.policy_is_ready = False
-            return {}
-
-        async def to_policy(self):
-            events.append("policy")
-            self.policy_is_ready = True
-
-    with pytest.raises(DataError, match="5 batches"):
-        run_stack(with_parts(stack, gpus=Shared()))
-    assert events == [0, *["policy", 0] * 4, "policy"]
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_experts_stay_on_the_disk_of_what_a_record_names(tmp_path, recorded):
     stack, folder = make_stack(tmp_path, trainer={"steps": 3}), ExpertsFolder(tmp_path)

@@ -146,7 +146,7 @@ class Taught:
 
     async def _read(self, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         async def one(rollout: Rollout) -> Rollout:
-            if rollout.finish_reason in ("abort", "segment") or not rollout.response_length:  # it may go on
+            if not (rollout.is_finished and rollout.response_length):
                 return rollout
             return replace(rollout, teacher_logprobs=await self._teacher.logprobs(rollout))
 

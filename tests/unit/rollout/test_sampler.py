@@ -171,6 +171,9 @@ def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
         assert ([group.group_id for group in batch.groups] == [3, 4, 5]) == carried
         assert [group.group_id for group in batch.dropped] == ([] if carried else [3, 4, 5])
     assert parts.sampler.ledger.state_dict() == resumed.sampler.ledger.state_dict()
+    shorter = max(r.response_length for record in waiting for r in record.group.rollouts) - 1
+    with pytest.raises(CheckpointError, match="max_response_tokens"):
+        setup(rollout={"max_response_tokens": shorter}).sampler.load_state_dict(state, waiting)
 
 
 @pytest.mark.parametrize("steps_per_batch", [1, 3])
