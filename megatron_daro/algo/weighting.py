@@ -296,17 +296,23 @@ WITH_CRITIC: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in (Ppo, Dar
 """Those that need values too: not in other frameworks' loops."""
 
 
-def make_algorithm(name: str, **options: Any) -> Algorithm:
+def make_algorithm(name: str, *, daro: Mapping[str, Any] | None = None, **options: Any) -> Algorithm:
     """Return the algorithm of this name: the same call in the driver and on every rank.
 
     Args:
         name: one of `ALGORITHMS` or `WITH_CRITIC`, or `module:Class`, a subclass of `Algorithm` that Python can import.
-        options: arguments of its constructor.
+        daro: further arguments of the constructor of `Daro` or a subclass. options: arguments of its constructor.
 
     Raises:
         AlgorithmError: there is no such algorithm, or an option is unknown or out of range.
     """
     cls = ALGORITHMS.get(name) or WITH_CRITIC.get(name) or _imported(name)
+    if daro and not issubclass(cls, Daro):
+        raise AlgorithmError(
+            f"daro: got {', '.join(daro)} with algorithm {name}; allowed: only with daro, daro_ppo and subclasses of "
+            "Daro; fix: remove them, or give the class options of its own"
+        )
+    options = {**(daro or {}), **options}
     own = options_of(cls, without=Common.__annotations__)
     if wrong := wrong_option(own, options):
         raise AlgorithmError(wrong)

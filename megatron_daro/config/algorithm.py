@@ -6,32 +6,48 @@ mathematics is in megatron_daro.algo, which this file cannot import because it i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_daro.config.actor import OptimizerSection
-from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section, Servers
+from megatron_daro.config.base import Decay, ExpandedPath, OneOf, Section, Servers, changed
 
-ALGORITHM_NAMES = (
-    "grpo",
-    "grpo_sequence",
-    "dapo",
-    "lite_ppo",
-    "dr_grpo",
-    "rloo",
-    "kimi",
-    "daro",
-    "maxrl",
-    "f_grpo",
-    "mgpo",
-    "dgpo",
-    "ha_dw",
-    "ppo",
-    "daro_ppo",
-)
-"""Those of megatron_daro.algo.weighting.ALGORITHMS and WITH_CRITIC; a test compares them."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an algorithm of the package means for other options.
+
+    critic: it trains one, by section `critic`.
+    difficulty_weights: it learns DARO's, by section `daro`.
+    own_surrogate: its loss of a token is its own, and no trust region is chosen.
+    """
+
+    critic: bool = False
+    difficulty_weights: bool = False
+    own_surrogate: bool = False
+
+
+ALGORITHMS: Mapping[str, Traits] = {
+    "grpo": Traits(),
+    "grpo_sequence": Traits(),
+    "dapo": Traits(),
+    "lite_ppo": Traits(),
+    "dr_grpo": Traits(),
+    "rloo": Traits(),
+    "kimi": Traits(own_surrogate=True),
+    "daro": Traits(difficulty_weights=True),
+    "maxrl": Traits(),
+    "f_grpo": Traits(),
+    "mgpo": Traits(),
+    "dgpo": Traits(),
+    "ha_dw": Traits(),
+    "ppo": Traits(critic=True),
+    "daro_ppo": Traits(critic=True, difficulty_weights=True),
+}
+"""Those of megatron_daro.algo.weighting, in its order; a test compares them with its classes."""
 
 
 PASSES = ("old_logprobs", "ref_logprobs", "values")
@@ -177,7 +193,7 @@ class DistillSection(Section):
 class AlgorithmSection(Section):
     """The loss."""
 
-    name: Annotated[str, OneOf(ALGORITHM_NAMES)] = "daro"
+    name: Annotated[str, OneOf(tuple(ALGORITHMS))] = "daro"
     """Advantage, filter and weighting of the token losses; module:Class: a subclass of
     megatron_daro.algo.weighting.Algorithm."""
     options: dict[str, Any] = {}
@@ -214,7 +230,7 @@ class AlgorithmSection(Section):
     length_reward: LengthRewardSection = LengthRewardSection()
     """Reward for short answers."""
     daro: DaroSection = DaroSection()
-    """DARO's weights; read when name is daro or daro_ppo."""
+    """DARO's weights; read by daro, daro_ppo and subclasses of Daro, whose constructors get what is set here."""
     critic: CriticSection = CriticSection()
     """The critic; read by algorithms that have one."""
     distill: DistillSection = DistillSection()
@@ -224,9 +240,14 @@ class AlgorithmSection(Section):
     all turns of the group; a token's advantage is the sum of those of its turn and of later ones."""
 
     @property
+    def traits(self) -> Traits | None:
+        """What this algorithm means for other options; None for one of your own, whose class says it."""
+        return ALGORITHMS.get(self.name)
+
+    @property
     def has_critic(self) -> bool:
-        """Whether this algorithm of the package trains one; what one of your own does, its class says."""
-        return self.name in ("ppo", "daro_ppo")
+        """Whether this is an algorithm of the package that trains a critic."""
+        return self.traits is not None and self.traits.critic
 
     def passes(self, columns: Collection[str] = ()) -> tuple[str, ...]:
         """Return those of PASSES that the ranks make.
@@ -248,7 +269,7 @@ class AlgorithmSection(Section):
         Args:
             rollouts_per_prompt: K. max_response_tokens: the longest response allowed. environments: names of several.
         """
-        daro = self.daro.model_dump(exclude={"weights_by"})
+        daro = {name: getattr(self.daro, name) for name in changed(self.daro) if name != "weights_by"}
         if self.daro.weights_by == "environment_pass_rate":
             daro["environments"] = tuple(environments)
         return {
@@ -257,6 +278,6 @@ class AlgorithmSection(Section):
             "max_response_tokens": max_response_tokens,
             "std": self.std,
             "group_filter": self.filter,
-            **(daro if self.name in ("daro", "daro_ppo") else {}),
+            "daro": daro,
             **self.options,
         }

@@ -89,11 +89,11 @@ def _converted(directory: Path) -> str:
 
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
-    """Return the shape of the critic; None for an algorithm of the package without one. Raises ModelError."""
-    path = config.algorithm.critic.path
-    if not config.algorithm.has_critic:
-        return None
-    return policy if path is None else read_model_shape(path, CRITIC_HEADS)
+    """Return the shape of the critic; None without one, and for a class of one's own without `critic.path`, which may
+    have one. Raises ModelError."""
+    if (path := config.algorithm.critic.path) is not None:
+        return read_model_shape(path, CRITIC_HEADS)
+    return policy if config.algorithm.has_critic else None
 
 
 def megatron_problems(directory: Path | None) -> Iterator[Problem]:

@@ -247,7 +247,7 @@ def _look_at_weights(config: Config) -> None:
         from megatron_daro.convert.megatron_weights import MegatronWeights
 
         MegatronWeights(config.model.megatron_weights, shape).close()
-    if config.algorithm.has_critic and critic is not None:
+    if critic is not None:
         check_weights(critic, read_model_shape(critic, CRITIC_HEADS), critic=True)
 
 

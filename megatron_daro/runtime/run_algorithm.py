@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
+from megatron_daro.config.base import changed
 from megatron_daro.errors import AlgorithmError, ConfigError
 
 
@@ -21,8 +22,11 @@ def algorithm_of(config: Config) -> Algorithm:
     try:
         algorithm = make_algorithm(**arguments)
     except AlgorithmError as error:
-        of_options = str(error).partition(":")[0] in config.algorithm.options
-        field, fix = ("algorithm.options", "; fix: correct or remove it") if of_options else ("algorithm", "")
+        option, field, fix = str(error).partition(":")[0], "algorithm", ""
+        for section, given in (("options", config.algorithm.options), ("daro", changed(config.algorithm.daro))):
+            if option in given:
+                field, fix = f"algorithm.{section}", "; fix: correct or remove it"
+                break
         raise ConfigError(f"{field}.{error}{fix}") from error
     _refuse_what_it_has_not(config, algorithm)
     return algorithm
@@ -42,10 +46,18 @@ def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.turn_rewards: got true with algorithm.name {section.name}, another advantage than GRPO's; "
             "allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
-    if config.trainer.export_critic and "values" not in (columns or ()):
+    if "values" in (columns or ()):
+        return
+    no_critic = f"but {section.name} has no critic (token_columns without values)"
+    if config.trainer.export_critic:
         raise ConfigError(
-            f"trainer.export_critic: got true, but {section.name} has no critic (token_columns without values); "
-            "allowed: false with it; fix: set trainer.export_critic=false"
+            f"trainer.export_critic: got true, {no_critic}; allowed: false with it; fix: set "
+            "trainer.export_critic=false"
+        )
+    if given := changed(section.critic):
+        raise ConfigError(
+            f"algorithm.critic: got {', '.join(given)}, {no_critic}; allowed: only with an algorithm that has one; "
+            "fix: remove them"
         )
 
 

@@ -27,12 +27,10 @@ def loss(config: Config) -> Iterator[Problem]:
         allowed = "1 with trust_region reinforce, which has no ratio to the old policy"
         fix = "set algorithm.trust_region=clip"
         yield wrong(config, "trainer.epochs_per_batch", allowed, fix, beside="algorithm.trust_region")
-    if section.name == "kimi" and region != "clip":
-        allowed, fix = "unset with name kimi, which has a surrogate of its own", "remove algorithm.trust_region"
-        yield wrong(config, "algorithm.trust_region", allowed, fix, beside="algorithm.name")
-    elif section.name == "kimi" and section.dual_clip is not None:
-        allowed, fix = "unset with name kimi, which has a surrogate of its own", "remove algorithm.dual_clip"
-        yield wrong(config, "algorithm.dual_clip", allowed, fix, beside="algorithm.name")
+    if section.traits and section.traits.own_surrogate and (region != "clip" or section.dual_clip is not None):
+        field = "algorithm.trust_region" if region != "clip" else "algorithm.dual_clip"
+        allowed = f"unset with name {section.name}, which has a surrogate of its own"
+        yield wrong(config, field, allowed, f"remove {field}", beside="algorithm.name")
     if section.old_logprobs == "forward" and config.trainer.steps_per_batch > 1:
         allowed, fix = (
             "recompute or rollout with several mini-batches per batch",
@@ -61,8 +59,13 @@ def loss(config: Config) -> Iterator[Problem]:
 
 
 def daro(config: Config) -> Iterator[Problem]:
-    """Yield forms of DARO's weights that do not fit each other."""
-    section = config.algorithm.daro
+    """Yield forms of DARO's weights that nothing would read, or that do not fit each other."""
+    section, traits = config.algorithm.daro, config.algorithm.traits
+    if traits and not traits.difficulty_weights and (given := changed(section)):
+        got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which does not learn DARO's weights"
+        allowed, fix = "only with an algorithm that learns them", "set algorithm.name=daro or remove them"
+        yield wrong(config, "algorithm.daro", allowed, fix, beside="algorithm.name", got=got)
+        return
     low, high = section.clamp
     if not 0 < low <= 1 <= high or low == high:
         allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
@@ -124,7 +127,8 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
 
 def _may_have_critic(config: Config) -> bool:
     """Whether the algorithm trains a critic; one of your own may."""
-    return config.algorithm.has_critic or ":" in config.algorithm.name
+    traits = config.algorithm.traits
+    return traits is None or traits.critic
 
 
 def _unread_critic(config: Config) -> Iterator[Problem]:

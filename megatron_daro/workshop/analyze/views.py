@@ -113,7 +113,9 @@ def _at_rest(sums: BinSums, options: DaroSection) -> Daro:
 def _daro(sums: BinSums, options: DaroSection) -> Daro:
     section = AlgorithmSection(name="daro", daro=options)
     arguments = section.arguments(rollouts_per_prompt=sums.rollouts_per_prompt, max_response_tokens=1)
-    return Daro(**{name: value for name, value in arguments.items() if name != "name"})
+    algorithm = make_algorithm(**arguments)
+    assert isinstance(algorithm, Daro)
+    return algorithm
 
 
 def _shares(sums: BinSums, daro: Daro) -> dict[str, Tensor]:

@@ -214,6 +214,7 @@ def workload_of(
     prompt = min(most, 256) if mean_prompt is None else mean_prompt
     sglang, arguments = config.engine.sglang, config.engine.sglang.named_arguments
     fraction = arguments.get("mem_fraction_static", SHARED_FRACTION if config.engine.colocate else None)
+    critic = critic_shape(config, shape)
     return Workload(
         shape=shape,
         dtype_bytes=4 if actor.dtype == "fp32" else 2,
@@ -222,9 +223,9 @@ def workload_of(
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         minibatches=config.trainer.minibatches_per_batch,
         staleness=rollout.max_staleness,
-        extra_passes=len(algorithm.passes(("values",) if algorithm.has_critic else ())),
-        critic=critic_shape(config, shape),
-        critic_offload=algorithm.has_critic and algorithm.critic.offload,
+        extra_passes=len(algorithm.passes(("values",) if critic else ())),
+        critic=critic,
+        critic_offload=critic is not None and algorithm.critic.offload,
         mean_prompt=float(prompt),
         longest=config.data.max_prompt_tokens + longest,
         response_Q=quantiles(mean, spread, longest) if response_Q is None else response_Q,

@@ -223,12 +223,18 @@ def test_real_model_shapes_divide_as_published(run_files):
         assert (report(run_files, f"actor.tensor_parallel={tensor}").problems == ()) == fits, (name, tensor)
 
 
-def test_algorithm_names_are_those_of_algo():
+def test_algorithms_and_their_traits_are_those_of_algo():
     pytest.importorskip("torch", reason="algo needs torch")
-    from megatron_daro.algo.weighting import ALGORITHMS, WITH_CRITIC
-    from megatron_daro.config.algorithm import ALGORITHM_NAMES
+    from megatron_daro.algo import weighting
+    from megatron_daro.config.algorithm import ALGORITHMS, Traits
 
-    assert (*ALGORITHMS, *WITH_CRITIC) == ALGORITHM_NAMES
+    assert list(ALGORITHMS) == [*weighting.ALGORITHMS, *weighting.WITH_CRITIC]
+    for name, cls in {**weighting.ALGORITHMS, **weighting.WITH_CRITIC}.items():
+        assert ALGORITHMS[name] == Traits(
+            critic="values" in (cls.token_columns or ()),
+            difficulty_weights=issubclass(cls, weighting.Daro),
+            own_surrogate=cls.own_objective is not weighting.Algorithm.own_objective,
+        ), name
 
 
 def test_daro_defaults_are_those_of_algo():

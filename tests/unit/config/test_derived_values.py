@@ -79,15 +79,15 @@ def test_a_kl_term_is_in_the_reward_with_a_coefficient_only(place, coefficient, 
 
 def test_an_algorithm_gets_its_own_options_and_those_of_the_run():
     run = {"rollouts_per_prompt": 4, "max_response_tokens": 9}
-    common = {**run, "std": "none", "group_filter": "pass_rate"}
+    common = {**run, "std": "none", "group_filter": "pass_rate", "daro": {}}
     given = {"std": "none", "filter": "pass_rate"}
     assert AlgorithmSection(name="grpo", **given).arguments(**run) == {"name": "grpo", **common}
     mgpo = AlgorithmSection(name="mgpo", options={"strength": 2.0}, **given).arguments(**run)
     assert mgpo == {"name": "mgpo", **common, "strength": 2.0}
     own = AlgorithmSection(name="my:Own", options={"std": "x", "y": 1}, **given).arguments(**run)
     assert own == {"name": "my:Own", **common, "std": "x", "y": 1}
-    both = AlgorithmSection(name="daro_ppo", options={"gamma": 0.5}).arguments(**run)
-    assert (both["gamma"], both["clamp"]) == (0.5, (0.1, 10.0))
+    both = AlgorithmSection(name="daro_ppo", options={"gamma": 0.5}, daro={"clamp": (0.5, 2.0)}).arguments(**run)
+    assert (both["gamma"], both["daro"]) == (0.5, {"clamp": (0.5, 2.0)})
 
 
 @pytest.mark.parametrize(("name", "has"), [("ppo", True), ("daro_ppo", True), ("daro", False), ("my:Own", False)])

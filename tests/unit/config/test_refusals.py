@@ -167,6 +167,8 @@ algorithm.daro.clamp=[1,1] | algorithm.daro.clamp | algorithm.daro.clamp=[1,2]
 algorithm.daro.clamp=[1.1,2] | algorithm.daro.clamp | algorithm.daro.clamp=[0.5,1]
 algorithm.daro.clamp=[0.5,0.9] | algorithm.daro.clamp |
 algorithm.daro.clamp=[0,2] | algorithm.daro.clamp | algorithm.daro.clamp=[1e-30,1e30]
+algorithm.name=grpo algorithm.daro.normalizer=shared | algorithm.daro | algorithm.name=daro_ppo
+algorithm.name=grpo algorithm.daro.clamp=[1,1] | algorithm.daro | algorithm.daro.clamp=[0.1,10]
 algorithm.dual_clip=1 | algorithm.dual_clip | algorithm.dual_clip=1.01
 algorithm.trust_region=cispo algorithm.dual_clip=3 | algorithm.dual_clip | algorithm.trust_region=gspo
 algorithm.trust_region=reinforce algorithm.dual_clip=3 | algorithm.dual_clip |

@@ -462,6 +462,14 @@ def test_what_passes_a_dry_run_can_be_put_together(configured, overrides):
             "trainer.export_critic",
             ["algorithm.name=toy_algorithm:Toy", "algorithm.options={{baseline: 0.5}}", "trainer.export_critic=true"],
         ),
+        (
+            "algorithm.critic",
+            [
+                "algorithm.name=toy_algorithm:Toy",
+                "algorithm.options={{baseline: 0.5}}",
+                "algorithm.critic.offload=true",
+            ],
+        ),
     ],
 )
 def test_what_an_algorithm_has_not_is_refused_before_anything_starts(configured, field, overrides):

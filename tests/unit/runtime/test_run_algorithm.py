@@ -7,10 +7,22 @@ import pytest
 from run_configuration import configured
 from test_batch import make_group
 
+from megatron_daro.algo.weighting import Daro
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import ConfigError
 from megatron_daro.runtime.parts import batch_builder
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
+
+
+class Twice(Daro):
+    """DARO with fewer options, and one more."""
+
+    name = "twice"
+
+    def __init__(self, *, rollouts_per_prompt, max_response_tokens, std, group_filter, factor, normalizer="bin"):
+        common = {"std": std, "group_filter": group_filter, "normalizer": normalizer}
+        super().__init__(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens, **common)
+        self.factor = factor
 
 
 def remarks(**sections) -> list[str]:
@@ -22,8 +34,17 @@ def test_the_named_algorithm_gets_its_own_options():
     daro = algorithm_of(configured(algorithm={"name": "daro", "daro": {"clamp": (0.5, 2.0)}, "filter": "none"}))
     assert daro.difficulty.clamp == (0.5, 2.0)
     assert daro.kept_bins == set(range(9))
-    # Options of daro are there in every configuration; only daro takes them.
     assert algorithm_of(configured(algorithm={"name": "grpo", "std": "sample"})).std == "sample"
+
+
+def test_a_class_of_ones_own_gets_the_section_daro_if_it_learns_those_weights():
+    section = {"name": f"{__name__}:Twice", "options": {"factor": 3.0}, "daro": {"normalizer": "batch"}}
+    daro = algorithm_of(configured(algorithm=section))
+    assert (daro.factor, daro.difficulty.normalizer, daro.difficulty.clamp) == (3.0, "batch", (0.1, 10.0))
+    with pytest.raises(ConfigError, match=r"algorithm\.daro\.scale: got .*; fix: "):
+        algorithm_of(configured(algorithm={**section, "daro": {"scale": "mean"}}))
+    with pytest.raises(ConfigError, match=r"algorithm\.daro: got normalizer .*toy_algorithm:Toy.*; allowed: .*; fix: "):
+        algorithm_of(configured(algorithm={**section, "name": "toy_algorithm:Toy", "options": {"baseline": 0.5}}))
 
 
 @pytest.mark.parametrize(
