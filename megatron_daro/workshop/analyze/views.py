@@ -122,8 +122,9 @@ def _shares(sums: BinSums, daro: Daro) -> dict[str, Tensor]:
     """Return the shares by name; algorithms of equal shares stand in one column."""
     columns: list[tuple[list[str], Tensor]] = []
     for name in ALGORITHMS:
-        options = {"rollouts_per_prompt": sums.rollouts_per_prompt, "max_response_tokens": 1}
-        mass = _masses(sums, daro if name == "daro" else make_algorithm(name, **options))
+        size = sums.rollouts_per_prompt
+        other = make_algorithm(name, rollouts_per_prompt=size, max_response_tokens=1)
+        mass = _masses(sums, daro if name == "daro" else other)
         share = mass / mass.sum().clamp(min=1e-300)
         same = next((names for names, known in columns if torch.allclose(known, share, atol=1e-5)), None)
         if same is None:
