@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config import Hardware, check, detect, resolve, resolve_and_check
+from megatron_daro.config.model_files import critic_shape
+from megatron_daro.config.model_shape import read_model_shape
 
 SERVERS = "engine.kind=sglang engine.sglang.python=/usr/bin/python3"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -221,6 +223,23 @@ def test_real_model_shapes_divide_as_published(run_files):
     for name, tensor, fits in [("Qwen2.5-7B", 4, True), ("Qwen2.5-7B", 8, False), ("Llama-3.1-8B", 8, True)]:
         (run_files.model / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
         assert (report(run_files, f"actor.tensor_parallel={tensor}").problems == ()) == fits, (name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "counted"),
+    [
+        ("grpo", False, False),
+        ("ppo", False, True),
+        ("ppo", True, True),
+        ("my:Own", False, False),
+        ("my:Own", True, True),
+    ],
+)
+def test_a_critic_of_ones_own_is_counted_by_its_path(run_files, name, path, counted):
+    policy, options = read_model_shape(run_files.model), [f"algorithm.name={name}"]
+    if path:
+        options.append(f"algorithm.critic.path={run_files.model}")
+    assert critic_shape(resolve(run_files.file, options), policy) == (policy if counted else None)
 
 
 def test_algorithms_and_their_traits_are_those_of_algo():

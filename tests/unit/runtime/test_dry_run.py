@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from stub_server import StubServer
 from weightless import save_weights
 
+from megatron_daro.algo.ppo import Ppo
 from megatron_daro.checkpoints import STATE_FORMAT, Checkpoints
 from megatron_daro.config import Config, check, loading, resolve, to_yaml
 from megatron_daro.config.loading import ITEM
@@ -225,6 +226,22 @@ def test_weights_that_are_not_those_of_the_model_are_found_before_anything_start
     tensors[name] = change(tensors.get(name))
     save_file({k: t.contiguous() for k, t in tensors.items() if t is not None}, folder / "model.safetensors")
     assert says in ends_with_the_same_error(configured(f"model.path={folder}"))
+
+
+class OwnPpo(Ppo):
+    """An algorithm of one's own with a critic."""
+
+    name = "own_ppo"
+
+
+@pytest.mark.parametrize("name", ["ppo", f"{__name__}:OwnPpo"])
+def test_weights_that_are_not_those_of_the_critic_are_found_before_anything_starts(configured, model, tmp_path, name):
+    shutil.copytree(model, tmp_path / "critic")
+    tensors = load_file(tmp_path / "critic" / "model.safetensors")
+    del tensors[NORM]
+    save_file(tensors, tmp_path / "critic" / "model.safetensors")
+    config = configured(f"algorithm.name={name}", f"algorithm.critic.path={tmp_path / 'critic'}")
+    assert "model.norm.weight is missing" in ends_with_the_same_error(config)
 
 
 def test_megatron_weights_of_another_model_are_found_before_anything_starts(configured, model, tmp_path):
