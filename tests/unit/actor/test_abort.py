@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 60
+LIMIT_S = 300
 
 
 def rank_process(rank, store, pipe):
