@@ -169,4 +169,4 @@ def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel
             placement.close()  # the next test needs the room
 
     asyncio.run(asyncio.wait_for(scenario(), 500))
-    assert not any((tmp_path / "sync").iterdir()), "the engines are closed"
+    assert not (tmp_path / "sync").exists(), "the engines are closed"
