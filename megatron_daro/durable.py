@@ -34,6 +34,14 @@ def write(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, over the one that is there; on the disk when this returns. Raises OSError."""
+    beside = path.with_name(f"{path.name}.tmp")
+    write(beside, content)
+    beside.replace(path)
+    sync(path.parent)
+
+
 _HASH_SUFFIX = ".sha256"
 
 

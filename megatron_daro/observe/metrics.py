@@ -147,10 +147,8 @@ class MetricsLog:
         """Leave exactly these lines in the file, atomically, if it holds anything else. Returns the last step."""
         content = b"".join(line.raw + b"\n" for line in lines)
         if content != self.path.read_bytes():
-            temporary = self.path.with_suffix(".jsonl.tmp")
-            durable.write(temporary, content)
+            durable.replace(self.path, content)
             self._file.close()
-            temporary.replace(self.path)
             self._file = self.path.open("a+b", buffering=0)
         return lines[-1].step if lines else None
 

@@ -173,6 +173,7 @@ class BatchFiller:
             aborted = flight.stopping and (missing or entry.unscored)
             if aborted or entry.is_set_aside(self._size):
                 self._parts.collector.counters.groups_aborted += bool(aborted)
+                self._parts.collector.discard_unscored(entry)
                 flight.unfinished.append(entry.unfinished(group_id))
                 continue
             if missing:
@@ -187,13 +188,14 @@ class BatchFiller:
         await deadlines.within("abort", self._parts.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
-        if scoring:  # All that is left of it is verification, which has its own deadline.
+        if scoring:  # All that is left of it is verification, which has its own deadline, and a teacher.
             await asyncio.wait(scoring, timeout=deadlines.score)
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:
             self._parts.notices.warn(
                 f"{len(stuck)} groups did not end within {deadlines.abort:g} s of their abort (the first: group "
-                f"{min(flight.calls[stuck[0]])}); they are left behind with what they have. Look at the engine's log"
+                f"{min(flight.calls[stuck[0]])}); they are left behind with what is finished and scored. Look at the "
+                "log of the engine, or of the teacher"
             )
             await self._cancel(stuck)
         while not flight.arrivals.empty():

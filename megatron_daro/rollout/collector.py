@@ -17,7 +17,7 @@ from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.rollout.groups_under_way import GroupInFlight, UnfinishedGroup
 from megatron_daro.rollout.ledger import Ledger
-from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter
+from megatron_daro.rollout.protocol import Notices, PhaseTimer, Rollouter, Teacher
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 
 
@@ -64,13 +64,14 @@ class RolloutCollector:
         segment_tokens: int | None = None,
         template: Template | None = None,
         opens_thinking: bool = False,
+        teacher: Teacher | None = None,
     ) -> None:
         """Start nothing.
 
         Args:
             ledger: says which answers count. rollouter: scores. sampling: of every request. phases: time of scoring.
             segment_tokens: most tokens of an answer in a batch. template: the named one of the training data.
-            opens_thinking: whether its prompts end with a <think>.
+            opens_thinking: whether its prompts end with a <think>. teacher: reads each finished answer; None: nobody.
         """
         self.rollouts_per_prompt = rollouts_per_prompt
         self.fresh_tokens = 0
@@ -82,7 +83,7 @@ class RolloutCollector:
         self._phases = phases
         self._notices = notices
         self._segment = segment_tokens
-        self._template, self._opens_thinking = template, opens_thinking
+        self._template, self._opens_thinking, self._teacher = template, opens_thinking, teacher
 
     def request(self, group_id: int, entry: GroupInFlight) -> GroupRequest:
         """Return a request for what a group still gets in this batch, at its current attempt, with what is there."""
@@ -135,7 +136,11 @@ class RolloutCollector:
         return finished
 
     async def score(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> None:
-        """Verify finished rollouts of one group. Raises RewardError if a verdict is missing, DeadlineError."""
+        """Verify finished rollouts of one group, and let the teacher read them, whose requests have their own limits.
+
+        Raises:
+            RewardError: a verdict is missing. EngineError: the teacher failed. DeadlineError.
+        """
         if not rollouts:
             return
         answers = [(self._verified(rollout), groups[rollout.group_id].prompt) for rollout in rollouts]
@@ -143,8 +148,11 @@ class RolloutCollector:
             verdicts = await self._deadlines.within(
                 "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
             )
+        if self._teacher:
+            rollouts = await self._teacher.read(rollouts)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            groups[rollout.group_id].verdicts[rollout.index] = verdict
+            entry = groups[rollout.group_id]
+            entry.rollouts[rollout.index], entry.verdicts[rollout.index] = rollout, verdict
 
     def _verified(self, rollout: Rollout) -> Rollout:
         """Return a rollout with the text that the verifier reads."""
@@ -164,6 +172,11 @@ class RolloutCollector:
     def discard(self, group: UnfinishedGroup) -> None:
         """Count the tokens of a group that will not be finished."""
         self.counters.aborted_tokens += group.response_tokens
+
+    def discard_unscored(self, entry: GroupInFlight) -> None:
+        """Count the tokens of finished answers of a group whose verdict, or teacher, did not come in time."""
+        unscored = [rollout for i, rollout in entry.rollouts.items() if i not in entry.verdicts]
+        self.counters.aborted_tokens += sum(rollout.generated_length for rollout in unscored)
 
     def _hold(self, rollout: Rollout, entry: GroupInFlight) -> None:
         """Keep what is not finished, if one can go on from there: of a conversation the environment's part is lost."""

@@ -88,6 +88,14 @@ class Scorer(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """Reads what the policy wrote, for distillation."""
+
+    async def read(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return finished rollouts, in order, with `teacher_logprobs`. Raises EngineError."""
+        ...
+
+
 class PromptSource(Protocol):
     """An endless, restartable stream of prompts."""
 

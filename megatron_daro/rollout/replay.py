@@ -37,8 +37,8 @@ class ReplaySource:
             deadlines: the table of deadlines.
 
         Raises:
-            DataError: nothing was recorded, steps are missing between recorded ones, or a batch has more steps than
-                this run's.
+            DataError: nothing was recorded, steps are missing before the last one, or a batch has more steps than this
+                run's.
         """
         self._run_dir, self._section = Path(run_dir), section
         self._size = rollouts_per_prompt
@@ -46,12 +46,15 @@ class ReplaySource:
         self._steps = recorded_steps(self._run_dir)
         if not self._steps:
             raise DataError(f"{self._run_dir}/rollouts: no recorded steps; the run needs observe.save_rollouts=true")
-        gaps = sorted(set(range(self._steps[0], self._steps[-1] + 1)) - set(self._steps))
+        gaps = sorted(set(range(1, self._steps[-1] + 1)) - set(self._steps))
         if gaps:
-            raise DataError(f"{self._run_dir}/rollouts: step {gaps[0]} is missing; replay needs every step: restore it")
-        self._last_step = self._steps[0] - 1
+            raise DataError(
+                f"{self._run_dir}/rollouts: step {gaps[0]} is missing; replay begins with the weights of step 0 and "
+                "needs every step from 1 on: restore it, or record the run from its start"
+            )
+        self._last_step = 0
         self.ledger = Ledger()
-        self._check_size(self._minibatches(self._steps[0]))
+        self._check_size(self._minibatches(1))
 
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continues after the recorded step in `state`.

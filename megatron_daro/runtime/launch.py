@@ -156,9 +156,7 @@ async def _train(
             experts=ExpertsFolder(run.run_dir) if config.actor.routing_replay else None,
             evaluations=_evaluations(run, generation),
             export=run_directory.export_writer(config.trainer, policy, run.progress),
-            closers={"verifiers": generation.scorer.close, "environment": generation.rollouter.close}
-            if generation
-            else {},
+            closers=generation.closers() if generation else {},
             identity=identity(config),
             deadlines=run.deadlines,
             gpus=parts.gpus(run, policy, generation, placement),

@@ -8,7 +8,7 @@ handed its section, or the few values that it needs of others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from megatron_daro.data.batch import build_batch
 from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine
-from megatron_daro.engine.sglang.teacher import Taught, Teacher
+from megatron_daro.engine.sglang.teacher import Teacher
 from megatron_daro.environments.conversations import Conversations
 from megatron_daro.environments.own import make_environment
 from megatron_daro.environments.several_environments import Mixed
@@ -62,14 +62,22 @@ _BESIDE_OF_SERVER = 32
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What makes batches, and evaluations. rollouter: of training, with a teacher's log-probs where there is one.
-    evaluator: None where there is no evaluation set."""
+    """What makes batches, and evaluations.
+
+    teacher: None without distillation. evaluator: None where there is no evaluation set.
+    """
 
     engine: ReceivingEngine
     scorer: VerifierPools
     rollouter: Rollouter
+    teacher: Teacher | None
     sampler: Sampler
     evaluator: Evaluator | None
+
+    def closers(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        """Return, by name, what ends all of it but the engine."""
+        closers = {"verifiers": self.scorer.close, "environment": self.rollouter.close}
+        return closers | {"teacher": self.teacher.close} if self.teacher else closers
 
 
 def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
@@ -121,9 +129,8 @@ def generation_with(
 ) -> Generation:
     """Make sampler and evaluator around an engine and a scorer that are there."""
     config, rollout, ledger = run.config, run.config.rollout, Ledger()
-    student = rollouter_of(run, inputs.tokenizer, engine, scorer)  # evaluation needs no teacher
-    distill = config.algorithm.distill
-    rollouter = Taught(student, Teacher(distill)) if distill.urls else student
+    rollouter, distill = rollouter_of(run, inputs.tokenizer, engine, scorer), config.algorithm.distill
+    teacher = Teacher(distill) if distill.urls else None
     collector = RolloutCollector(
         ledger,
         rollouter=rollouter,
@@ -135,6 +142,7 @@ def generation_with(
         segment_tokens=rollout.segment_tokens,
         template=trained_with(config.data),
         opens_thinking=inputs.opens_thinking,
+        teacher=teacher,
     )
     rollout_parts = RolloutParts(
         section=rollout,
@@ -155,13 +163,13 @@ def generation_with(
     )
     evaluator = Evaluator(
         inputs.held_out,
-        student,
+        rollouter,
         max_response_tokens=rollout.max_response_tokens,
         stops=inputs.stops,
         beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
         warn=run.progress.warn,
     )
-    return Generation(engine, scorer, rollouter, sampler, evaluator if inputs.held_out else None)
+    return Generation(engine, scorer, rollouter, teacher, sampler, evaluator if inputs.held_out else None)
 
 
 def rollouter_of(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_daro import durable
 from megatron_daro.checkpoints import check_fits, find_latest_valid, read_provenance, set_newer_aside
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
@@ -107,7 +108,7 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
     elif resume:
         progress.notice(f"{run_dir} has no checkpoint yet: starting from step 0; what it recorded is written again")
         start = Start(made_of, begins_again=True)
-    (run_dir / CONFIG_FILE).write_text(to_yaml(run.config))
+    durable.replace(run_dir / CONFIG_FILE, to_yaml(run.config))
     return start
 
 

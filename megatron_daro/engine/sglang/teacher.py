@@ -1,14 +1,14 @@
 """On-policy distillation: what a teacher, on SGLang servers of its own, says of the tokens that the policy sampled.
 
-Rollouter -> finished rollouts -> (this asks for the log-probs of their tokens) -> the same with `teacher_logprobs`.
-Other rollouts are generated meanwhile. Refuses answers that are of other tokens, and a teacher that refuses a request.
+Finished rollouts -> (this asks for the log-probs of their tokens) -> the same with `teacher_logprobs`.
+Refuses answers that are of other tokens, and a teacher that refuses a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,8 +19,7 @@ from megatron_daro.config.algorithm import DistillSection
 from megatron_daro.engine.sglang.client import SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.replies import BadAnswerError, read_given_logprobs
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.rollout.protocol import Rollouter
-from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
+from megatron_daro.types import Rollout
 
 _TRIES = 8
 _REQUEST_S = 600.0
@@ -37,6 +36,15 @@ class Teacher:
         """Connect to nothing."""
         self._clients = [SGLangClient(url) for url in section.urls]
         self._next = itertools.cycle([(client, asyncio.Semaphore(_AT_ONCE)) for client in self._clients])
+
+    async def read(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the same with `teacher_logprobs`, those without a response as they are. Raises as `logprobs`."""
+        return await asyncio.gather(*map(self._read, rollouts))
+
+    async def _read(self, rollout: Rollout) -> Rollout:
+        if not rollout.response_length:
+            return rollout
+        return replace(rollout, teacher_logprobs=await self.logprobs(rollout))
 
     async def logprobs(self, rollout: Rollout) -> np.ndarray:
         """Return float32 [R], the log-probs of the response's tokens at temperature 1; 0 where they are not trained.
@@ -89,70 +97,3 @@ class Teacher:
                     ) from error
                 await asyncio.sleep(backoff_s(attempt, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
         raise AssertionError("the last try returns or raises")
-
-
-class Taught:
-    """A Rollouter whose finished rollouts the teacher has read."""
-
-    def __init__(self, rollouter: Rollouter, teacher: Teacher) -> None:
-        """Start nothing."""
-        self._rollouter, self._teacher = rollouter, teacher
-
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """As the Rollouter's; the teacher reads what is finished while the rest is generated."""
-        reading: set[asyncio.Task[tuple[Rollout, ...]]] = set()
-        source = aiter(self._rollouter.generate(requests))
-        coming: asyncio.Task[tuple[Rollout, ...] | None] | None = asyncio.create_task(_next(source))
-        try:
-            while coming or reading:
-                waiting = [*reading, *([coming] if coming else [])]
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if coming in done:
-                    assert coming is not None
-                    rollouts = coming.result()
-                    coming = None if rollouts is None else asyncio.create_task(_next(source))
-                    if rollouts is not None:
-                        reading.add(asyncio.create_task(self._read(rollouts)))
-                for read in [one for one in reading if one in done]:
-                    reading.discard(read)
-                    yield read.result()
-        finally:
-            tasks = [*reading, *([coming] if coming else [])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await source.aclose()  # type: ignore[attr-defined]
-
-    async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """As the Rollouter's."""
-        await self._rollouter.abort(group_ids)
-
-    async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
-        """As the Rollouter's."""
-        return await self._rollouter.score(rollouts)
-
-    def counters(self) -> dict[str, int]:
-        """As the Rollouter's."""
-        return self._rollouter.counters()
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        """As the Rollouter's."""
-        self._rollouter.load_counters(counters)
-
-    async def close(self) -> None:
-        """Close both."""
-        await self._teacher.close()
-        await self._rollouter.close()
-
-    async def _read(self, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        async def one(rollout: Rollout) -> Rollout:
-            if not (rollout.is_finished and rollout.response_length):
-                return rollout
-            return replace(rollout, teacher_logprobs=await self._teacher.logprobs(rollout))
-
-        return tuple(await asyncio.gather(*map(one, rollouts)))
-
-
-async def _next(source: AsyncIterator[tuple[Rollout, ...]]) -> tuple[Rollout, ...] | None:
-    """Return what comes next; None at the end."""
-    return await anext(source, None)

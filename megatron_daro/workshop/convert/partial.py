@@ -87,8 +87,7 @@ class Partial:
     def note(self, record: FileRecord) -> None:
         """Remember that a file is complete; on the disk when this returns. Raises OSError."""
         path = self.root / _DONE / f"{record.file}.json"
-        durable.write(path.with_suffix(".tmp"), json.dumps(asdict(record)))
-        path.with_suffix(".tmp").rename(path)
+        durable.replace(path, json.dumps(asdict(record)))
         self.done[record.file] = record
 
     def forget(self, file: str) -> None:

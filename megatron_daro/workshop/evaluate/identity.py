@@ -39,9 +39,7 @@ def check_or_write(out: Path, made_of: Mapping[str, Any]) -> None:
                 "Use another --out"
             )
     sets = dict(saved.get("sets", {})) | dict(made_of["sets"])
-    beside = path.with_name(f"{FILE}.tmp")
-    durable.write(beside, json.dumps({"format": _FORMAT, **made_of, "sets": sets}, indent=2) + "\n")
-    beside.replace(path)
+    durable.replace(path, json.dumps({"format": _FORMAT, **made_of, "sets": sets}, indent=2) + "\n")
 
 
 def template_date(out: Path, named: datetime.date | None) -> datetime.date:

@@ -236,10 +236,7 @@ def write(out: Path, summary: Mapping[str, Any], scored: Sequence[Scored]) -> No
     pq.write_table(table, temporary, compression="zstd")
     durable.sync(temporary)
     temporary.replace(out / PROBLEMS_FILE)
-    beside = out / f"{SUMMARY_FILE}.tmp"
-    durable.write(beside, json.dumps(summary, indent=2) + "\n")
-    beside.replace(out / SUMMARY_FILE)
-    durable.sync(out)
+    durable.replace(out / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def _scored(question: Question, rows: Sequence[Mapping[str, Any]], votes: Votes) -> Scored:

@@ -358,6 +358,7 @@ def make_sampler(
         phases=phases,
         segment_tokens=section.segment_tokens,
         template=options.pop("template", None),
+        teacher=options.pop("teacher", None),
         **shared,
     )
     parts = RolloutParts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fleet_fakes import (
     KEEP,
@@ -21,7 +22,7 @@ from fleet_fakes import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_fakes import FAST, FakeScorer, K
+from loop_fakes import FAST, NEVER, FakeScorer, K
 
 from megatron_daro.errors import DeadlineError, EngineError
 
@@ -192,6 +193,29 @@ def test_a_group_that_does_not_hear_the_abort_is_left_behind():
     assert any("group 1" in m for m in parts.progress.messages)
     assert ids(batch.snapshot.unfinished) == [1] and len(batch.groups) == 2
     assert saved(batch)[0]["ledger"]["outstanding"]
+
+
+class SlowTeacher:
+    """Takes so many seconds for each answer of group 0, none for the others."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    async def read(self, rollouts):
+        if rollouts[0].group_id == 0:
+            await asyncio.sleep(self.seconds)
+        return [replace(r, teacher_logprobs=np.zeros(r.response_length, np.float32)) for r in rollouts]
+
+
+@pytest.mark.parametrize(("seconds", "comes"), [(0.3, True), (NEVER, False)])
+def test_a_batch_waits_for_a_slow_teacher_as_for_a_verifier_and_counts_what_it_loses(seconds, comes):
+    deadlines = replace(FAST, abort=0.05, score=20.0 if comes else 0.05)
+    parts = setup(rollout=KEEP | {"oversampling": 1.5}, deadlines=deadlines, teacher=SlowTeacher(seconds))
+    batch = sample(parts)
+    whole = sorted(ids((*batch.groups, *batch.snapshot.surplus)))
+    assert whole == ([0, 1, 2] if comes else [1, 2])
+    assert batch.counters["rollout/aborted_tokens"] == (0 if comes else 2 + 4 + 6 + 8)
+    assert any("teacher" in message for message in parts.progress.messages) is not comes
 
 
 FATES = st.sampled_from(["fast", "slow", "flaky", "dead"])

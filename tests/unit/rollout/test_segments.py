@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from books import check_books, recorded_once
 from fleet_fakes import LONGEST, FleetEngine, count_ids, ids, plain, sample, saved, setup, train
-from loop_fakes import Crash, FakeScorer, K, make_stack, resume_stack, run_stack
+from loop_fakes import Crash, K, make_stack, resume_stack, run_stack
 
-from megatron_daro.engine.sglang.teacher import Taught
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.rollout.recorder import read_step, recorded_steps
-from megatron_daro.rollout.rollouter import SingleTurn
 
 SEGMENT = 3
 ROLLOUT = {"segment_tokens": SEGMENT, "max_response_tokens": LONGEST, "max_staleness": 3}
@@ -78,25 +76,24 @@ class Reader:
     """A teacher that writes down what it reads."""
 
     def __init__(self):
-        self.read = []
+        self.seen = []
 
-    async def logprobs(self, rollout):
-        self.read.append(rollout)
-        return np.zeros(rollout.response_length, np.float32)
+    async def read(self, rollouts):
+        self.seen += rollouts
+        return [replace(r, teacher_logprobs=np.zeros(r.response_length, np.float32)) for r in rollouts]
 
 
 def test_a_teacher_reads_an_answer_when_it_is_whole():
     engine, teacher = FleetEngine(), Reader()
-    taught = Taught(SingleTurn(engine, FakeScorer()), teacher)
-    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, engine=engine, rollouter=taught)
+    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT}, engine=engine, teacher=teacher)
     groups = []
     for version in range(4):
         batch = sample(parts, version)
         train(parts, batch)
         groups += batch.groups
-    assert max(rollout.response_length for rollout in teacher.read) > SEGMENT
-    assert all(r.response_length == length_of(r.group_id, r.index) for r in teacher.read)
-    assert len(teacher.read) == len({(r.group_id, r.index) for r in teacher.read}), "once"
+    assert max(rollout.response_length for rollout in teacher.seen) > SEGMENT
+    assert all(r.response_length == length_of(r.group_id, r.index) for r in teacher.seen)
+    assert len(teacher.seen) == len({(r.group_id, r.index) for r in teacher.seen}), "once"
     assert all(len(r.teacher_logprobs) == r.response_length for group in groups for r in group.rollouts)
 
 

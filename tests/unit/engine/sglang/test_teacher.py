@@ -13,9 +13,9 @@ from stub_server import StubServer, answering, given_logprobs, never
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import DistillSection
 from megatron_daro.data.batch import build_batch
-from megatron_daro.engine.sglang.teacher import Taught, Teacher
+from megatron_daro.engine.sglang.teacher import Teacher
 from megatron_daro.errors import DataError, EngineError
-from megatron_daro.types import Group, GroupRequest, Prompt, Rollout, SamplingParams, Verdict
+from megatron_daro.types import Group, Prompt, Rollout, Verdict
 
 
 def rollout(index=0, tokens=(3, 4, 5, 6), mask=(1, 0, 1), **changes):
@@ -144,66 +144,18 @@ def test_an_answer_that_does_not_fit_ends_the_run_by_name(answer):
         asked(once, rollout())
 
 
-class Inner:
-    """A Rollouter of three groups, the second of which ends first; one rollout was aborted."""
-
-    closed = False
-
-    async def generate(self, requests):
-        yield (rollout(index=1),)
-        yield (rollout(index=2), rollout(index=3, finish_reason="abort"))
-
-    async def close(self):
-        self.closed = True
-
-
-class Slow:
-    """A teacher that takes longer for the first."""
-
-    async def logprobs(self, one):
-        await asyncio.sleep(0.05 if one.index == 1 else 0)
-        return np.full(3, -one.index, np.float32)
-
-    async def close(self): ...
-
-
-def test_finished_rollouts_are_read_while_others_are_generated():
+def test_answers_come_back_in_order_with_what_it_said_and_those_without_a_response_unread():
     async def run():
-        inner = Inner()
-        taught = Taught(inner, Slow())
-        request = GroupRequest(0, 0, Prompt("p", "1", "s", tokens=(3,)), (0,), SamplingParams())
-        found = [one async for some in taught.generate([request]) for one in some]
-        await taught.close()
-        assert inner.closed
-        return found
+        async with StubServer() as stub:
+            stub.answers["/generate"] = answers
+            made = Teacher(DistillSection(urls=(stub.url,)))
+            found = await made.read([rollout(index=1), rollout(index=2, tokens=(3,), mask=())])
+            await made.close()
+            return found
 
-    second, aborted, first = asyncio.run(run())
-    assert (second.index, first.index) == (2, 1)
-    assert second.teacher_logprobs.tolist() == [-2.0] * 3 and aborted.teacher_logprobs is None
-
-
-def test_a_rollout_without_a_response_is_not_read():
-    class Empty(Inner):
-        async def generate(self, requests):
-            yield (rollout(tokens=(3,), mask=()),)
-
-    async def run():
-        return [some async for some in Taught(Empty(), Slow()).generate([])]
-
-    (((one,),)) = asyncio.run(run())
-    assert one.teacher_logprobs is None
-
-
-def test_an_error_of_the_teacher_ends_the_generation():
-    class Fails(Slow):
-        async def logprobs(self, one):
-            raise EngineError("gone")
-
-    async def run():
-        return [some async for some in Taught(Inner(), Fails()).generate([])]
-
-    with pytest.raises(EngineError, match="gone"):
-        asyncio.run(run())
+    first, empty = asyncio.run(run())
+    assert (first.index, first.teacher_logprobs.tolist()) == (1, [-0.5, 0.0, -1.5])
+    assert (empty.index, empty.teacher_logprobs) == (2, None)
 
 
 def batch(*, teacher, right=(True, False), **changes):
