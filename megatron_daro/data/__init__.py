@@ -8,6 +8,7 @@ tokenizer   Prompt text -> token ids
 stops       what ends an answer: token ids and texts
 orders      endless, resumable order of prompts: shuffled, curriculum, prioritised
 batch       scored groups -> StepBatch
+advantages  rewards of training, advantages of whole groups
 schedule    lengths of samples -> ranks and micro-batches
 packing     samples of one micro-batch -> PackedMicroBatch and back, and its context-parallel slice
 

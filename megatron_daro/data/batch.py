@@ -1,7 +1,7 @@
 """Batch assembly: scored groups become the columns of one optimizer step.
 
 Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing.
-Bins come from the verdicts' `correct`, never from the shaped reward; advantages come from the shaped reward.
+Bins come from the verdicts' `correct`, never from the shaped reward; advantages from the shaped one (advantages.py).
 Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
 Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
 
@@ -17,16 +17,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from megatron_daro.algo.advantages import (
-    AdvantageStd,
-    group_advantages,
-    length_rewards,
-    overlong_filter,
-    overlong_penalty,
-)
+from megatron_daro.algo.advantages import overlong_filter
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config.algorithm import PASSES
+from megatron_daro.data.advantages import shaped_rewards, with_teacher_advantages, with_turn_advantages
 from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, StepBatch
 
@@ -78,17 +73,15 @@ def build_batch(
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     group_ids_N = np.repeat(np.array([g.group_id for g in groups], dtype=np.int64), rollouts_per_prompt)
     correct_N = np.array([v.correct for v in verdicts], dtype=np.uint8)
-    rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     truncated_N = np.array([r.finish_reason == "length" for r in rollouts], dtype=np.uint8)
-    generated_N: np.ndarray = np.array([r.generated_length for r in rollouts], dtype=np.int64)
-    if length_weight:
-        shorter_N = length_rewards(generated_N, correct_N, group_ids_N)
-        rewards_N = (rewards_N + length_weight * shorter_N).astype(np.float32)
-    if repetition_penalty:
-        repeating_N = np.array([r.finish_reason == "repetition" for r in rollouts])
-        rewards_N = (rewards_N - repetition_penalty * repeating_N).astype(np.float32)
-    if overlong in ("penalty", "both"):
-        rewards_N = rewards_N + overlong_penalty(generated_N, max_tokens, cache_tokens)
+    rewards_N = shaped_rewards(
+        rollouts,
+        verdicts,
+        group_ids_N,
+        overlong=(max_tokens, cache_tokens) if overlong in ("penalty", "both") else None,
+        length_weight=length_weight,
+        repetition_penalty=repetition_penalty,
+    )
     rewards, group_ids = torch.from_numpy(rewards_N), torch.from_numpy(group_ids_N)
     batch = StepBatch.of(
         rollouts,
@@ -105,9 +98,9 @@ def build_batch(
     if overlong in ("filter", "both"):
         batch = replace(batch, loss_mask_R=overlong_filter(batch.loss_mask_R, batch.response_lengths_N, truncated_N))
     if by_turn:
-        batch = _with_token_advantages(batch, _by_turn(batch, rollouts, algorithm.std))
+        batch = with_turn_advantages(batch, rollouts, algorithm.std)
     if teacher is not None:
-        batch = _taught(batch, rollouts, *teacher)
+        batch = with_teacher_advantages(batch, rollouts, *teacher)
     return _with_group_lengths(batch) if algorithm.needs_group_lengths else batch
 
 
@@ -135,55 +128,6 @@ def with_columns_of(batch: StepBatch, earlier: Sequence[StepBatch]) -> StepBatch
     }
     assert all(len(column_R) == len(batch.loss_mask_R) for column_R in columns.values()), "other rollouts"
     return replace(batch, **columns)
-
-
-def _taught(batch: StepBatch, rollouts: Sequence[Rollout], coefficient: float, reward_weight: float) -> StepBatch:
-    """Return the batch with the advantages of distillation, 0 where nothing is trained."""
-    untaught = next((r for r in rollouts if r.teacher_logprobs is None and r.response_length), None)
-    if untaught is not None:
-        raise DataError(
-            f"algorithm.distill: group {untaught.group_id} rollout {untaught.index} has no log-probs of the teacher; "
-            "allowed: rollouts that it has read; fix: replay or resume a run with algorithm.distill, or leave its urls "
-            "empty"
-        )
-    teacher_R = np.concatenate([np.zeros(0, np.float32), *(r.teacher_logprobs for r in rollouts if r.response_length)])
-    own_R = batch.token_advantages_R
-    if own_R is None:
-        own_R = np.repeat(batch.advantages_N, batch.response_lengths_N)
-    return _with_token_advantages(batch, coefficient * (teacher_R - batch.rollout_logprobs_R) + reward_weight * own_R)
-
-
-def _with_token_advantages(batch: StepBatch, advantages_R: np.ndarray) -> StepBatch:
-    """Return the batch with these, 0 where nothing is trained."""
-    return replace(batch, token_advantages_R=np.where(batch.loss_mask_R == 1, advantages_R, 0).astype(np.float32))
-
-
-def _by_turn(batch: StepBatch, rollouts: Sequence[Rollout], std: AdvantageStd) -> np.ndarray:
-    """Return float64 [R], each response token's sum of the normalised rewards of its turn and of later ones."""
-    rewards = [_turn_rewards(r, float(reward)) for r, reward in zip(rollouts, batch.rewards_N, strict=True)]
-    ids_T = np.repeat(batch.group_ids_N, [len(one) for one in rewards])
-    normal_T = group_advantages(torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(ids_T), std).numpy()
-    ends = np.cumsum([len(one) for one in rewards]).tolist()
-    parts = []
-    for rollout, start, end in zip(rollouts, [0, *ends[:-1]], ends, strict=True):
-        parts.append(np.repeat(np.cumsum(normal_T[start:end][::-1])[::-1], _turn_lengths(rollout)))
-    return np.concatenate(parts)
-
-
-def _turn_rewards(rollout: Rollout, reward: float) -> np.ndarray:
-    """Return the rewards of its turns, whose sum is `reward`: what they lack, a penalty maybe, is of the last."""
-    by_turn = np.array([one.reward for one in rollout.reports] or [0.0])
-    by_turn[-1] += reward - by_turn.sum()
-    return by_turn
-
-
-def _turn_lengths(rollout: Rollout) -> list[int]:
-    """Return the response tokens of each of the turns that `_turn_rewards` has."""
-    if not rollout.reports:
-        return [rollout.response_length]
-    lengths = [seen + made for seen, made in rollout.turns if made]
-    lengths[-1] += rollout.response_length - sum(lengths)  # what was shown behind the last answer
-    return lengths
 
 
 def _with_group_lengths(batch: StepBatch) -> StepBatch:
