@@ -252,6 +252,8 @@ class OwnEngine:
         text = self._decode([int(token) for token in answer.tokens]) if sampling.stop else ""
         if any(stop in text for stop in sampling.stop):
             return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
+        if any(token in sampling.stop_token_ids for token in answer.tokens[:-1]):
+            raise self._wrong("tokens after a stop token", f"none after one of {sampling.stop_token_ids}")
         stopped = answer.tokens[-1] in sampling.stop_token_ids
         if answer.finish_reason != ("stop" if stopped else "length") or not (stopped or count == most):
             got = f"finish reason {answer.finish_reason!r} after {count} tokens, the last of them {answer.tokens[-1]}"

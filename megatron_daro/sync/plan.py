@@ -23,8 +23,12 @@ Connect = Callable[[], AbstractAsyncContextManager[Post]]
 ORIGIN_FILE = "megatron_daro.json"
 """In a directory of files that are the result of a run: {"step": optimizer steps}."""
 
-# Tensors that a server keeps as they are (it fuses q, k, v and gate, up) and that are cheap to hash.
-_HASHED = ("norm.weight", "o_proj.weight")
+NORM = "norm.weight"
+_HASHED = (NORM, "o_proj.weight")
+"""Ends of the names of tensors that a server keeps as they are and that are cheap to hash: they are compared."""
+NOT_COMPARED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
+"""Parts of the names that a server is not asked for, none of them in a name that is compared: tensors that it fuses,
+or that are large."""
 
 
 class _Remote(Protocol):

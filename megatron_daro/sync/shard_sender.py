@@ -37,7 +37,6 @@ from torch import Tensor
 
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import EngineError, RefusedError, SyncError
-from megatron_daro.sync.broadcast import in_thread
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     SLOTS,
     Engine,
@@ -52,6 +51,7 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     start_of_checksum,
 )
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.sender import in_thread
 from megatron_daro.sync.shard_plan import Box, Write
 
 Receiver = tuple[int, int]
