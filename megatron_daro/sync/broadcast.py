@@ -205,7 +205,6 @@ class _Sent:
     """What was sent so far. last: how the broadcast of the last bucket ends, and so that of all before."""
 
     num_bytes: int = 0
-    num_buckets: int = 0
     started: float = field(default_factory=time.perf_counter)
     failures: dict[str, SendFailure] = field(default_factory=dict)
     last: Future[None] | None = None
@@ -250,8 +249,7 @@ class BroadcastSender(TransportSender):
             finally:
                 mailbox.put(None)
             sent = sending.result()
-        seconds = time.perf_counter() - sent.started
-        return SendReport(sent.num_bytes, sent.num_buckets, seconds, failures=sent.failures)
+        return SendReport(sent.num_bytes, time.perf_counter() - sent.started, failures=sent.failures)
 
     def close(self) -> None:
         """Leaves the group, on this end alone. May be called twice."""
@@ -338,7 +336,6 @@ class BroadcastSender(TransportSender):
         path = "/update_weights_from_distributed"
         failures = await self._to_all(path, bodies, plan, own=sent.last, broken=group.break_off)
         sent.num_bytes += bucket.data.nbytes
-        sent.num_buckets += 1
         if not failures and not sent.last.done():
             return {}
         error = await _error_of(sent.last, _AFTER_FAILURE_S if failures else None)

@@ -195,7 +195,7 @@ class Shards(Receiving):
     """Parts of parameters, from rank to rank."""
 
     async def planned(self, plan: SendPlan) -> SendPlan:
-        return replace(plan, layout=self._end.layout, shards_over=self._end.options.shards_over)
+        return replace(plan, details={"layout": self._end.layout, "shards_over": self._end.options.shards_over})
 
 
 class Files(Receiving):

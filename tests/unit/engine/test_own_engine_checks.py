@@ -266,7 +266,7 @@ def test_an_update_that_fails_lets_every_answer_fail(tmp_path):
         await update.prepare()
         waiting = asyncio.create_task(rollouts_of(engine))
         with pytest.raises(SyncError, match="no space"):
-            await update.blame(SendReport(0, 0, 0.0, failures={"engine": "no space"}))
+            await update.blame(SendReport(failures={"engine": "no space"}))
         api.broken["load_weights"] = OSError("gone")
         with pytest.raises(SyncError, match=r"OSError.*gone"):
             await update.install(None)
