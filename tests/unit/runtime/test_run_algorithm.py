@@ -65,6 +65,11 @@ def test_a_class_of_ones_own_gets_the_section_daro_if_it_learns_those_weights():
         ("ppo", {"critic_lambda": "x"}, "a number, or null"),
         ("daro_ppo", {"length_factor": 0}, "above 0"),
         ("toy_algorithm:Toy", {"baseline": "1"}, "a number"),
+        ("daro", {"name": "grpo"}, "none"),
+        ("grpo", {"rollouts_per_prompt": 4}, "other names"),
+        ("grpo", {"group_filter": "none"}, "other names"),
+        ("daro", {"clamp": [1, 1]}, "other names"),
+        ("daro_ppo", {"environments": ["a", "b"]}, "other names"),
     ],
 )
 def test_an_option_that_the_algorithm_does_not_take_is_refused(name, options, allowed):
