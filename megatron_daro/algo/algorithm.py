@@ -179,6 +179,8 @@ class Algorithm(ABC):
     """Whether another divisor makes it another algorithm than the published one."""
     needs_group_lengths: bool = False
     """Whether `Samples.group_lengths_NK` must be there."""
+    weighs_by_advantage: ClassVar[bool] = False
+    """Whether `coefficients` reads `Samples.advantages_N`, which must be what all tokens of a sample are trained by."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
     """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
     before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""

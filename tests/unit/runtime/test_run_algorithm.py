@@ -78,6 +78,12 @@ def test_an_option_that_the_algorithm_does_not_take_is_refused(name, options, al
         algorithm_of(configured(algorithm={"name": name, "options": options}))
 
 
+@pytest.mark.parametrize("given", [{"turn_rewards": True}, {"distill": {"urls": ["http://t:1"]}}])
+def test_an_algorithm_that_weighs_by_a_rollouts_advantage_has_none_per_token(given):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{next(iter(given))}: got it with algorithm\.name ha_dw"):
+        algorithm_of(configured(algorithm={"name": "ha_dw", **given}))
+
+
 def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_published_one_remarked():
     with pytest.raises(ConfigError, match=r"algorithm\.std: got 'batch'"):
         algorithm_of(configured(algorithm={"name": "rloo", "std": "batch"}))
