@@ -129,11 +129,12 @@ def test_another_temperature_for_one_pass(model):
     assert np.abs(plain - hot).max() > 0.1 and np.array_equal(policy.run_pass("old_logprobs", batch, ROWS), plain)
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused(model):
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_token_outside_of_the_vocabulary_is_refused(model, place):
     batch = random_batch()
     tokens_T = batch.tokens_T.copy()
-    tokens_T[-1] = 50
-    with pytest.raises(DataError, match=r"labels: .*\b50\b"):
+    tokens_T[place] = 50
+    with pytest.raises(DataError, match=r"tokens: .*\b50\b"):
         policy_of(model, GRPO).logprobs(replace(batch, tokens_T=tokens_T), ROWS)
 
 
