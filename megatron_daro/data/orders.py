@@ -93,7 +93,7 @@ class _Order(ABC):
         """Take what is left of a state of the same prompts and settings. Raises CheckpointError: it is torn."""
 
 
-class PromptSource(_Order):
+class Epochs(_Order):
     """Each prompt once per epoch, a pass over all prompts (not over a batch, as elsewhere)."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:

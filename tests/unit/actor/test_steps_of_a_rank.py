@@ -86,7 +86,7 @@ def test_a_step_says_what_weights_it_was_taken_with_and_how_long_its_passes_took
     ("algorithm", "by", "classes"),
     [
         ({"name": configured("daro_cells"), "options": {"length_edges": [8], "half_life": 1}}, "length", "01"),
-        ({"name": "daro", "options": {"environments": ["a", "b"], "half_life": 1}}, "environment", "ab"),
+        ({"name": "daro", "daro": {"weights_by": "environment_pass_rate", "half_life": 1}}, "environment", "ab"),
     ],
 )
 def test_weights_of_classes_are_told_for_each(model, algorithm, by, classes):
