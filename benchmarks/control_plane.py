@@ -156,7 +156,7 @@ class Ranks:
         return batch.rollout_logprobs_R * np.float32(0.5)
 
     def train(self, batch: StepBatch, micro_batches: Any, step: int, **columns: np.ndarray) -> StepResult:
-        return StepResult(step, {"loss/policy": float(batch.tokens_T.mean())})
+        return StepResult({"loss/policy": float(batch.tokens_T.mean())})
 
 
 class NoModel(PolicyGroup):

@@ -398,7 +398,7 @@ class Controller:
             work = self._parts.policy.train(prepared, minibatch.step)
             result = await self._within("train", work, what=f"step {minibatch.step}")
         except NonFiniteError as error:
-            result = StepResult(minibatch.step, {}, skipped=True, reason=str(error))
+            result = StepResult({}, skipped=True, reason=str(error))
         if not result.skipped:
             self._lost.step_trained(minibatch)
             return result

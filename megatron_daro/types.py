@@ -458,7 +458,6 @@ class StepResult:
     own_s: seconds of this rank's forward and backward passes, before it waited for other replicas; 0: not measured.
     """
 
-    step: int
     metrics: Mapping[str, float]
     skipped: bool = False
     reason: str = ""

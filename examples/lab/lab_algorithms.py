@@ -229,6 +229,7 @@ class Fade(SampleAlgorithm):
     """
 
     name = "fade"
+    weighs_by_advantage = True
     advantage_std = "none"
     std_defines = True
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_daro.types import MemoryKind
+from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind
 
-KINDS: tuple[MemoryKind, ...] = ("weights", "optimizer")
+KINDS_OF_SNAPSHOT = tuple(kind for kind in KINDS_OF_MEMORY if kind != "gradients")
 """What is copied; gradients are zeros between steps."""
 Layout = dict[MemoryKind, tuple[int, ...]]
 """Bytes of each storage, in order."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import HiddenStateGPTModel, PipelineMessages, schedule_groups
-from megatron_daro.actor.logprobs import check_labels, vocab_parallel_logprobs
+from megatron_daro.actor.logprobs import check_tokens, vocab_parallel_logprobs
 from megatron_daro.actor.megatron import (
     DistributedDataParallel,
     PackedSeqParams,
@@ -68,7 +68,7 @@ def packed_micro_batches(
     packs = []
     for indices in micro_batches:
         whole = pack(batch, indices, sequence_multiple=sequence_multiple, total_multiple=total_multiple)
-        check_labels(whole.labels_T, vocab_size)
+        check_tokens(whole.tokens_T, vocab_size)
         check_numbers(whole, config.num_moe_experts or 0)
         packs.append(context_parallel_slice(whole, rank, context).to(device.current()))
     return packs

@@ -100,7 +100,7 @@ def vocab_parallel_logprobs(
         kernel: "torch", "triton" for the kernels of `logprob_kernels`, on a GPU and not for fp64, or "auto", which
             takes these for bf16 and fp16 on a GPU where Triton is installed.
         with_entropy: False skips the entropy and returns zeros for it, with no gradient.
-        labels_checked: `check_labels` saw them already; a GPU need not be waited for.
+        labels_checked: `check_tokens` saw them already; a GPU need not be waited for.
     Returns:
         logprobs_T and entropy_T in nats, fp32 (fp64 for fp64 input), [T] each.
     Raises:
@@ -114,7 +114,7 @@ def vocab_parallel_logprobs(
     num_rows = weight_VpD.shape[0]
     vocab_size = _real_vocabulary(num_rows, group, vocab_start, vocab_size)
     if not labels_checked:
-        check_labels(labels_T, vocab_size)
+        check_tokens(labels_T, vocab_size)
     num_columns = max(0, min(num_rows, vocab_size - vocab_start))
     device_tokens, device_columns = LOGPROB_TILES["cpu" if hidden_TD.device.type == "cpu" else "gpu"]
     plan = _Plan(
@@ -465,16 +465,17 @@ def _check_tensors(hidden_TD: Tensor, weight_VpD: Tensor, labels_T: Tensor) -> N
         )
 
 
-def check_labels(labels_T: Tensor, vocab_size: int) -> None:
-    """Refuse a label outside the vocabulary: it would pass as a log-probability of no token. Waits for a GPU.
+def check_tokens(tokens_T: Tensor, vocab_size: int) -> None:
+    """Refuse a token outside the vocabulary: as a label it would pass as a log-probability of no token, and as an input
+    as an embedding of zeros. Waits for a GPU.
 
     Raises:
-        DataError: with the range of the labels.
+        DataError: with the range of the tokens.
     """
-    if labels_T.numel() == 0:
+    if tokens_T.numel() == 0:
         return
-    low, high = (int(value) for value in torch.stack(labels_T.aminmax()).tolist())
+    low, high = (int(value) for value in torch.stack(tokens_T.aminmax()).tolist())
     if low < 0 or high >= vocab_size:
         raise DataError(
-            f"labels: got ids from {low} to {high}, allowed 0 to {vocab_size - 1}; give masked positions any valid id"
+            f"tokens: got ids from {low} to {high}, allowed 0 to {vocab_size - 1}; give masked positions any valid id"
         )

@@ -32,6 +32,7 @@ from megatron_daro.actor.compat import HiddenStateGPTModel
 from megatron_daro.actor.forward import OutputSettings, position_logprobs
 from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.actor.reductions import reduced_on_all_stages, sum_over_context, sum_over_data_parallel
+from megatron_daro.algo.algorithm import CELL_SUMS
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
 from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
 from megatron_daro.data.packing import PackedMicroBatch
@@ -51,9 +52,6 @@ MEANS: Mapping[str, str] = {
 """Sums of algo.objective.TokenObjective that a step reports as means over its tokens -> metric."""
 TOKEN_SUMS = ("tokens", *MEANS)
 """Sums that a step adds up over its tokens, in the order of the reduced vector."""
-
-CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums")
-"""Sums that a step adds up per bin and class of samples; see algo.algorithm.StepStats."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -56,7 +56,7 @@ from megatron_daro.convert.mapping import (
 from megatron_daro.errors import ConfigError, ModelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Vocabulary rows are padded to a multiple of this (and of TP), so that checkpoints of TP 1 to 16 have one shape.
+# Vocabulary rows are padded to a multiple of this (and of TP): checkpoints of TP 1, 2, 4, 8 and 16 have one shape.
 VOCABULARY_MULTIPLE = 16
 _UPSTREAM = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
 
@@ -78,7 +78,7 @@ def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, An
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up so that every TP size of 1..16 gives the same number."""
+    """Rows of the embedding: the vocabulary rounded up so that TP 1, 2, 4, 8 and 16 give the same number."""
     multiple = VOCABULARY_MULTIPLE // math.gcd(VOCABULARY_MULTIPLE, tensor_parallel)
     return padded_vocab_size(vocab_size, tensor_parallel, multiple=multiple)
 

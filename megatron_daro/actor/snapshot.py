@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage
 
 from megatron_daro.actor import device
 from megatron_daro.actor.compat import allocate_optimizer_state, inner_optimizers
-from megatron_daro.actor.double_buffer import KINDS, Layout, Slot, num_bytes
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT, Layout, Slot, num_bytes
 from megatron_daro.actor.host_memory import HostMemory, extended, pieces_of
 from megatron_daro.actor.lora import is_base
 from megatron_daro.actor.megatron import get_cuda_rng_tracker
@@ -86,7 +86,7 @@ def storages_of(memory: HostMemory, models: Sequence[TrainedModel]) -> Storages:
         allocate_optimizer_state(model.optimizer)
     parameters = (p for model in models for chunk in model.chunks for p in chunk.module.parameters())
     base = {p.untyped_storage()._cdata for p in parameters if is_base(p)}
-    return {kind: [own for own in memory.storages(kind) if own._cdata not in base] for kind in KINDS}
+    return {kind: [own for own in memory.storages(kind) if own._cdata not in base] for kind in KINDS_OF_SNAPSHOT}
 
 
 def layout_of(storages: Storages) -> Layout:

@@ -187,7 +187,7 @@ def train_step(
     try:
         batch = with_advantages(train_state.algorithm, batch, settings)
     except NonFiniteError as error:  # on every rank, before anything was done
-        return StepResult(step=step, metrics={}, skipped=True, reason=str(error))
+        return StepResult({}, skipped=True, reason=str(error))
     turn("critic")
     critic_report = critic.gradients(batch, micro_batches) if critic else None
     turn("policy", keep_gradients=True)
@@ -216,7 +216,7 @@ def train_step(
         metrics |= _weight_metrics(weights_before, *train_state.algorithm.classes)
         metrics["difficulty/clamped"] = float(train_state.algorithm.clamped)
     reason = "" if check.fit else _reason(sums, check, critic_report)
-    return StepResult(step=step, metrics=metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
+    return StepResult(metrics, skipped=not check.fit, reason=reason, own_s=own_time.seconds())
 
 
 def _weight_metrics(weights: Tensor, classed_by: str, classes: Sequence[str]) -> dict[str, float]:

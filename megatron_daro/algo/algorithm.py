@@ -115,12 +115,16 @@ class Samples:
     environments_N: Tensor | None = None
 
 
+CELL_SUMS = ("loss_sums", "abs_loss_sums", "advantage_sums")
+"""Sums over the tokens of each bin and class of samples, without coefficients: of token losses, their absolute values,
+and |A|."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStats:
     """What a whole step says, over all ranks: what an algorithm learns from.
 
-    sums: by name float64 [K+1, L], over the tokens of each cell, without coefficients: "loss_sums" and "abs_loss_sums"
-    of the (absolute) token losses, "advantage_sums" of |A|; a loop of your own may add what its algorithm reads.
+    sums: by name float64 [K+1, L], those of `CELL_SUMS`; a loop of your own may add what its algorithm reads.
     entropy: mean over the trained tokens, nats.
     """
 
@@ -176,6 +180,8 @@ class Algorithm(ABC):
     """Whether another divisor makes it another algorithm than the published one."""
     needs_group_lengths: bool = False
     """Whether `Samples.group_lengths_NK` must be there."""
+    weighs_by_advantage: ClassVar[bool] = False
+    """Whether `coefficients` reads `Samples.advantages_N`, which must be what all tokens of a sample are trained by."""
     token_columns: ClassVar[tuple[str, ...] | None] = None
     """Columns that `token_advantages` reads, of `token_columns.COLUMN_NAMES`; the ranks compute those that take a pass
     before the first optimizer step of a batch. None: one advantage for all tokens of a rollout."""

@@ -199,16 +199,6 @@ class DifficultyWeights:
         return max(len(self.environments), 1)
 
     @property
-    def learning_rate(self) -> float:
-        """Of the weights' Adam."""
-        return self._adam.learning_rate
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Of the weights' Adam."""
-        return self._adam.betas
-
-    @property
     def weights(self) -> Tensor:
         """w, float64 [C] on the CPU, a copy; those of bins 0 and K stay at 1."""
         spread = self._per_cell(self._values)

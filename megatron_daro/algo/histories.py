@@ -39,6 +39,7 @@ class HaDw(SampleAlgorithm):
     """
 
     name = "ha_dw"
+    weighs_by_advantage = True
 
     def __init__(
         self,

@@ -24,22 +24,14 @@ _WHITENING_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class GaeOptions:
-    """How advantages per token follow from values.
+    """How advantages per token follow from values: the options of `WithCritic`."""
 
-    gamma: discount of each own token, 0 to 1. gae_lambda: 1 is the return less the value, 0 the error of one token.
-    critic_lambda: the lambda of the critic's targets; None: gae_lambda. length_factor: alpha of VAPO's lambda
-    1 - 1 / (alpha * own tokens), which takes the place of gae_lambda for the policy; None: gae_lambda.
-    bootstrap_truncated: whether an answer that the limit ended goes on, as the critic expects: the value before its
-    last token stands for all that follows, and that token is not trained; else it ended there, with its reward.
-    whiten: whether advantages have mean 0 and variance 1 over the whole step.
-    """
-
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    critic_lambda: float | None = None
-    length_factor: float | None = None
-    bootstrap_truncated: bool = False
-    whiten: bool = True
+    gamma: float
+    gae_lambda: float
+    critic_lambda: float | None
+    length_factor: float | None
+    bootstrap_truncated: bool
+    whiten: bool
 
     def __post_init__(self) -> None:
         """Raise AlgorithmError for what is out of range."""
@@ -224,8 +216,9 @@ class WithCritic(Algorithm):
                 gae_lambda.
             length_factor: VAPO's alpha, above 0: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset:
                 gae_lambda.
-            bootstrap_truncated: an answer that the limit ended goes on as the critic expects; false: it ended there,
-                with its reward.
+            bootstrap_truncated: an answer that the limit ended goes on as the critic expects: the value before its last
+                token stands for all that follows, and that token is not trained; false: it ended there, with its
+                reward.
             whiten: advantages have mean 0 and variance 1 over the step's tokens.
         """
         super().__init__(**options)

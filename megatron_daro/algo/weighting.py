@@ -296,29 +296,37 @@ WITH_CRITIC: Mapping[str, type[Algorithm]] = {cls.name: cls for cls in (Ppo, Dar
 """Those that need values too: not in other frameworks' loops."""
 
 
-def make_algorithm(name: str, *, daro: Mapping[str, Any] | None = None, **options: Any) -> Algorithm:
+def make_algorithm(
+    name: str, *, daro: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **arguments: Any
+) -> Algorithm:
     """Return the algorithm of this name: the same call in the driver and on every rank.
 
     Args:
         name: one of `ALGORITHMS` or `WITH_CRITIC`, or `module:Class`, a subclass of `Algorithm` that Python can import.
-        daro: further arguments of the constructor of `Daro` or a subclass. options: arguments of its constructor.
+        daro: further arguments of the constructor of `Daro` or a subclass. options: a user's further arguments of its
+            constructor. arguments: of its constructor.
 
     Raises:
-        AlgorithmError: there is no such algorithm, or an option is unknown or out of range.
+        AlgorithmError: there is no such algorithm, or an option is unknown, out of range or given elsewhere.
     """
     cls = ALGORITHMS.get(name) or WITH_CRITIC.get(name) or _imported(name)
+    for option, value in (options or {}).items():
+        if option in arguments or option in (daro or {}):
+            raise AlgorithmError(
+                f"{option}: got {value!r}, allowed are other names: the run gives {option} to the algorithm itself"
+            )
     if daro and not issubclass(cls, Daro):
         raise AlgorithmError(
             f"daro: got {', '.join(daro)} with algorithm {name}; allowed: only with daro, daro_ppo and subclasses of "
             "Daro; fix: remove them, or give the class options of its own"
         )
-    options = {**(daro or {}), **options}
+    given = {**arguments, **(daro or {}), **(options or {})}
     own = options_of(cls, without=Common.__annotations__)
-    if wrong := wrong_option(own, options):
+    if wrong := wrong_option(own, given):
         raise AlgorithmError(wrong)
     try:
-        inspect.signature(cls).bind(**options)
-        return cls(**options)
+        inspect.signature(cls).bind(**given)
+        return cls(**given)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None:

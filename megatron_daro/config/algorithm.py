@@ -269,9 +269,11 @@ class AlgorithmSection(Section):
         Args:
             rollouts_per_prompt: K. max_response_tokens: the longest response allowed. environments: names of several.
         """
-        daro = {name: getattr(self.daro, name) for name in changed(self.daro) if name != "weights_by"}
-        if self.daro.weights_by == "environment_pass_rate":
-            daro["environments"] = tuple(environments)
+        learnt = self.traits is not None and self.traits.difficulty_weights
+        names = type(self.daro).model_fields if learnt else changed(self.daro)
+        daro = {name: getattr(self.daro, name) for name in names}
+        if "weights_by" in daro:
+            daro["environments"] = tuple(environments) if daro.pop("weights_by") == "environment_pass_rate" else ()
         return {
             "name": self.name,
             "rollouts_per_prompt": rollouts_per_prompt,
@@ -279,5 +281,5 @@ class AlgorithmSection(Section):
             "std": self.std,
             "group_filter": self.filter,
             "daro": daro,
-            **self.options,
+            "options": self.options,
         }

@@ -90,7 +90,7 @@ class CurriculumSection(Section):
     start: float = Field(default=0.2, ge=1e-6, le=1)
     """Share of the problems, easiest first, that is open at the start."""
     ramp_prompts: int | None = Field(default=None, ge=1)
-    """Prompts drawn until all problems are open. Unset: half of the run's."""
+    """Prompts drawn until all problems are open. Unset: half of those of the steps that the run began with."""
 
 
 class PrioritisedSection(Section):

@@ -93,7 +93,7 @@ class _Order(ABC):
         """Take what is left of a state of the same prompts and settings. Raises CheckpointError: it is torn."""
 
 
-class PromptSource(_Order):
+class Epochs(_Order):
     """Each prompt once per epoch, a pass over all prompts (not over a batch, as elsewhere)."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
@@ -198,7 +198,7 @@ class _Draws(_Order):
 
     kind: Literal["curriculum", "prioritised"]
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, settings: Mapping[str, float | str]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, settings: Mapping[str, float | str | None]) -> None:
         super().__init__(prompts, seed)
         self._settings = dict(settings)
         self._drawn = 0
@@ -266,8 +266,8 @@ class Curriculum(_Draws):
 
         Args:
             prompts: at least one. pass_rates: prompt id -> rate in [0, 1], of every prompt.
-            section: the configuration's. seed: 0 or more. ramp: prompts drawn until all are open, where the section
-                does not say it.
+            section: the configuration's. seed: 0 or more. ramp: prompts drawn until all are open, where neither the
+                section nor a state that is loaded says it.
 
         Raises:
             DataError: a prompt without a pass rate.
@@ -284,7 +284,18 @@ class Curriculum(_Draws):
         self._by_ease_N = np.argsort(-rates_N, kind="stable")
         self._times_N = np.zeros(len(prompts), np.int64)
         rates = hashlib.sha256(rates_N.astype("<f8").tobytes()).hexdigest()[:16]
-        super().__init__(prompts, seed, {"start": section.start, "ramp_prompts": self._ramp, "pass_rates": rates})
+        settings = {"start": section.start, "ramp_prompts": section.ramp_prompts, "pass_rates": rates}
+        super().__init__(prompts, seed, settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `_Order`; the ramp goes on with another number of steps."""
+        return {**super().state_dict(), "ramp": self._ramp}
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        if type(state["ramp"]) is not int or state["ramp"] < 1:
+            raise CheckpointError(f"data cursor: a ramp of {state['ramp']!r} prompts; it is torn")
+        super()._go_on(state)
+        self._ramp = state["ramp"]
 
     @property
     def open(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import ModelError
+from megatron_daro.thinking import THINKING_TAGS
 from megatron_daro.types import GroupRequest, Rollout
 
 if TYPE_CHECKING:
@@ -92,10 +93,13 @@ def read_stops(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokens that a decoder of responses leaves out: text -> id."""
+    """Return the tokens that have no text in a response, text -> id: special ones, but those that make up tags of
+    thinking, by which verifiers know it."""
     added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-    return added | {str(token): int(i) for token, i in named}
+    special = added | {str(token): int(i) for token, i in named}
+    tags = (*THINKING_TAGS, *THINKING_TAGS.values())
+    return {text: i for text, i in special.items() if not any(text in tag for tag in tags)}
 
 
 def until_end(rollout: Rollout, request: GroupRequest, decode: Decode) -> Rollout:

@@ -30,7 +30,6 @@ class Template:
 
     form: Literal["chat", "plain"]
     text: str
-    source: str
     special: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     tagged: bool = False
@@ -49,15 +48,15 @@ class Template:
 
 
 TEMPLATES: dict[str, Template] = {
-    "chat": Template(
-        "chat", "{prompt}\n\n" + _BOXED, "the user's message recommended for DeepSeek-R1 and Qwen2.5-Math"
-    ),
+    # the user's message recommended for DeepSeek-R1 and Qwen2.5-Math
+    "chat": Template("chat", "{prompt}\n\n" + _BOXED),
+    # Qwen2.5-Math's own, as in Dr. GRPO (arXiv 2503.20783, template 2)
     "qwen-math": Template(
         "plain",
         f"<|im_start|>system\n{_BOXED}<|im_end|>\n<|im_start|>user\n{{prompt}}<|im_end|>\n<|im_start|>assistant\n",
-        "Qwen2.5-Math's own, as in Dr. GRPO (arXiv 2503.20783, template 2)",
         special=("<|im_start|>", "<|im_end|>"),
     ),
+    # DeepSeek-R1-Zero (arXiv 2501.12948, table 1) as in Dr. GRPO (arXiv 2503.20783, template 1)
     "r1": Template(
         "plain",
         "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
@@ -65,11 +64,11 @@ TEMPLATES: dict[str, Template] = {
         "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
         "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
         "User: {prompt}\nAssistant: <think>",
-        "DeepSeek-R1-Zero (arXiv 2501.12948, table 1) as in Dr. GRPO (arXiv 2503.20783, template 1)",
         stop=("</answer>",),
         tagged=True,
     ),
-    "none": Template("plain", "{prompt}", "the problem alone, as in Dr. GRPO (arXiv 2503.20783, template 3)"),
+    # the problem alone, as in Dr. GRPO (arXiv 2503.20783, template 3)
+    "none": Template("plain", "{prompt}"),
 }
 """The choices of data.eval.*.template beside "data", and but chat those of data.prompt_template beside chat and plain:
 there chat is the tokenizer's template around data.template."""

@@ -16,11 +16,12 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro.config.model_shape import read_json
+from megatron_daro.data.stops import special_tokens
 from megatron_daro.errors import DataError, ModelError
-from megatron_daro.thinking import THINKING_TAGS, is_thinking
+from megatron_daro.thinking import is_thinking
 from megatron_daro.types import Prompt
 
 if TYPE_CHECKING:
@@ -117,13 +118,8 @@ def _dated(template: str, date: datetime.date) -> str:
 
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Return a function from token ids to the text that verifiers and people see: without special tokens, but with
-    those that make up tags of thinking, by which verifiers know it."""
-    special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    tags = (*THINKING_TAGS, *THINKING_TAGS.values())
-    unseen = {i for i, text in special.items() if not any(text in tag for tag in tags)}
-    if len(unseen) == len(special):
-        return lambda ids: str(tokenizer.decode(cast("list[int]", ids), skip_special_tokens=True))
+    """Return a function from token ids to the text that verifiers and people see, without `special_tokens`."""
+    unseen = frozenset(special_tokens(tokenizer).values())
     return lambda ids: str(tokenizer.decode([i for i in ids if int(i) not in unseen], skip_special_tokens=False))
 
 

@@ -19,7 +19,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.sections import DataSection, EvalSet, EvalTemplate
 from megatron_daro.convert.transformers_shape import read_compared_shape
 from megatron_daro.data.formats import PassRate
-from megatron_daro.data.orders import Curriculum, Mix, Prioritised, PromptSource
+from megatron_daro.data.orders import Curriculum, Epochs, Mix, Prioritised
 from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops, read_stops
 from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
@@ -70,14 +70,14 @@ def prompt_source(
 
 def _in_order(
     config: Config, prompts: Sequence[Prompt], rates: Mapping[str, float], planned: int
-) -> PromptSource | Curriculum | Prioritised:
+) -> Epochs | Curriculum | Prioritised:
     """Return the stream of these prompts alone. Args: planned: how many the run takes of it."""
     data, seed = config.data, config.trainer.seed
     if data.order == "curriculum":
         return Curriculum(prompts, rates, data.curriculum, seed=seed, ramp=planned // 2)
     if data.order == "prioritised":
         return Prioritised(prompts, rates, data.prioritised, seed=seed)
-    return PromptSource(prompts, seed=seed, shuffle=data.shuffle)
+    return Epochs(prompts, seed=seed, shuffle=data.shuffle)
 
 
 def _inside(

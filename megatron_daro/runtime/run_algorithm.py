@@ -36,11 +36,12 @@ def algorithm_of(config: Config) -> Algorithm:
 def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError where other options do not go with its advantages, or with a critic that it has not."""
     section, columns = config.algorithm, algorithm.token_columns
-    if (section.distill.urls or section.turn_rewards) and columns is not None:
-        field = "distill" if section.distill.urls else "turn_rewards"
+    option = "distill" if section.distill.urls else "turn_rewards" if section.turn_rewards else ""
+    if option and (columns is not None or algorithm.weighs_by_advantage):
+        has = "makes advantages per token itself" if columns is not None else "weighs each rollout by its one advantage"
         raise ConfigError(
-            f"algorithm.{field}: got it with algorithm.name {section.name}, which makes advantages per token itself; "
-            "allowed: one with an advantage for each rollout; fix: set algorithm.name=grpo"
+            f"algorithm.{option}: got it with algorithm.name {section.name}, which {has}; allowed: one that does "
+            "not; fix: set algorithm.name=grpo"
         )
     if section.turn_rewards and type(algorithm).advantages is not Algorithm.advantages:
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ray.actor import ActorHandle
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import MemoryKind
@@ -59,7 +59,7 @@ def kinds_sent(infos: Sequence[RankInfo], keeps: Keeps) -> list[tuple[MemoryKind
     return [
         ("optimizer",)
         if keeps == "both" and peer is not None and infos[peer].weights_key == info.weights_key
-        else KINDS
+        else KINDS_OF_SNAPSHOT
         for info, peer in zip(infos, peers_of(infos), strict=True)
     ]
 
@@ -117,7 +117,7 @@ def sources_of(
             (o for o, has in serials.items() if serial in has.own and infos[o].weights_key == info.weights_key), None
         )
         if replica is None:
-            sources[rank] = [Source(workers[holder], rank, KINDS, rest=True)]
+            sources[rank] = [Source(workers[holder], rank, KINDS_OF_SNAPSHOT, rest=True)]
         else:
             sources[rank] = [
                 Source(workers[replica], None, ("weights",), rest=False),

@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from megatron_daro.actor.double_buffer import KINDS, DoubleBuffer, Layout, Slot, num_bytes
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT, DoubleBuffer, Layout, Slot, num_bytes
 from megatron_daro.errors import WorkerError
 from megatron_daro.types import MemoryKind
 
@@ -153,7 +153,7 @@ class SnapshotStore:
                     block = cast(np.ndarray, ray.get(taken, timeout=SEND_S))
                     _fill(slot.blocks.setdefault(kind, []), number, block)
                     got[kind] += len(block)
-        slot.layout = {kind: slot.layout[kind] for kind in KINDS}
+        slot.layout = {kind: slot.layout[kind] for kind in KINDS_OF_SNAPSHOT}
         _check_bytes(slot.layout, got, f"snapshot {serial}")
         slot.serial = serial
 

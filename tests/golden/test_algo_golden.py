@@ -13,9 +13,9 @@ import torch
 from lab_names import configured
 
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
-from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Samples, make_algorithm
+from megatron_daro.config import DaroSection
 
 K = 4
 CORRECT_N = torch.tensor([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1])
@@ -175,10 +175,9 @@ def test_reported_sums(correction):
 
 def test_defaults_of_the_product():
     """Each of these is what a run without the option trains with."""
-    weights = DifficultyWeights(8)
-    assert (weights.learning_rate, weights.betas, weights.clamp) == (0.01, (0.9, 0.999), (0.1, 10.0))
-    chosen = (weights.parameter, weights.magnitude, weights.normalizer, weights.scale)
-    assert chosen == ("log", "abs", "bin", "sum")
+    daro = DaroSection()
+    assert (daro.learning_rate, daro.betas, daro.clamp) == (0.01, (0.9, 0.999), (0.1, 10.0))
+    assert (daro.parameter, daro.magnitude, daro.normalizer, daro.scale) == ("log", "abs", "bin", "sum")
     settings = ObjectiveSettings()
     assert (settings.clip_low, settings.clip_high, settings.dual_clip) == (0.2, 0.28, None)
     assert (settings.kl_coefficient, settings.entropy_coefficient, settings.correction) == (0.0, 0.0, "none")

@@ -72,6 +72,7 @@ def build_policy(
         total_steps=10,
         weights=weights,
         lora=LoraSection(**(lora or {})),
+        environments=("a", "b"),
     )
     sections = settings, actor, AlgorithmSection(**algorithm)
     return MegatronPolicy(*sections, to_be_restored=to_be_restored, reference=reference)

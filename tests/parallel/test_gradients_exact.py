@@ -225,7 +225,7 @@ def test_gradients_equal_the_unpacked_reference(rank_pool, model, layout, algori
 
 FORMS = {
     "daro_by_environment": (
-        {"name": "daro", "options": {"environments": ["a", "b"]}},
+        {"name": "daro", "daro": {"weights_by": "environment_pass_rate"}},
         {"difficulty": LEARNT_OF_ENVIRONMENTS},
     ),
     "daro_by_length": ({"name": configured("daro_cells"), "options": {"length_edges": EDGES}}, None),

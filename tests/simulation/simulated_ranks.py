@@ -20,7 +20,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from virtual_loop import VirtualLoop
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import snapshot_store
 from megatron_daro.runtime.snapshot_store import SnapshotStore
@@ -29,7 +29,7 @@ from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import StepResult
 
 _CLASS: Any = TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-LAYOUT = dict.fromkeys(KINDS, (8,))
+LAYOUT = dict.fromkeys(KINDS_OF_SNAPSHOT, (8,))
 MEET_S = 1800.0
 
 
@@ -339,7 +339,7 @@ class Process:
         policy.optimizer = chained(policy.optimizer, batch.number, step)
         await self._meet()
         policy.step = step
-        return StepResult(step, {"loss": policy.weights} if self.rank % self.cluster.tensor == 0 else {})
+        return StepResult({"loss": policy.weights} if self.rank % self.cluster.tensor == 0 else {})
 
     async def run_pass(self, name: str, batch: Any, micro_batches: Any) -> np.ndarray | None:
         await self._spend(self.cluster.delay(0.2))
@@ -392,7 +392,7 @@ class Process:
         await self._meet()
 
     def snapshot_bytes(self) -> tuple[dict, int]:
-        return dict.fromkeys(KINDS, 8), self.cluster.free
+        return dict.fromkeys(KINDS_OF_SNAPSHOT, 8), self.cluster.free
 
     def keep_own_twice(self, twice: bool) -> None:
         self.states.keep_own_twice(twice)
@@ -407,7 +407,7 @@ class Process:
         self.snapshot = serial, policy.snapshot
 
     async def _copy(self, slot: Any, serial: int, policy: Any) -> None:
-        for kind in KINDS:
+        for kind in KINDS_OF_SNAPSHOT:
             await self._spend(self.cluster.delay(0.1))
             slot.blocks[kind] = [torch.from_numpy(np.array([getattr(policy, kind)]).view(np.uint8))]
         slot.serial = serial
@@ -479,7 +479,7 @@ class Process:
                 for number in range(found.blocks[kind]):
                     block = await self._get(worker.block.remote(source.owner, serial, kind, number))
                     slot.blocks.setdefault(kind, [])[number : number + 1] = [torch.from_numpy(block.copy())]
-        slot.layout = {kind: slot.layout[kind] for kind in KINDS}
+        slot.layout = {kind: slot.layout[kind] for kind in KINDS_OF_SNAPSHOT}
         slot.serial = serial
 
     async def restore(self, serial: int) -> None:
@@ -487,7 +487,7 @@ class Process:
         await self._settled(policy.save, policy.snapshot)
         slot = self.states.whole(serial)
         assert slot.rest["rank"] == self.rank, "the snapshot of another rank"
-        for kind in KINDS:
+        for kind in KINDS_OF_SNAPSHOT:
             setattr(policy, kind, int(slot.blocks[kind][0].numpy().view(np.int64)[0]))
         policy.step = slot.rest["step"]
         self.cluster.restored.append(policy.step)

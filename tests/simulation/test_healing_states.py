@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing_states as states
 from megatron_daro.runtime.snapshot_keepers import peers_of
@@ -96,7 +96,7 @@ class Walk:
         for rank in range(self.world):
             sources = action.sources.get(rank, ())
             assert (action.snapshot in self.own[rank]) != bool(sources)
-            assert not sources or sorted(kind for s in sources for kind in s.kinds) == sorted(KINDS)
+            assert not sources or sorted(kind for s in sources for kind in s.kinds) == sorted(KINDS_OF_SNAPSHOT)
             assert all(source.worker not in self.lost for source in sources)
         if self.loses(0.2):
             return states.Failed(WorkerError("lost meanwhile"))

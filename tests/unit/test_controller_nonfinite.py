@@ -22,7 +22,7 @@ def test_without_a_reason_and_a_recorder_the_run_still_ends_by_name(tmp_path):
     stack = make_stack(tmp_path, trainer={"steps": 1})
 
     async def skips(batch, step):
-        return StepResult(step, {}, skipped=True)
+        return StepResult({}, skipped=True)
 
     stack.policy.train = skips
     with pytest.raises(NonFiniteError, match="step 1"):

@@ -25,7 +25,7 @@ from test_saved_checkpoints import save
 from megatron_daro.actor.checkpoint import load_algorithm
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.checkpoints import find_latest_valid, read_provenance, read_state, verify
-from megatron_daro.data.orders import PromptSource
+from megatron_daro.data.orders import Epochs
 from megatron_daro.errors import CheckpointError, DaroError
 from megatron_daro.runtime.preflight import compared
 from megatron_daro.types import Prompt
@@ -81,7 +81,7 @@ def stopped(tmp_path_factory):
 def stack_in(run: Path):
     kinds = ("easy", "mixed", "mixed", "hard", "mixed")
     prompts = [Prompt(f"p{i}", kinds[i % 5], "fake", text=f"problem {i}", tokens=(1, 2 + i % 5)) for i in range(40)]
-    return make_stack(run, source=PromptSource(prompts), trainer={"steps": 2, "keep_checkpoints": 1})
+    return make_stack(run, source=Epochs(prompts), trainer={"steps": 2, "keep_checkpoints": 1})
 
 
 def equal(a: object, b: object) -> bool:

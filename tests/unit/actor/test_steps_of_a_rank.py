@@ -86,7 +86,7 @@ def test_a_step_says_what_weights_it_was_taken_with_and_how_long_its_passes_took
     ("algorithm", "by", "classes"),
     [
         ({"name": configured("daro_cells"), "options": {"length_edges": [8], "half_life": 1}}, "length", "01"),
-        ({"name": "daro", "options": {"environments": ["a", "b"], "half_life": 1}}, "environment", "ab"),
+        ({"name": "daro", "daro": {"weights_by": "environment_pass_rate", "half_life": 1}}, "environment", "ab"),
     ],
 )
 def test_weights_of_classes_are_told_for_each(model, algorithm, by, classes):
@@ -129,11 +129,12 @@ def test_another_temperature_for_one_pass(model):
     assert np.abs(plain - hot).max() > 0.1 and np.array_equal(policy.run_pass("old_logprobs", batch, ROWS), plain)
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused(model):
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_token_outside_of_the_vocabulary_is_refused(model, place):
     batch = random_batch()
     tokens_T = batch.tokens_T.copy()
-    tokens_T[-1] = 50
-    with pytest.raises(DataError, match=r"labels: .*\b50\b"):
+    tokens_T[place] = 50
+    with pytest.raises(DataError, match=r"tokens: .*\b50\b"):
         policy_of(model, GRPO).logprobs(replace(batch, tokens_T=tokens_T), ROWS)
 
 

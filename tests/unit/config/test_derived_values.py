@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config.actor import ActorSection, OptimizerSection, resolved_expert_tensor
-from megatron_daro.config.algorithm import AlgorithmSection, CriticSection, KlSection
+from megatron_daro.config.algorithm import AlgorithmSection, CriticSection, DaroSection, KlSection
 from megatron_daro.config.sections import (
     EngineSection,
     EnvironmentSection,
@@ -79,15 +79,15 @@ def test_a_kl_term_is_in_the_reward_with_a_coefficient_only(place, coefficient, 
 
 def test_an_algorithm_gets_its_own_options_and_those_of_the_run():
     run = {"rollouts_per_prompt": 4, "max_response_tokens": 9}
-    common = {**run, "std": "none", "group_filter": "pass_rate", "daro": {}}
     given = {"std": "none", "filter": "pass_rate"}
-    assert AlgorithmSection(name="grpo", **given).arguments(**run) == {"name": "grpo", **common}
     mgpo = AlgorithmSection(name="mgpo", options={"strength": 2.0}, **given).arguments(**run)
-    assert mgpo == {"name": "mgpo", **common, "strength": 2.0}
-    own = AlgorithmSection(name="my:Own", options={"std": "x", "y": 1}, **given).arguments(**run)
-    assert own == {"name": "my:Own", **common, "std": "x", "y": 1}
-    both = AlgorithmSection(name="daro_ppo", options={"gamma": 0.5}, daro={"clamp": (0.5, 2.0)}).arguments(**run)
-    assert (both["gamma"], both["daro"]) == (0.5, {"clamp": (0.5, 2.0)})
+    common = {**run, "std": "none", "group_filter": "pass_rate", "daro": {}}
+    assert mgpo == {"name": "mgpo", **common, "options": {"strength": 2.0}}
+    section = {"daro": {"clamp": (0.5, 2.0), "weights_by": "environment_pass_rate"}}
+    own = AlgorithmSection(name="my:Own", **section).arguments(**run, environments=["a", "b"])
+    assert own["daro"] == {"clamp": (0.5, 2.0), "environments": ("a", "b")}, "what is set"
+    daro = AlgorithmSection(name="daro", **section).arguments(**run, environments=["a", "b"])
+    assert daro["daro"] == DaroSection().model_dump(exclude={"weights_by"}) | own["daro"], "all"
 
 
 @pytest.mark.parametrize(("name", "has"), [("ppo", True), ("daro_ppo", True), ("daro", False), ("my:Own", False)])

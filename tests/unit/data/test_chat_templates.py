@@ -12,6 +12,7 @@ from megatron_daro.config.sections import EvalSet
 from megatron_daro.data.containers import RowProblem
 from megatron_daro.data.formats import parse_row
 from megatron_daro.data.prompts import load_problems
+from megatron_daro.data.stops import read_stops
 from megatron_daro.data.templates import HeldOut
 from megatron_daro.data.tokenizer import load_tokenizer, response_decoder, tokenize_prompts
 from megatron_daro.errors import DataError
@@ -184,3 +185,4 @@ def test_special_tokens_that_are_tags_of_thinking_stay_in_the_text(tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     ids = [*tokenizer.encode("[THINK]so[/THINK]5", add_special_tokens=False), end]
     assert "".join(response_decoder(tokenizer)(ids).split()) == "[THINK]so[/THINK]5"
+    assert read_stops(tokenizer, stop=["[/THINK] b"]).texts == ("[/THINK] b",)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_daro.data.orders import PromptSource
+from megatron_daro.data.orders import Epochs
 from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.types import Prompt
 
@@ -29,11 +29,11 @@ def ids(taken) -> list[str]:
     st.lists(st.integers(0, 30), min_size=1, max_size=6),
 )
 def test_resume_goes_on_exactly(num, seed, shuffle, before, after):
-    unbroken = PromptSource(prompts(num), seed=seed, shuffle=shuffle)
+    unbroken = Epochs(prompts(num), seed=seed, shuffle=shuffle)
     for n in before:
         unbroken.next(n)
     state = json.loads(json.dumps(unbroken.state_dict()))
-    resumed = PromptSource(prompts(num), seed=seed, shuffle=shuffle)
+    resumed = Epochs(prompts(num), seed=seed, shuffle=shuffle)
     resumed.next(3)
     resumed.load_state_dict(state)
     assert resumed.drawn == unbroken.drawn == sum(before)
@@ -44,9 +44,9 @@ def test_resume_goes_on_exactly(num, seed, shuffle, before, after):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 100), st.booleans(), st.lists(st.integers(0, 7), max_size=12))
 def test_every_epoch_has_every_prompt_once_however_it_is_cut(num, seed, shuffle, cuts):
-    source = PromptSource(prompts(num), seed=seed, shuffle=shuffle)
+    source = Epochs(prompts(num), seed=seed, shuffle=shuffle)
     taken = [p.id for n in cuts for p in source.next(n)]
-    assert taken == ids(PromptSource(prompts(num), seed=seed, shuffle=shuffle).next(sum(cuts)))
+    assert taken == ids(Epochs(prompts(num), seed=seed, shuffle=shuffle).next(sum(cuts)))
     for start in range(0, len(taken) - num + 1, num):
         assert sorted(taken[start : start + num]) == sorted(ids(prompts(num)))
     assert source.state_dict()["epoch"] == sum(cuts) // num
@@ -54,32 +54,32 @@ def test_every_epoch_has_every_prompt_once_however_it_is_cut(num, seed, shuffle,
 
 def test_order_is_fixed_for_ever():
     # Written down once: another order would make old checkpoints resume with other prompts.
-    source = PromptSource(prompts(8), seed=7)
+    source = Epochs(prompts(8), seed=7)
     assert ids(source.next(8)) == ["p6", "p3", "p4", "p0", "p2", "p7", "p5", "p1"]
     assert ids(source.next(8)) == ["p1", "p3", "p2", "p7", "p4", "p5", "p0", "p6"]
 
 
 def test_shuffle_differs_by_epoch_and_seed():
-    source = PromptSource(prompts(50), seed=1)
+    source = Epochs(prompts(50), seed=1)
     first, second = ids(source.next(50)), ids(source.next(50))
     assert first != second and first != ids(prompts(50))
-    assert ids(PromptSource(prompts(50), seed=2).next(50)) != first
-    assert ids(PromptSource(prompts(50), shuffle=False).next(50)) == ids(prompts(50))
+    assert ids(Epochs(prompts(50), seed=2).next(50)) != first
+    assert ids(Epochs(prompts(50), shuffle=False).next(50)) == ids(prompts(50))
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (PromptSource(prompts(9), seed=1), "num_prompts"),
-        (PromptSource(prompts(8)[::-1], seed=1), "fingerprint"),
-        (PromptSource([replace(p, tokens=(2,)) for p in prompts(8)], seed=1), "fingerprint"),
-        (PromptSource([replace(p, answer="0") for p in prompts(8)], seed=1), "fingerprint"),
-        (PromptSource(prompts(8), seed=2), "seed"),
-        (PromptSource(prompts(8), seed=1, shuffle=False), "shuffle"),
+        (Epochs(prompts(9), seed=1), "num_prompts"),
+        (Epochs(prompts(8)[::-1], seed=1), "fingerprint"),
+        (Epochs([replace(p, tokens=(2,)) for p in prompts(8)], seed=1), "fingerprint"),
+        (Epochs([replace(p, answer="0") for p in prompts(8)], seed=1), "fingerprint"),
+        (Epochs(prompts(8), seed=2), "seed"),
+        (Epochs(prompts(8), seed=1, shuffle=False), "shuffle"),
     ],
 )
 def test_other_data_is_refused_and_nothing_changes(other, words):
-    source = PromptSource(prompts(8), seed=1)
+    source = Epochs(prompts(8), seed=1)
     source.next(5)
     before = other.state_dict()
     with pytest.raises(CheckpointError, match=words):
@@ -89,15 +89,15 @@ def test_other_data_is_refused_and_nothing_changes(other, words):
 
 @pytest.mark.parametrize("edit", [{"position": 8}, {"position": -1}, {"epoch": "1"}, {"epoch": -1}, {"extra": 1}])
 def test_torn_state_is_refused(edit):
-    source = PromptSource(prompts(8), seed=1)
+    source = Epochs(prompts(8), seed=1)
     with pytest.raises(CheckpointError, match=next(iter(edit))):
         source.load_state_dict(source.state_dict() | edit)
 
 
 def test_refusals():
     with pytest.raises(DataError):
-        PromptSource([])
+        Epochs([])
     with pytest.raises(DataError, match="seed"):
-        PromptSource(prompts(1), seed=-1)
+        Epochs(prompts(1), seed=-1)
     with pytest.raises(DataError, match="-1"):
-        PromptSource(prompts(1)).next(-1)
+        Epochs(prompts(1)).next(-1)

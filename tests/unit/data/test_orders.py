@@ -77,7 +77,7 @@ def test_other_data_settings_and_torn_states_are_refused(kind):
     source.next(4)
     state = source.state_dict()
     other = Prioritised(prompts(10), {}, PrioritisedSection(floor=0.3), seed=0)
-    other = curriculum(ramp=21) if kind == "curriculum" else other
+    other = curriculum(start=0.3) if kind == "curriculum" else other
     for wrong, said in (
         (make(num=11), "num_prompts"),
         (make(seed=1), "seed"),
@@ -93,6 +93,7 @@ def test_other_data_settings_and_torn_states_are_refused(kind):
         {"columns": {}},
         {"columns": dict.fromkeys(state["columns"], "AA==")},
         {"columns": dict.fromkeys(state["columns"], "!")},
+        *([{"ramp": 0}] if kind == "curriculum" else []),
     ):
         with pytest.raises(CheckpointError):
             make().load_state_dict(state | change)
@@ -110,6 +111,13 @@ def test_a_curriculum_opens_from_easy_to_hard():
         assert ranks[-1] < opened[-1]
     assert opened[0] == 10 and opened[100] == 55 and opened[200:] == [100] * 50 and opened == sorted(opened)
     assert sum(ranks[:50]) / 50 < 25 < sum(ranks[150:200]) / 50
+
+
+def test_a_curriculum_keeps_its_ramp_when_a_run_goes_on_with_other_steps():
+    unbroken, resumed = curriculum(ramp=20), curriculum(ramp=90)
+    unbroken.next(7)
+    resumed.load_state_dict(unbroken.state_dict())
+    assert ids(resumed.next(30)) == ids(unbroken.next(30)) and resumed.open == unbroken.open
 
 
 def test_a_curriculum_draws_the_least_drawn():

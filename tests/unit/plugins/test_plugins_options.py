@@ -22,11 +22,9 @@ def test_words_of_the_environment_reach_the_algorithm(monkeypatch):
     monkeypatch.setenv(VARIABLE, "daro.learning_rate=0.5 daro.clamp=[0.5,2] std=sample correct_above=0")
     options = read_options()
     algorithm = options.algorithm(4)
-    assert (algorithm.difficulty.learning_rate, algorithm.difficulty.clamp, algorithm.std) == (
-        0.5,
-        (0.5, 2.0),
-        "sample",
-    )
+    assert (algorithm.difficulty.clamp, algorithm.std) == ((0.5, 2.0), "sample")
+    algorithm.difficulty.update(torch.zeros(5), torch.ones(5))
+    assert algorithm.weights[1:4].log().tolist() == pytest.approx([0.5] * 3), "Adam's first step: the learning rate"
     assert options.correct_above == 0
 
 

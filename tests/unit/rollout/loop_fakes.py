@@ -251,13 +251,13 @@ class FakePolicy:
         if step in self.nonfinite_steps:
             if self.nonfinite_steps[step] == "raise":
                 raise NonFiniteError("loss is nan in micro-batch 3")
-            return StepResult(step, {"loss/policy": float("nan")}, skipped=True, reason="gradient norm is inf")
+            return StepResult({"loss/policy": float("nan")}, skipped=True, reason="gradient norm is inf")
         self.weights = str(digest(self.weights, seen, step)).encode()
         self.steps += 1
         self.begun = False
         self.events.append(("trained", step))
         loss = int(self.weights) % 1000003 / 1000003
-        return StepResult(step, {"loss/policy": loss, "difficulty/weight/2": 1 + loss})
+        return StepResult({"loss/policy": loss, "difficulty/weight/2": 1 + loss})
 
     @asynccontextmanager
     async def hold(self, version=None):

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from run_configuration import run_context
 from test_packing import make_batch
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -114,7 +114,7 @@ class Rank:
 
     def do_setup(self, address, settings, actor, algorithm, seed, timeout_s, **options):
         self.actor, self.collective_s = actor, timeout_s
-        self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS}
+        self.seen = {kind: [99] if options["to_be_restored"] else [0] for kind in KINDS_OF_SNAPSHOT}
 
     def do_info(self):
         size, replicas = self.actor.tensor_parallel, self.actor.data_parallel
@@ -132,13 +132,13 @@ class Rank:
 
     def do_train(self, batch, micro_batches, step, **columns):
         torn = not all(handle.process.alive for handle in self.world.policy.ranks.workers.values())
-        for kind in KINDS[:1] if torn else KINDS:
+        for kind in KINDS_OF_SNAPSHOT[:1] if torn else KINDS_OF_SNAPSHOT:
             self.seen[kind].append(step)
         if torn:
             raise WorkerError("connection closed by peer")
         own_s = 9.0 if self.rank in self.world.slow else 1.0
         metrics = {"loss": step / 4} if self.do_info().reports else {}
-        return StepResult(step, metrics, own_s=own_s)
+        return StepResult(metrics, own_s=own_s)
 
     def do_run_pass(self, name, batch, micro_batches):
         return batch.rollout_logprobs_R if self.do_info().reports else None
@@ -155,18 +155,18 @@ class Rank:
             raise WorkerError("connection closed by peer")
 
     def do_load(self, directory):
-        self.seen = {kind: json.loads((directory / f"rank_{self.rank}").read_text()) for kind in KINDS}
+        self.seen = {kind: json.loads((directory / f"rank_{self.rank}").read_text()) for kind in KINDS_OF_SNAPSHOT}
 
     def do_snapshot_bytes(self):
-        return dict.fromkeys(KINDS, ROOM), self.world.memory
+        return dict.fromkeys(KINDS_OF_SNAPSHOT, ROOM), self.world.memory
 
     def do_start_snapshot(self, serial, keep):
         slot = self.states.own.open(keep)
-        for kind in KINDS:
+        for kind in KINDS_OF_SNAPSHOT:
             values = np.zeros(ROOM, np.uint8)
             values[: len(self.seen[kind])] = self.seen[kind]
             slot.blocks[kind] = [torch.from_numpy(values)]
-        slot.layout, slot.rest = dict.fromkeys(KINDS, (ROOM,)), {"key": self.do_info().weights_key}
+        slot.layout, slot.rest = dict.fromkeys(KINDS_OF_SNAPSHOT, (ROOM,)), {"key": self.do_info().weights_key}
         self.pending = slot
 
     def do_finish_snapshot(self, serial, keep, peer, kinds):
@@ -191,7 +191,7 @@ class Rank:
     def do_restore(self, serial):
         slot = self.states.whole(serial)
         assert slot.rest == {"key": self.do_info().weights_key}
-        for kind in KINDS:
+        for kind in KINDS_OF_SNAPSHOT:
             (block,) = slot.blocks[kind]
             self.seen[kind] = [0, *(int(step) for step in block if step)]
 

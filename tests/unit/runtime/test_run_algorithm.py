@@ -65,12 +65,23 @@ def test_a_class_of_ones_own_gets_the_section_daro_if_it_learns_those_weights():
         ("ppo", {"critic_lambda": "x"}, "a number, or null"),
         ("daro_ppo", {"length_factor": 0}, "above 0"),
         ("toy_algorithm:Toy", {"baseline": "1"}, "a number"),
+        ("daro", {"name": "grpo"}, "none"),
+        ("grpo", {"rollouts_per_prompt": 4}, "other names"),
+        ("grpo", {"group_filter": "none"}, "other names"),
+        ("daro", {"clamp": [1, 1]}, "other names"),
+        ("daro_ppo", {"environments": ["a", "b"]}, "other names"),
     ],
 )
 def test_an_option_that_the_algorithm_does_not_take_is_refused(name, options, allowed):
     (option,) = options
     with pytest.raises(ConfigError, match=rf"algorithm\.options\.{option}: got .*allowed .*{allowed}.*; fix: "):
         algorithm_of(configured(algorithm={"name": name, "options": options}))
+
+
+@pytest.mark.parametrize("given", [{"turn_rewards": True}, {"distill": {"urls": ["http://t:1"]}}])
+def test_an_algorithm_that_weighs_by_a_rollouts_advantage_has_none_per_token(given):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{next(iter(given))}: got it with algorithm\.name ha_dw"):
+        algorithm_of(configured(algorithm={"name": "ha_dw", **given}))
 
 
 def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_published_one_remarked():

@@ -9,7 +9,7 @@ import pytest
 import tiny_task
 
 from megatron_daro.config import Config, DataSection, EvalSet
-from megatron_daro.data.orders import Curriculum, Prioritised, PromptSource
+from megatron_daro.data.orders import Curriculum, Epochs, Prioritised
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import TEMPLATES
 from megatron_daro.data.tokenizer import load_tokenizer
@@ -169,7 +169,7 @@ def test_several_environments_take_their_share_of_the_prompts(tmp_path, tokenize
 
 
 @pytest.mark.parametrize(
-    ("order", "kind"), [("epochs", PromptSource), ("curriculum", Curriculum), ("prioritised", Prioritised)]
+    ("order", "kind"), [("epochs", Epochs), ("curriculum", Curriculum), ("prioritised", Prioritised)]
 )
 def test_the_order_of_the_configuration(tmp_path, tokenizer, order, kind):
     data = section(tmp_path, RATED).model_copy(update={"order": order})
@@ -177,7 +177,7 @@ def test_the_order_of_the_configuration(tmp_path, tokenizer, order, kind):
     source = source_of(config, tokenizer, [], notices=Said())
     assert type(source) is kind and planned_prompts(config) == 40
     if order == "curriculum":
-        assert source.state_dict()["settings"]["ramp_prompts"] == 20
+        assert source.state_dict()["ramp"] == 20
     if order == "prioritised":
         unrated = source_of(
             configured(section(tmp_path, GOOD[:1]).model_copy(update={"order": order})), tokenizer, [], notices=Said()

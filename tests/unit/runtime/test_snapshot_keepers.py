@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
 from megatron_daro.runtime.train_worker import RankInfo
@@ -59,15 +59,15 @@ def test_two_ranks_that_die_are_replaced_unless_one_keeps_the_others_copy(ranks)
         else:
             assert sources.keys() == set(lost)
             for source in itertools.chain(*sources.values()):
-                assert set(source.kinds) <= set(KINDS if source.owner is None else sent[source.owner])
+                assert set(source.kinds) <= set(KINDS_OF_SNAPSHOT if source.owner is None else sent[source.owner])
 
 
 def test_weights_are_sent_only_where_no_replica_elsewhere_has_them():
     on_two = infos(("a", 0), ("a", 1), ("b", 0), ("b", 1))
     assert kinds_sent(on_two, "both") == [("optimizer",)] * 4
-    assert kinds_sent(on_two, "peer") == [KINDS] * 4, "no rank keeps its own for others"
+    assert kinds_sent(on_two, "peer") == [KINDS_OF_SNAPSHOT] * 4, "no rank keeps its own for others"
     replicas_beside = infos(("a", 0), ("a", 0), ("b", 1), ("b", 1))
-    assert kinds_sent(replicas_beside, "both") == [KINDS] * 4, "both replicas go with their host"
+    assert kinds_sent(replicas_beside, "both") == [KINDS_OF_SNAPSHOT] * 4, "both replicas go with their host"
     assert kinds_sent(infos(("a", 0), ("a", 0)), "both") == [("optimizer",)] * 2
 
 
@@ -115,6 +115,6 @@ def test_a_copy_of_another_snapshot_is_none():
 def test_where_peers_alone_keep_snapshots_a_living_rank_gets_its_own_from_there():
     ranks, workers = infos(("a", 0), ("a", 1)), list("wx")
     living = {0: kept(own=(6,), r1=(5,)), 1: kept(own=(), r0=(5, 6))}
-    whole = {0: [Source("x", 0, KINDS, rest=True)], 1: [Source("w", 1, KINDS, rest=True)]}
+    whole = {0: [Source("x", 0, KINDS_OF_SNAPSHOT, rest=True)], 1: [Source("w", 1, KINDS_OF_SNAPSHOT, rest=True)]}
     assert sources_of(5, living, ranks, workers) == whole
     assert sources_of(5, {0: living[0]}, ranks, workers) == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_daro.actor.double_buffer import KINDS
+from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import snapshot_store
 from megatron_daro.runtime.snapshot_store import SnapshotStore, Source
@@ -45,7 +45,7 @@ def content(serial, kind):
 def take(states, serial, keep=None):
     """What PendingSnapshot does, into blocks of 512 bytes."""
     slot = states.own.open(keep)
-    for kind in KINDS:
+    for kind in KINDS_OF_SNAPSHOT:
         values = torch.from_numpy(content(serial, kind))
         blocks = slot.blocks.setdefault(
             kind, [torch.empty(512, dtype=torch.uint8) for _ in range(-(-len(values) // 512))]
@@ -64,7 +64,7 @@ def assert_adopted(sources, serial):
     fresh.adopt(serial, sources)
     slot = fresh.whole(serial)
     assert slot.layout == STORAGES and slot.rest == {"serial": serial}
-    for kind in KINDS:
+    for kind in KINDS_OF_SNAPSHOT:
         np.testing.assert_array_equal(held(slot, kind), content(serial, kind))
 
 
@@ -72,10 +72,10 @@ def test_a_copy_and_what_is_adopted_from_it_are_bit_for_bit_the_snapshot():
     rank, peer = SnapshotStore(), SnapshotStore()
     for serial in (1, 2, 3):
         take(rank, serial, keep=serial - 1)
-        rank.send(5, serial, serial - 1, Handle(peer), KINDS)
+        rank.send(5, serial, serial - 1, Handle(peer), KINDS_OF_SNAPSHOT)
     assert peer.serials.copies == {5: (2, 3)} and peer.serials.own == () and rank.serials.own == (2, 3)
     for serial in (2, 3):
-        assert_adopted([Source(Handle(peer), 5, KINDS, rest=True)], serial)
+        assert_adopted([Source(Handle(peer), 5, KINDS_OF_SNAPSHOT, rest=True)], serial)
 
 
 def test_weights_come_from_a_replica_and_the_rest_from_the_peer():
@@ -96,18 +96,18 @@ def test_a_copy_that_breaks_off_leaves_the_one_before(calls):
     """1 opening, 2 blocks of weights, 3 of the optimizer, 1 sealing."""
     rank, peer = SnapshotStore(), SnapshotStore()
     take(rank, 1)
-    rank.send(0, 1, None, Handle(peer), KINDS)
+    rank.send(0, 1, None, Handle(peer), KINDS_OF_SNAPSHOT)
     take(rank, 2, keep=1)
     if calls == 7:
-        rank.send(0, 2, 1, Handle(peer, calls), KINDS)
+        rank.send(0, 2, 1, Handle(peer, calls), KINDS_OF_SNAPSHOT)
         assert peer.serials.copies[0] == (1, 2)
     else:
         with pytest.raises(ConnectionError):
-            rank.send(0, 2, 1, Handle(peer, calls), KINDS)
+            rank.send(0, 2, 1, Handle(peer, calls), KINDS_OF_SNAPSHOT)
         assert peer.serials.copies[0] == (1,)
         with pytest.raises(WorkerError, match=r"snapshot 2.*rank 0"):
             peer.describe(0, 2)
-    assert_adopted([Source(Handle(peer), 0, KINDS, rest=True)], 1)
+    assert_adopted([Source(Handle(peer), 0, KINDS_OF_SNAPSHOT, rest=True)], 1)
 
 
 def test_late_and_missing_blocks_are_refused():
@@ -124,4 +124,4 @@ def test_late_and_missing_blocks_are_refused():
 
 def test_nobody_has_what_is_adopted():
     with pytest.raises(WorkerError, match="snapshot 7"):
-        SnapshotStore().adopt(7, [Source(Handle(SnapshotStore()), None, KINDS, rest=True)])
+        SnapshotStore().adopt(7, [Source(Handle(SnapshotStore()), None, KINDS_OF_SNAPSHOT, rest=True)])
