@@ -167,15 +167,13 @@ async def _train(
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(run, placement, policy, generation)):
+            started = parts.start_all(run, placement, policy, generation)
+            if not (
+                await controller.unless_stopped(started)
+                and await controller.unless_stopped(_go_on(controller, start, run.progress))
+            ):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
-            if start.checkpoint:
-                run.progress.stage("start", f"reading {start.checkpoint.name}")
-                await controller.resume(start.checkpoint, start.state)
-                run.progress.notice(f"resumed from {start.checkpoint}")
-            elif start.begins_again:
-                await controller.truncate_files()
         except BaseException:
             await controller.shutdown()
             raise
@@ -184,6 +182,16 @@ async def _train(
             endings.append(generation.engine.fatal_error())
         spare_event_loop()
         return await supervised(controller.run(), endings)
+
+
+async def _go_on(controller: Controller, start: Start, progress: Progress) -> None:
+    """Take the controller to where the run goes on."""
+    if start.checkpoint:
+        progress.stage("start", f"reading {start.checkpoint.name}")
+        await controller.resume(start.checkpoint, start.state)
+        progress.notice(f"resumed from {start.checkpoint}")
+    elif start.begins_again:
+        await controller.truncate_files()
 
 
 @runtime_checkable
