@@ -213,7 +213,7 @@ def _start_private(processes: int, directory: Path, tell: Callable[[str], None])
 
 
 def _object_store_bytes() -> int:
-    """Return half of the free shared memory, at most a tenth of the free memory, between 80 MB (Ray's least) and 8 GB."""
+    """Return half of the free shared memory, at most a tenth of the free memory; 80 MB (Ray's least) to 8 GB."""
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     shared = os.statvfs("/dev/shm")
     room = min(pages * size // 10, shared.f_bavail * shared.f_frsize // 2)
