@@ -155,8 +155,8 @@ def record(run_dir: Path, text: str) -> None:
 def _values(description: Mapping[str, Any]) -> dict[str, str]:
     """Return everything that is compared, as text, by the name that a person reads."""
     config = description["config"]
-    listed = {"data.eval": config["data"]["eval"], "environments": config["environments"]}
-    values = {}
+    listed = {"data.eval": config["data"]["eval"], "environments": config.get("environments", [])}
+    values: dict[str, str] = {}
     for path, kind in CLASS_OF.items():
         section, _, field = path.partition(f".{ITEM}.")
         if field:
