@@ -28,13 +28,13 @@ from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.shorten import shorten
 from megatron_daro.commands.submit import submit
-from megatron_daro.errors import ConfigError, DaroError, NonFiniteError, how_to_go_on
+from megatron_daro.errors import EXIT_INTERRUPTED, ConfigError, DaroError, NonFiniteError, how_to_go_on
 from megatron_daro.observe.logs import safe_text
 
 if TYPE_CHECKING:
     from megatron_daro.config import CheckReport, Config, Hardware
 
-EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE = 1, 2, 3
 
 EXIT_CODES = {
     0: "done",
