@@ -29,7 +29,7 @@ from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 60.0
 # A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
-# the machine that was slow, not the answer.
+# the machine that was slow, not the work.
 CPU_SHARE = 0.5
 PATIENCE = 3
 MEMORY_POLL_S, ONCE_POLL_S = 0.02, 0.25  # hundreds of whole programs may run at once, each looked at in /proc
@@ -41,7 +41,7 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerUnreachedError(Exception):
-    """The limit passed, but the worker is stopped or never took the request: nothing is known about the answer."""
+    """The limit passed, but the worker is stopped or never took the request: nothing is known about the request."""
 
 
 class WorkerMemoryError(Exception):

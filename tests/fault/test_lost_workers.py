@@ -286,8 +286,8 @@ def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run, 
             assert sorted(node for node, _ in before.values()) == nodes
             results = await asyncio.gather(*(verdicts.score_async(PAIRS) for _ in range(6)))
             assert [[v.correct for v in found] for found in results] == [CORRECT] * 6
-            judged = [counters["judged"] for counters in (await verdicts.workers.each("counters")).values()]
-            assert len(judged) == 2 and all(judged), judged
+            answered = [counters["answered"] for counters in (await verdicts.workers.each("counters")).values()]
+            assert len(answered) == 2 and all(answered), answered
             scoring = [asyncio.create_task(verdicts.score_async(PAIRS)) for _ in range(6)]
             for _ in range(20):  # turns of the event loop: the answers may be there before a timer is
                 await asyncio.sleep(0)
