@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     def ours(cost: CostModel | None) -> Splitter:
         def split_of(lengths: np.ndarray) -> tuple[Split, float]:
             plan = schedule(lengths, options.ranks, options.budget, cost=cost)
-            return [[list(micro) for micro in rank] for rank in plan.ranks], 0.0
+            return [[list(micro) for micro in rank] for rank in plan], 0.0
 
         return split_of
 
@@ -154,7 +154,7 @@ def small_batches(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def measured_plan(plan: Schedule, lengths: np.ndarray, budget: int) -> dict[str, float]:
     """Imbalances of one schedule; the time is not looked at."""
-    split = [[list(micro) for micro in rank] for rank in plan.ranks]
+    split = [[list(micro) for micro in rank] for rank in plan]
     figures = measured(lambda _: (split, 0.0), lengths, budget)
     return {name: value for name, value in figures.items() if not name.startswith("time")}
 
@@ -162,7 +162,7 @@ def measured_plan(plan: Schedule, lengths: np.ndarray, budget: int) -> dict[str,
 def packing(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Padding and time of packing all micro-batches of the first rank, by layout; and padding to the longest sample."""
     lengths = reasoning_lengths(options.samples, 0, options.longest)
-    own = [list(micro) for micro in schedule(lengths, options.ranks, options.budget).ranks[0]]
+    own = [list(micro) for micro in schedule(lengths, options.ranks, options.budget)[0]]
     batch = sequences_of(lengths[np.concatenate(own)])
     ends = np.cumsum([len(micro) for micro in own])
     micros = [list(range(end - len(micro), end)) for micro, end in zip(own, ends, strict=True)]

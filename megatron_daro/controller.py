@@ -41,11 +41,12 @@ from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
-from megatron_daro.errors import DataError, LostSaveError, NonFiniteError
+from megatron_daro.errors import LostSaveError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
+from megatron_daro.rollout.lost_batches import LostBatches
 from megatron_daro.rollout.minibatches import MiniBatch, last_step, passed, plan_minibatches
 from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.pace import Pace
@@ -58,7 +59,6 @@ from megatron_daro.sync.colocation import Gpus, OwnGpus
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
 from megatron_daro.types import Group, PreparedBatch, StepBatch, StepResult
 
-_MAX_LOST_IN_A_ROW = 5
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
 )
@@ -127,14 +127,12 @@ class Controller:
         self._within = parts.deadlines.within
         self._pace = Pace(section.steps, batches_ahead)
         self.step = 0
-        self._skipped_steps = 0
         self._lines = StepLines(self._write_line)
         self._signal = SignalWatch()
-        self._batch_trained, self._lost_in_a_row = False, 0
+        self._lost = LostBatches()
         self._saved_step, self._save_due = 0, False
         self._saving = BackgroundSave()
         self._last_batch: SampledBatch | None = None
-        self._lost: SampledBatch | None = None  # batches that trained nothing: the next step's record has their groups
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
@@ -153,7 +151,7 @@ class Controller:
         self._parts.source.load_state_dict(state["sampler"], waiting)
         self.step = self._saved_step = int(state["step"])
         self._pace.go_on_from(self.step, int(state["batches_done"]))
-        self._skipped_steps = int(state["skipped_steps"])
+        self._lost.skipped_steps = int(state["skipped_steps"])
         await self.truncate_files()
 
     async def truncate_files(self) -> None:
@@ -304,8 +302,7 @@ class Controller:
             self._saving.check()
             self._save_due |= passed(before, self.step, self._section.save_every_steps)
             await self._checkpoint_if_due()
-        if self._parts.recorder and self._lost:
-            lost = sum(map(len, (self._lost.groups, self._lost.filtered, self._lost.dropped)))
+        if self._parts.recorder and (lost := self._lost.unrecorded_groups):
             self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
         await self._checkpoint()
@@ -314,8 +311,7 @@ class Controller:
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
-        batch = batch.after(self._lost) if self._lost else batch
-        self._last_batch, self._batch_trained = batch, False
+        self._last_batch = batch = self._lost.join_to(batch)
         # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
         self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
         stale = self._parts.source.stale(batch.groups, self.step)
@@ -324,11 +320,10 @@ class Controller:
         last = minibatches[-1].step if minibatches else self.step
         self._pace.shortened(last_step(batch, self.step, self._section) - last)
         if not minibatches:
-            self._lost = batch
-            self._count_lost(f"all {len(stale)} groups of a batch were older than rollout.max_staleness")
+            cause = f"all {len(stale)} groups of a batch were older than rollout.max_staleness"
+            self._lost.without_step(batch, cause)
             await self._pace.batch_done(self.step)
             return
-        self._lost = None
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(minibatch) for minibatch in minibatches if minibatch.epoch == 1
@@ -400,7 +395,7 @@ class Controller:
         except NonFiniteError as error:
             result = StepResult(minibatch.step, {}, skipped=True, reason=str(error))
         if not result.skipped:
-            self._batch_trained, self._lost_in_a_row = True, 0
+            self._lost.step_trained(minibatch)
             return result
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
@@ -411,16 +406,9 @@ class Controller:
         )
         if self._section.on_nonfinite == "stop":
             raise NonFiniteError(f"{message}. To go on without such batches, set trainer.on_nonfinite=skip")
-        self._skipped_steps += 1
         self._parts.progress.warn(message)
-        if minibatch.last and not self._batch_trained:
-            self._count_lost(message)
+        self._lost.step_skipped(minibatch, message)
         return result
-
-    def _count_lost(self, message: str) -> None:
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= _MAX_LOST_IN_A_ROW:
-            raise DataError(f"{self._lost_in_a_row} batches in a row trained nothing; the last: {message}")
 
     async def _publish(self, what: str) -> Mapping[str, float]:
         if self._weight_sync is None:
@@ -508,7 +496,7 @@ class Controller:
         return {f"rollout/groups_{state}": float(count) for state, count in ledger.counts().items()} | {
             "rollout/retries": float(ledger.retries),
             "rollout/late_refused": float(ledger.late_refused),
-            "rollout/steps_skipped": float(self._skipped_steps),
+            "rollout/steps_skipped": float(self._lost.skipped_steps),
         }
 
     async def _checkpoint_if_due(self) -> None:
@@ -526,7 +514,7 @@ class Controller:
             "format": STATE_FORMAT,
             "step": self.step,
             "batches_done": self._pace.batches_done,
-            "skipped_steps": self._skipped_steps,
+            "skipped_steps": self._lost.skipped_steps,
             "sampler": self._last_batch.snapshot.to_json(self._parts.source.ledger.outcomes),
         }
         save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step

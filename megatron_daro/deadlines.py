@@ -71,7 +71,8 @@ class Deadlines:
     leave: float = 120.0
     """Until a rank has aborted its collective calls, and then until it has left its groups, when another one died."""
     heal: float = 3600.0
-    """Replacing ranks that died, and repeating what came after the snapshot."""
+    """Replacing ranks that died, and repeating what came after the snapshot; in the middle of a sync no longer than
+    the rest of `sync`."""
     export: float = 7200.0
     """Writing the trained model as a Hugging Face directory."""
     close: float = 60.0

@@ -35,6 +35,11 @@ _PREFERRED_LOWEST_PORT = 20000
 _MOST_DIRECTORIES = 8
 
 
+def in_address(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class Reservation:
     """One port, ours until close() or the end of the process. Also a context manager.
 

@@ -83,7 +83,7 @@ class OnePolicy:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **options))
 
     def _scheduled(self, batch: StepBatch) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost).ranks
+        (micro_batches,) = schedule(batch.lengths_N, 1, self._actor.micro_batch_tokens, cost=self._cost)
         return renumbered(micro_batches)
 
     @asynccontextmanager

@@ -117,6 +117,7 @@ class StepLoss:
         classes_N, num_classes = algorithm.classes_of(samples), len(algorithm.classes[1])
         self.totals = global_totals(batch, classes_N, num_classes)
         self._cells_N = (samples.bins_N * num_classes + classes_N).to(on)
+        self._advantages_N = samples.advantages_N.to(on)
         self._coefficients_N = algorithm.coefficients(samples, self.totals).to(on)
         self._regularizer_coefficient = algorithm.regularizer_coefficient(self.totals)
         self._kl_scales_N = (
@@ -148,12 +149,12 @@ class StepLoss:
             old_logprobs_T=_at(packed.old_logprobs_T, positions_J),
             rollout_logprobs_T=_at(packed.rollout_logprobs_T, positions_J),
             ref_logprobs_T=_at(packed.ref_logprobs_T, positions_J),
-            advantages_T=packed.advantages_T[positions_J],
+            advantages_T=self._advantages(packed, positions_J),
             mask_T=packed.mask_T[positions_J],
             sample_T=packed.sample_T[positions_J],
             num_samples=len(packed),
             settings=self._settings,
-            kl_scales_T=self._kl_scales(packed, positions_J),
+            kl_scales_T=None if self._kl_scales_N is None else _of_samples(self._kl_scales_N, packed, positions_J),
             sample_reduce=sum_over_context if parallel_state.get_context_parallel_world_size() > 1 else None,
         )
         policy = (self._coefficients_N[packed.sample_indices] * objective.sample_losses_M).sum()
@@ -162,12 +163,11 @@ class StepLoss:
         loss = (policy + regularizer).to(torch.float32)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
-    def _kl_scales(self, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor | None:
-        """[J], what the KL of each token is multiplied by; None where all count alike."""
-        if self._kl_scales_N is None:
-            return None
-        samples_J = packed.sample_T[positions_J].clamp(0, len(packed) - 1)
-        return self._kl_scales_N[packed.sample_indices][samples_J]
+    def _advantages(self, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor:
+        """float32 [J]: each token's own advantage where the batch has them, else its sample's."""
+        if packed.token_advantages_T is not None:
+            return packed.token_advantages_T[positions_J]
+        return _of_samples(self._advantages_N, packed, positions_J)
 
     def _accumulate(
         self, packed: PackedMicroBatch, objective: TokenObjective, policy: Tensor, regularizer: Tensor
@@ -215,6 +215,11 @@ def _kl_scales(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
     """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
     tokens, N / (rollouts * own tokens)."""
     return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)
+
+
+def _of_samples(values_N: Tensor, packed: PackedMicroBatch, positions_J: Tensor) -> Tensor:
+    """[J], at each trained token the value of its sample."""
+    return values_N[packed.sample_indices][packed.sample_T[positions_J]]
 
 
 def _at(column_T: Tensor | None, positions_J: Tensor) -> Tensor | None:

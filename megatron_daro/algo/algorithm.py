@@ -67,9 +67,6 @@ class BatchTotals:
         """int64 [(L+1)(K+1)]: tokens per cell, then rollouts per bin; a plain sum over ranks adds totals."""
         return torch.cat([self.tokens_per_cell.reshape(-1), self.rollouts_per_bin])
 
-    def __add__(self, other: BatchTotals) -> BatchTotals:
-        return BatchTotals(self.tokens_per_cell + other.tokens_per_cell, self.rollouts_per_bin + other.rollouts_per_bin)
-
     @property
     def tokens_per_bin(self) -> Tensor:
         """int64 [K+1], N_k."""

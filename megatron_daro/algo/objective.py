@@ -235,19 +235,16 @@ class ObjectiveSettings:
 class TokenObjective:
     """Per-token terms (0 where the mask is not set) and what is reported.
 
-    loss_T: policy loss, correction included. kl_T, entropy_T: the terms themselves, without their coefficients.
-    regularizer_T: kl_coefficient * kl_T (times its scale) - entropy_coefficient * entropy_T; sum it and multiply by
-    `Algorithm.regularizer_coefficient`. sample_losses_M: float64 [M], sum of loss_T per sample, with gradient:
-    multiply by `Algorithm.coefficients`. sample_sums_M: by the names in `algorithm.StepStats.sums`, float64 [M],
-    detached: sums per sample of |loss_T| and |A|.
+    loss_T: policy loss, correction included. regularizer_T: kl_coefficient * KL (times its scale) -
+    entropy_coefficient * entropy; sum it and multiply by `Algorithm.regularizer_coefficient`. sample_losses_M: float64
+    [M], sum of loss_T per sample, with gradient: multiply by `Algorithm.coefficients`. sample_sums_M: by the names in
+    `algorithm.StepStats.sums`, float64 [M], detached: sums per sample of |loss_T| and |A|.
     sums: detached float64 0-dim sums over the masked tokens: "tokens", "ratio", "clip_high", "clip_low", "dual_clip",
     "entropy"; with reference log-probs "kl_ref"; with rollout log-probs "logprob_abs_diff", "mismatch_kl", "corrected".
     maxima: with rollout log-probs "logprob_abs_diff".
     """
 
     loss_T: Tensor
-    kl_T: Tensor
-    entropy_T: Tensor
     regularizer_T: Tensor
     sample_losses_M: Tensor
     sample_sums_M: dict[str, Tensor]
@@ -324,8 +321,6 @@ def token_objective(
     sums |= {"entropy": entropies_T} | ({} if reference_T is None else {"kl_ref": kl_T})
     return TokenObjective(
         loss_T=loss_T,
-        kl_T=kl_T,
-        entropy_T=entropies_T,
         regularizer_T=_weighted(settings.kl_coefficient, scaled_kl_T)
         - _weighted(settings.entropy_coefficient, entropies_T),
         sample_losses_M=sample_sums(loss_T, *where),

@@ -190,7 +190,8 @@ class RolloutSection(Section):
     >= 1."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
     """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
-    prompts_per_batch groups are trainable; auto: all with the embedded engine, else enough."""
+    prompts_per_batch groups are trainable; auto: all with an engine that works on one batch at a time (embedded), else
+    enough."""
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one answer gets while one batch is sampled (again where none of its groups ended); then it is
@@ -229,11 +230,11 @@ class RolloutSection(Section):
         """Batches by which generation runs ahead: what is kept for the next one must not be too old for it."""
         return max(self.max_staleness - self.batches_kept, 0)
 
-    def finish_batch_with(self, engine_kind: str) -> FinishBatch:
-        """`finish_batch`, with auto resolved for this engine."""
+    def finish_batch_with(self, *, one_batch_at_a_time: bool) -> FinishBatch:
+        """`finish_batch`, with auto resolved for an engine that works on one batch at a time, or not."""
         if self.finish_batch != "auto":
             return self.finish_batch
-        return "all" if engine_kind == "embedded" else "enough"
+        return "all" if one_batch_at_a_time else "enough"
 
 
 class EmbeddedSection(Section):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.errors import DataError
-from megatron_daro.types import Sequences, StepBatch
+from megatron_daro.types import Sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,10 +37,10 @@ class PackedMicroBatch:
     included; max_seqlen the longest sequence. sample_indices int64 [M], rows of the batch. response_slots_P int64:
     where in T the response tokens are predicted; batch_slots_P int64: where they stand in the batch's R.
     trained_slots_J int64: where mask_T is set, found on the CPU, since a GPU would have to be waited for.
-    advantages_M float32: those of a StepBatch, per sample. rollout_logprobs_T, old_logprobs_T, ref_logprobs_T,
-    token_advantages_T, values_T, value_targets_T float32, 0 outside responses: the batch's _R columns of these names;
-    None where it has none. routed_experts_TLK int16 [T, layers, experts of a token], -1 on padding and where the batch
-    does not know. context_parallel_size: of how many slices the T columns are one.
+    rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, token_advantages_T, values_T, value_targets_T float32, 0 outside
+    responses: the batch's _R columns of these names; None where it has none. routed_experts_TLK int16 [T, layers,
+    experts of a token], -1 on padding and where the batch does not know. context_parallel_size: of how many slices the
+    T columns are one.
     """
 
     tokens_T: Tensor
@@ -54,7 +54,6 @@ class PackedMicroBatch:
     response_slots_P: Tensor
     batch_slots_P: Tensor
     trained_slots_J: Tensor
-    advantages_M: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
@@ -66,25 +65,6 @@ class PackedMicroBatch:
 
     def __len__(self) -> int:
         return len(self.sample_indices)
-
-    def per_token(self, values_M: Tensor) -> Tensor:
-        """One value per sample, repeated over the sample's tokens; 0 on padding.
-
-        Args:
-            values_M: any dtype, [M].
-
-        Returns:
-            Same dtype, [T].
-        """
-        return torch.cat([values_M, values_M.new_zeros(1)])[self.sample_T]  # padding is sample -1: the last
-
-    @property
-    def advantages_T(self) -> Tensor:
-        """float32 [T]: each token's own advantage where the batch has them, else its sample's."""
-        if self.token_advantages_T is not None:
-            return self.token_advantages_T
-        assert self.advantages_M is not None
-        return self.per_token(self.advantages_M)
 
     def silent(self) -> PackedMicroBatch:
         """Return the same tokens with nothing to train or to report: a schedule is filled up with it."""
@@ -154,8 +134,6 @@ def pack(
         column_R = getattr(batch, f"{name}_R")
         columns[f"{name}_T"] = None if column_R is None else _spread(column_R, batch_slots_P, response_slots_P, total)
     mask_T = columns.pop("loss_mask_T")
-    if isinstance(batch, StepBatch):
-        columns["advantages_M"] = torch.from_numpy(batch.advantages_N[indices_M])
     return PackedMicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
         labels_T=torch.from_numpy(labels_T),

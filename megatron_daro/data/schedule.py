@@ -92,22 +92,11 @@ def window_operations(shape: ModelShape) -> float:
     return windows + 6.0 * len(shape.linear.layers) * shape.linear.value_heads * of_a_head
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """ranks[d][m] are the sample indices of micro-batch m of rank d, ascending; none where it is empty. tokens and
-    costs are per rank.
+Schedule = tuple[tuple[tuple[int, ...], ...], ...]
+"""[d][m]: the sample indices of micro-batch m of rank d, ascending; none where it is empty.
 
-    Micro-batches of a rank stand small, large, small: the first and the last of a pipeline run alone.
-    """
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    tokens: tuple[int, ...]
-    costs: tuple[float, ...]
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches per rank."""
-        return len(self.ranks[0])
+Micro-batches of a rank stand small, large, small: the first and the last of a pipeline run alone.
+"""
 
 
 def schedule(
@@ -147,7 +136,7 @@ def schedule(
         split = [_micro_batches(rank, padded, costs, min(micro_batches, len(rank)), budget) for rank in ranks]
         needed = max(len(parts) for parts in split)
         if needed == micro_batches or micro_batches >= most:
-            return _finish([[*parts, *[[]] * (needed - len(parts))] for parts in split], lengths, costs)
+            return tuple(_in_pipeline_order([*parts, *[[]] * (needed - len(parts))], costs) for parts in split)
         micro_batches = min(needed, most)
 
 
@@ -289,16 +278,6 @@ def _best_fit(order: list[int], padded: np.ndarray, wanted: int, budget: int) ->
         parts.remove(largest)
         parts += [largest[0::2], largest[1::2]]
     return parts
-
-
-def _finish(split: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray, costs: np.ndarray) -> Schedule:
-    ranks = tuple(_in_pipeline_order(parts, costs) for parts in split)
-    flat = [np.concatenate([np.array(part, dtype=np.int64) for part in rank]) for rank in ranks]
-    return Schedule(
-        ranks=ranks,
-        tokens=tuple(int(lengths[samples].sum()) for samples in flat),
-        costs=tuple(float(costs[samples].sum()) for samples in flat),
-    )
 
 
 def _in_pipeline_order(parts: Sequence[Sequence[int]], costs: np.ndarray) -> tuple[tuple[int, ...], ...]:

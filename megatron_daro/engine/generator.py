@@ -36,7 +36,7 @@ class EmbeddedGenerator:
 
     Args:
         path: a Hugging Face checkpoint directory (config.json and safetensors).
-        seed: with (group id, attempt, index) it decides every rollout's randomness.
+        seed: with (group id, draw, index) it decides every rollout's randomness.
         batch_size: rows decoded together.
         dtype: of weights and computation; log-probs are float32 either way.
         threads: intra-op threads of torch in the calling thread; None leaves them as they are.
@@ -101,7 +101,7 @@ class EmbeddedGenerator:
             deliver: called with every rollout as soon as it is complete, while the others go on.
 
         Returns:
-            One rollout per row, with the weight version of the weights that all of its tokens came from.
+            One rollout per row, new tokens with the version of these weights.
 
         Raises:
             EngineError: torch failed (for example out of memory), or the logits are NaN.

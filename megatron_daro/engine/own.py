@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from megatron_daro.config import Config
 from megatron_daro.data.stops import until_end
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
@@ -52,7 +53,8 @@ class ServerApi(Protocol):
 
     Its constructor takes the keyword arguments model_path (a Hugging Face directory), replicas and seed, and those of
     `engine.options`; it starts nothing. All methods run on the driver's event loop and must not block it; each may be
-    cancelled. What one raises ends the run, with the name of the class.
+    cancelled. What one raises ends the run, with the name of the class. `one_batch_at_a_time = True` in the class says
+    what `one_batch_at_a_time` below asks.
     """
 
     async def start(self) -> None:
@@ -88,6 +90,21 @@ def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]
         arguments=arguments,
         options="engine.options",
     )
+
+
+def one_batch_at_a_time(config: Config) -> bool:
+    """Whether the engine works on one batch at a time: the embedded one does, and one of your own that says so. It gets
+    whole rounds of groups, whole turns of conversations, and no evaluation beside a batch; so a run can repeat exactly.
+    Servers get each request as soon as it is there.
+
+    Raises:
+        ConfigError: as `own_engine_class`.
+    """
+    engine = config.engine
+    if not engine.is_own:
+        return engine.kind == "embedded"
+    own = own_engine_class(engine.kind, {"model_path": config.model.path, **engine.own_arguments})
+    return getattr(own, "one_batch_at_a_time", False)
 
 
 class OwnEngine:
@@ -252,6 +269,8 @@ class OwnEngine:
         text = self._decode([int(token) for token in answer.tokens]) if sampling.stop else ""
         if any(stop in text for stop in sampling.stop):
             return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
+        if any(token in sampling.stop_token_ids for token in answer.tokens[:-1]):
+            raise self._wrong("tokens after a stop token", f"none after one of {sampling.stop_token_ids}")
         stopped = answer.tokens[-1] in sampling.stop_token_ids
         if answer.finish_reason != ("stop" if stopped else "length") or not (stopped or count == most):
             got = f"finish reason {answer.finish_reason!r} after {count} tokens, the last of them {answer.tokens[-1]}"

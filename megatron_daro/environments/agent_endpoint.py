@@ -26,6 +26,7 @@ from megatron_daro.environments.agent_session import AgentSession, ChatRequest, 
 from megatron_daro.environments.environment import Conversation
 from megatron_daro.environments.rendering import Turns
 from megatron_daro.errors import RolloutError
+from megatron_daro.ports import in_address
 
 _MOST_BYTES = 32 * 2**20
 _MOST_CHOICES = 128
@@ -121,7 +122,7 @@ class AgentEndpoint:
         if self._socket:
             await web.UnixSite(self._runner, self._socket, backlog=1024).start()
             Path(self._socket).chmod(0o666)  # a sandbox's user is nobody; its folder keeps others out
-        named = f"[{self._host}]" if ":" in self._host else self._host
+        named = in_address(self._host)
         return f"http://{named}:{self._runner.addresses[0][1]}/v1"
 
     async def _health(self, http: web.Request) -> web.Response:

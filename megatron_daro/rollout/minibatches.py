@@ -8,7 +8,7 @@ from seed, batch and epoch. A replayed batch has the steps that were recorded. I
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -74,44 +74,42 @@ def plan_minibatches(
         everything is stale; else one at least trains, also of a recorded batch (rollout/replay.py).
     """
     old = {group.group_id for group in stale}
-    fresh = [group for group in batch.groups if group.group_id not in old]
-    plan = _recorded_minibatches(batch) if batch.recorded else _minibatches(fresh, step, section)
-    plan = [minibatch for minibatch in plan if minibatch.step <= section.steps]
-    later: frozenset[int] = frozenset()
-    for i, minibatch in reversed([*enumerate(plan)]):
-        plan[i] = replace(minibatch, again=later)
-        later |= {group.group_id for group in minibatch.groups}
-    unused = tuple(group for group in batch.groups if group.group_id not in later)
-    if trained := [i for i, minibatch in enumerate(plan) if minibatch.trains]:
-        first, last = trained[0], trained[-1]
-        plan[first] = replace(
-            plan[first],
-            first=True,
-            filtered=batch.filtered,
-            dropped=(*batch.dropped, *unused),
-            generated_tokens=batch.response_tokens,
+    fresh = [group.group_id for group in batch.groups if group.group_id not in old]
+    steps = [one for one in batch.recorded or _steps(fresh, step, section) if one.step <= section.steps]
+    last_use = {group_id: one.step for one in steps for group_id in one.group_ids}
+    unused = tuple(group for group in batch.groups if group.group_id not in last_use)
+    group_of_id = {group.group_id: group for group in batch.groups}
+    trained = [one.step for one in steps if one.applied]
+    minibatches: list[MiniBatch] = []
+    for one in steps:
+        first = one.step == trained[0]
+        minibatches.append(
+            MiniBatch(
+                one.step,
+                tuple(group_of_id[group_id] for group_id in one.group_ids),
+                one.first_step,
+                first=first,
+                last=one.step == trained[-1],
+                epoch=one.epoch,
+                again=frozenset(group_id for group_id, last in last_use.items() if last > one.step),
+                trains=one.applied,
+                filtered=batch.filtered if first else (),
+                dropped=(*batch.dropped, *unused) if first else (),
+                generated_tokens=batch.response_tokens if first else 0,
+            )
         )
-        plan[last] = replace(plan[last], last=True)
-    return plan, unused
+    return minibatches, unused
 
 
-def _minibatches(groups: Sequence[Group], step: int, section: TrainerSection) -> list[MiniBatch]:
-    """Split the groups in their own order for the first epoch, and in one of its own for each other."""
-    parts: list[tuple[int, tuple[Group, ...]]] = []
+def _steps(groups: Sequence[int], step: int, section: TrainerSection) -> list[RecordedMiniBatch]:
+    """Split groups, by id, in their own order for the first epoch, and in one of its own for each other. Returns what a
+    run will record of these steps if all of them train."""
+    steps: list[RecordedMiniBatch] = []
     for epoch in range(1, section.epochs_per_batch + 1):
         ordered = groups if epoch == 1 else [groups[i] for i in epoch_order(len(groups), section.seed, step + 1, epoch)]
-        parts += [(epoch, part) for part in _split(ordered, section.minibatches_per_batch)]
-    return [MiniBatch(step + i, part, step + 1, epoch=epoch) for i, (epoch, part) in enumerate(parts, 1)]
-
-
-def _recorded_minibatches(batch: SampledBatch) -> list[MiniBatch]:
-    groups = {group.group_id: group for group in batch.groups}
-    return [
-        MiniBatch(
-            one.step, tuple(groups[i] for i in one.group_ids), one.first_step, epoch=one.epoch, trains=one.applied
-        )
-        for one in batch.recorded
-    ]
+        for part in _split(ordered, section.minibatches_per_batch):
+            steps.append(RecordedMiniBatch(step + len(steps) + 1, step + 1, epoch, part, applied=True))
+    return steps
 
 
 def epoch_order(number: int, seed: int, first_step: int, epoch: int) -> list[int]:
@@ -124,7 +122,7 @@ def epoch_order(number: int, seed: int, first_step: int, epoch: int) -> list[int
     return np.argsort(keys, kind="stable").tolist()
 
 
-def _split(groups: Sequence[Group], parts: int) -> list[tuple[Group, ...]]:
+def _split(groups: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     """Consecutive parts whose sizes differ by at most one; no more parts than groups."""
     parts = min(parts, len(groups))
     bounds = [i * len(groups) // parts for i in range(parts + 1)] if parts else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_daro.errors import CheckpointError
@@ -83,17 +83,6 @@ class SampledBatch:
     response_tokens: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     recorded: tuple[RecordedMiniBatch, ...] = ()
-
-    def after(self, lost: SampledBatch) -> SampledBatch:
-        """Return this batch with what a batch before it took that trained nothing: all of its groups are dropped."""
-        return replace(
-            self,
-            filtered=(*lost.filtered, *self.filtered),
-            dropped=(*lost.dropped, *lost.groups, *self.dropped),
-            rounds=lost.rounds + self.rounds,
-            rollout_s=lost.rollout_s + self.rollout_s,
-            response_tokens=lost.response_tokens + self.response_tokens,
-        )
 
 
 def is_replay(state: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from megatron_daro.types import Group
 
 _UNFINISHED = "rollout/groups_unfinished"
 _FAILED_STARTS = "reward/failed_worker_starts"
+_MAX_EMPTY_BATCHES = 3  # in a row; more where an answer takes several of them
 
 
 class Sampler:
@@ -40,7 +41,6 @@ class Sampler:
         kept_bins: Collection[int],
         steps_per_batch: int = 1,
         recorder: Recorder | None = None,
-        max_empty_batches: int = 3,
     ) -> None:
         """Start nothing.
 
@@ -50,7 +50,6 @@ class Sampler:
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where skipped batches are written; None: nowhere.
-            max_empty_batches: batches in a row that may come out empty; more where an answer takes several of them.
         """
         self._section = parts.section
         self._source = parts.source
@@ -62,7 +61,7 @@ class Sampler:
         self._kept_bins = kept_bins
         self._max_lag = parts.section.max_staleness * steps_per_batch
         # A group that begins in the first of them can end as late as in the last of its segments.
-        self._max_empty = max_empty_batches + parts.section.segments - 1
+        self._max_empty = _MAX_EMPTY_BATCHES + parts.section.segments - 1
         self.ledger = parts.ledger
         self._surplus: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()

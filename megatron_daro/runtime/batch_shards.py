@@ -49,7 +49,7 @@ def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Sh
         sequence_multiple=sequence_multiple,
         total_multiple=total_multiple,
     )
-    numbered = [renumbered(micro_batches) for micro_batches in plan.ranks]
+    numbered = [renumbered(micro_batches) for micro_batches in plan]
     return [Shard(rows, ray.put(batch.select(rows)), local) for rows, local in numbered]
 
 

@@ -52,10 +52,6 @@ class PoolWorker:
         """Return the reply, node and process, and the pool's failed starts so far. Raises DaroError."""
         return await self._ask(self._pool, *request), own_place(), self._pool.failed_starts
 
-    async def counters(self) -> dict[str, int]:
-        """Return what the pool did so far."""
-        return self._pool.counters
-
 
 class NodePools:
     """The pools of one kind."""

@@ -133,14 +133,6 @@ class NodeWorkers:
         finally:
             slot.under_way -= 1
 
-    async def each(self, method: str) -> dict[str, Any]:
-        """Return the results of every worker that is there now, by name."""
-        there = [slot for slot in self._slots if slot.handle is not None]
-        if not there:
-            return {}
-        results = await gather({slot.name: getattr(slot.handle, method).remote() for slot in there})
-        return {slot.name: result for slot, result in zip(there, results, strict=True)}
-
     def listen(self, method: str, take: Callable[[Any], None]) -> None:
         """Has `take` called with each result of this call, which every worker is given again and again; it returns
         when there is something to tell."""

@@ -26,7 +26,7 @@ from megatron_daro.controller import BuildBatch
 from megatron_daro.data.batch import build_batch
 from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
-from megatron_daro.engine.own import OwnEngine
+from megatron_daro.engine.own import OwnEngine, one_batch_at_a_time
 from megatron_daro.engine.sglang.teacher import Teacher
 from megatron_daro.environments.conversations import Conversations
 from megatron_daro.environments.own import make_environment
@@ -156,7 +156,7 @@ def generation_with(
     sampler = Sampler(
         rollout_parts,
         scorer,
-        finish_batch=rollout.finish_batch_with(config.engine.kind),
+        finish_batch=rollout.finish_batch_with(one_batch_at_a_time=one_batch_at_a_time(config)),
         kept_bins=algorithm.kept_bins,
         steps_per_batch=config.trainer.steps_per_batch,
         recorder=recorder(run),
@@ -166,7 +166,7 @@ def generation_with(
         rollouter,
         max_response_tokens=rollout.max_response_tokens,
         stops=inputs.stops,
-        beside=_BESIDE_OF_SERVER * _servers(config.engine) if evaluates_beside(config) else 0,
+        beside=0 if one_batch_at_a_time(config) else _BESIDE_OF_SERVER * _servers(config.engine),
         warn=run.progress.warn,
     )
     return Generation(engine, scorer, rollouter, teacher, sampler, evaluator if inputs.held_out else None)
@@ -210,15 +210,9 @@ def _rollouter(
         reward=config.reward,
         decode=response_decoder(tokenizer),
         vocabulary=read_model_shape(config.model.path).vocab,
-        together=config.engine.kind == "embedded",
+        together=one_batch_at_a_time(config),
         notices=run.progress,
     )
-
-
-def evaluates_beside(config: Config) -> bool:
-    """Whether evaluation and generation use the engine together: servers take requests of both; the embedded engine
-    works on one batch at a time, and would only do the same work in another order."""
-    return config.engine.kind != "embedded"
 
 
 def gpus(run: RunContext, policy: PolicyGroup, generation: Generation | None, placement: Placement) -> Gpus:

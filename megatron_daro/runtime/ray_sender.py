@@ -24,7 +24,7 @@ class RaySender(TransportSender):
     """Buckets to engine actors, each once into the object store; one is packed while the one before is taken."""
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
-        started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+        started, num_bytes = time.perf_counter(), 0
         failures: dict[str, SendFailure] = {}
         before: dict[str, Any] = {}
         for bucket in bucketize(tensors, plan.bucket_bytes, reuse=True):
@@ -34,9 +34,9 @@ class RaySender(TransportSender):
                 break
             reference = ray.put(bucket)
             before = {to.name: cast(ReceivingActor, to.actor).receive.remote(reference) for to in plan.targets}
-            num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+            num_bytes += bucket.data.nbytes
         failures |= _taken(before, plan.timeout_s)
-        return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
+        return SendReport(num_bytes, time.perf_counter() - started, failures=failures)
 
 
 def _taken(calls: Mapping[str, Any], timeout_s: float) -> dict[str, SendFailure]:

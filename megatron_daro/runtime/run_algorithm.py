@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import changed
+from megatron_daro.engine.own import one_batch_at_a_time
 from megatron_daro.errors import AlgorithmError, ConfigError
 
 
@@ -62,9 +63,16 @@ def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
 
 
 def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return what is allowed, but probably not meant, where that depends on the algorithm itself."""
-    rollout, remarks = config.rollout, list(algorithm.remarks)
-    used = rollout.keep_surplus or rollout.finish_batch_with(config.engine.kind) != "all"
+    """Return what is allowed, but probably not meant, where that depends on the algorithm itself, or on the engine's
+    class."""
+    rollout, remarks, one_at_a_time = config.rollout, list(algorithm.remarks), one_batch_at_a_time(config)
+    finish_batch = rollout.finish_batch_with(one_batch_at_a_time=one_at_a_time)
+    if one_at_a_time and finish_batch != "all":
+        remarks.append(
+            f"rollout.finish_batch: got {finish_batch}; allowed: all or auto with engine {config.engine.kind}: else it "
+            "generates one group after the other, and a run does not repeat; fix: set rollout.finish_batch=auto"
+        )
+    used = rollout.keep_surplus or finish_batch != "all"
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "

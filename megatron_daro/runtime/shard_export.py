@@ -44,11 +44,10 @@ class ShardExport:
 
     def offer(self, plan: SendPlan) -> Offer:
         """Begin to listen for the servers' ranks. Raises ModelError: there is no plan between the two layouts."""
-        assert plan.layout is not None, "a plan of shards has the servers' layout"
-        wanted = plan.layout, len(plan.targets)
+        wanted = plan.details["layout"], len(plan.targets)
         if self._planned != wanted:
             layout = self._trainer_layout()
-            shards = ShardPlan(self._policy.shape, layout, plan.layout, len(plan.targets), itemsize=1)
+            shards = ShardPlan(self._policy.shape, layout, *wanted, itemsize=1)
             self._writes, self._entries = list(shards.writes(self._rank)), shards.balance().received
             self._planned = wanted
         return self._sender.offer(self._writes, self._entries)

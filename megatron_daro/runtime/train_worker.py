@@ -27,7 +27,7 @@ from megatron_daro.config.nccl_environment import nccl_of_rank
 from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
-from megatron_daro.ports import Reservation, reserve_port
+from megatron_daro.ports import Reservation, in_address, reserve_port
 from megatron_daro.runtime.ray_calls import remote_class
 from megatron_daro.runtime.ray_sender import RaySender
 from megatron_daro.runtime.shard_export import ShardExport
@@ -75,8 +75,7 @@ def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reserv
     if ipaddress.ip_address(address).is_loopback:
         return f"file://{tempfile.mkdtemp(prefix='megatron_daro_', dir=folder())}/ranks", None
     reserved = reserve_port(address)
-    host = f"[{address}]" if ":" in address else address
-    return f"tcp://{host}:{reserved.port}", reserved
+    return f"tcp://{in_address(address)}:{reserved.port}", reserved
 
 
 def _session_folder() -> Path:

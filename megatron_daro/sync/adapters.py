@@ -38,7 +38,7 @@ class AdapterSender(TransportSender):
         pickled, num_bytes = by_value(tensors)
         encoded = base64.b64encode(pickled).decode()
         failures = asyncio.run(self._load({**plan.details, "load_format": "flattened_bucket"}, encoded, plan))
-        return SendReport(num_bytes, 1, time.perf_counter() - started, failures=failures, apart=True)
+        return SendReport(num_bytes, time.perf_counter() - started, failures=failures, apart=True)
 
     async def _load(self, body: Mapping[str, Any], encoded: str, plan: SendPlan) -> dict[str, SendFailure]:
         async with self._connect() as post:  # each rank of a server reads a copy of its own

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,8 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_daro.errors import EngineError, RefusedError
 from megatron_daro.sync.buckets import WeightBucket, bucketize
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport, Target
-from megatron_daro.sync.sender import TransportSender
+from megatron_daro.sync.sender import TransportSender, in_thread
 
-_Result = TypeVar("_Result")
 _Calls = set[asyncio.Future[Any]]
 # Read when a group is made. 0: a failed collective is reported by its own wait, and the process lives.
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -152,7 +151,8 @@ class NoStream(SendStream):
 
 def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
     """Return a store that listens on this address only (torch's own would listen on every interface), and its port."""
-    with socket.create_server((host, 0)) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             host,
@@ -164,20 +164,6 @@ def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.
             master_listen_fd=listener.detach(),
         )
     return store, port
-
-
-def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
-    """Return the outcome of a call in a thread of its own, which nobody has to wait for: not even the process's end."""
-    future: Future[_Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # handed to whoever waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight broadcast", daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager
@@ -219,7 +205,6 @@ class _Sent:
     """What was sent so far. last: how the broadcast of the last bucket ends, and so that of all before."""
 
     num_bytes: int = 0
-    num_buckets: int = 0
     started: float = field(default_factory=time.perf_counter)
     failures: dict[str, SendFailure] = field(default_factory=dict)
     last: Future[None] | None = None
@@ -264,8 +249,7 @@ class BroadcastSender(TransportSender):
             finally:
                 mailbox.put(None)
             sent = sending.result()
-        seconds = time.perf_counter() - sent.started
-        return SendReport(sent.num_bytes, sent.num_buckets, seconds, failures=sent.failures)
+        return SendReport(sent.num_bytes, time.perf_counter() - sent.started, failures=sent.failures)
 
     def close(self) -> None:
         """Leaves the group, on this end alone. May be called twice."""
@@ -352,7 +336,6 @@ class BroadcastSender(TransportSender):
         path = "/update_weights_from_distributed"
         failures = await self._to_all(path, bodies, plan, own=sent.last, broken=group.break_off)
         sent.num_bytes += bucket.data.nbytes
-        sent.num_buckets += 1
         if not failures and not sent.last.done():
             return {}
         error = await _error_of(sent.last, _AFTER_FAILURE_S if failures else None)

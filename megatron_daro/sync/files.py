@@ -55,7 +55,7 @@ def write_shards(stream: Stream, files: WeightFiles, label: str) -> SendReport:
             except (OSError, SafetensorError) as error:
                 raise SyncError(f"weights could not be written: {partial}: {error}; {files.remedy}") from error
     total = sum(nbytes for _, nbytes in written.values())
-    return SendReport(total, len(written), time.perf_counter() - started, digests, written)
+    return SendReport(total, time.perf_counter() - started, digests, written)
 
 
 def partial_directory(directory: Path) -> Path:

@@ -91,7 +91,7 @@ def groups_of(members: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.Pr
 
 
 async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Connect) -> SendReport:
-    started, num_bytes, num_buckets = time.perf_counter(), 0, 0
+    started, num_bytes = time.perf_counter(), 0
     failures: dict[str, SendFailure] = {}
     async with connect() as post:
         for bucket in buckets:  # nothing else is on this event loop that would wait for the gathering
@@ -100,10 +100,10 @@ async def _push_all(buckets: Iterable[WeightBucket], plan: SendPlan, connect: Co
                 failures = dict.fromkeys((target.name for target in plan.targets), refusal)
                 break
             failures = await _push_bucket(bucket, plan, post)
-            num_bytes, num_buckets = num_bytes + bucket.data.nbytes, num_buckets + 1
+            num_bytes += bucket.data.nbytes
             if failures:
                 break
-    return SendReport(num_bytes, num_buckets, time.perf_counter() - started, failures=failures)
+    return SendReport(num_bytes, time.perf_counter() - started, failures=failures)
 
 
 async def _push_bucket(bucket: WeightBucket, plan: SendPlan, post: Post) -> dict[str, SendFailure]:

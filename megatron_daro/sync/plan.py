@@ -10,10 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-if TYPE_CHECKING:
-    from megatron_daro.sync.shard_layouts import ServerLayout
+from typing import Any, Literal, Protocol
 
 Post = Callable[[str, str, Mapping[str, Any], float], Awaitable[Any]]
 """(url, path, JSON body, deadline in seconds) -> JSON answer. Raises EngineError."""
@@ -23,8 +20,12 @@ Connect = Callable[[], AbstractAsyncContextManager[Post]]
 ORIGIN_FILE = "megatron_daro.json"
 """In a directory of files that are the result of a run: {"step": optimizer steps}."""
 
-# Tensors that a server keeps as they are (it fuses q, k, v and gate, up) and that are cheap to hash.
-_HASHED = ("norm.weight", "o_proj.weight")
+NORM = "norm.weight"
+_HASHED = (NORM, "o_proj.weight")
+"""Ends of the names of tensors that a server keeps as they are and that are cheap to hash: they are compared."""
+NOT_COMPARED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
+"""Parts of the names that a server is not asked for, none of them in a name that is compared: tensors that it fuses,
+or that are large."""
 
 
 class _Remote(Protocol):
@@ -61,9 +62,8 @@ class SendPlan:
 
     transport: by its name in config/transports.py. bucket_bytes: limit of a bucket. timeout_s: of each call and each
     broadcast. digest_dtype: that of the receivers, such as "bfloat16"; the report then has digests of some tensors.
-    fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. layout: of every
-    server, for shards; shards_over: what carries them, as engine.sglang.shards_over has it. details: what else the
-    sender of this transport alone reads.
+    fp8_blocks: names of the matrices that go as fp8 blocks, with `{layer}` and `{expert}` for numbers. details: what
+    the sender of this transport alone reads: `planned` in engine/sglang/receiving.py has them.
     """
 
     transport: str
@@ -73,8 +73,6 @@ class SendPlan:
     digest_dtype: str = ""
     what: Exported = "policy"
     fp8_blocks: tuple[str, ...] = ()
-    layout: ServerLayout | None = None
-    shards_over: str = "tcp"
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -133,7 +131,6 @@ class SendReport:
     is one, none may be taken to have the new weights, unless they are `apart`: then all others have them."""
 
     num_bytes: int = 0
-    num_buckets: int = 0
     send_s: float = 0.0
     digests: Mapping[str, Digest] = field(default_factory=dict)
     files: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -149,7 +146,6 @@ class SendReport:
         """Both together: those of two ranks that sent at the same time."""
         return SendReport(
             num_bytes=self.num_bytes + other.num_bytes,
-            num_buckets=self.num_buckets + other.num_buckets,
             send_s=max(self.send_s, other.send_s),
             digests={**self.digests, **other.digests},
             files={**self.files, **other.files},

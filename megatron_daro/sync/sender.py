@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_daro.errors import EngineError, RefusedError
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     Stream = Iterable[tuple[str, Tensor]]
 
+_Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
@@ -71,3 +74,17 @@ def read_to_its_end(stream: Iterable[_Item]) -> Iterator[Iterator[_Item]]:
     finally:
         for _ in items:
             pass
+
+
+def in_thread(call: Callable[[], _Result]) -> Future[_Result]:
+    """Return the outcome of a call in a thread of its own, which nobody has to wait for: not even the process's end."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # handed to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight sync", daemon=True).start()
+    return future

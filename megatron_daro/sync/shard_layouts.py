@@ -18,9 +18,8 @@ SGLang 0.5.23 without quantization, where names are those of `named_parameters()
   (layers/vocab_parallel_embedding.py, `VocabParallelEmbedding.__init__` and `weight_loader`).
 * On a CPU the columns of an MLP and of an expert are padded to 32 times the ranks, gate and up each for itself
   (configs/update_config.py, `adjust_config_with_unaligned_cpu_tp`).
-* With DP attention, attention and the embedding are cut over TP / DP ranks only, and `lm_head` with
-  `enable_dp_lm_head`; the rest over all (models/qwen3.py and qwen3_moe.py, `parallel_group="attn_tp"`). The ranks of a
-  server: runtime_context.py, `derive_attention_ranks` and `derive_spawn_ranks`.
+The ranks of a server: runtime_context.py, `derive_spawn_ranks`. No server here has DP attention or a pipeline, which
+engine/sglang/command.py refuses.
 
 Kernels that want another order have it from SGLang after an update: between /begin_weight_update and /end_weight_update
 parameters stand as here, for writers that go past its loaders (layers/quantization/unquant.py,
@@ -147,19 +146,11 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """How a server's model lies on its ranks: SGLang's `tp_size`, `ep_size`, `attn_dp_size` (DP attention),
-    `enable_dp_lm_head`, and whether its `device` is a CPU."""
+    """How a server's model lies on its ranks: SGLang's `tp_size`, `ep_size`, and whether its `device` is a CPU."""
 
     tensor: int = 1
     expert: int = 1
-    attention_data: int = 1
-    dp_lm_head: bool = False
     on_cpu: bool = False
-
-    @property
-    def attention(self) -> int:
-        """Ranks that attention is cut over."""
-        return self.tensor // self.attention_data
 
     @property
     def expert_tensor(self) -> int:
@@ -174,9 +165,6 @@ class ServerLayout:
 
 _CPU_COLUMNS = 32
 """DEFAULT_MOE_PADDING_SIZE of configs/update_config.py."""
-_DP_ATTENTION = ("qwen3", "qwen3_moe")
-"""Families whose attention SGLang 0.5.23 cuts over the attention's own ranks; llama.py, mixtral.py and qwen2.py have it
-over all ranks of TP (`get_parallel().tp_size`)."""
 _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "moe_runner_backend": frozenset(("auto", "triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")),
     # flashinfer_cutlass has up before gate (unquant.py, `load_up_proj_weight_first`), triton_kernels turns them over
@@ -185,7 +173,6 @@ _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "enable_eplb": frozenset((False,)),
     "moe_dp_size": frozenset((1,)),
     "attn_cp_size": frozenset((1,)),
-    "pp_size": frozenset((1,)),
     "quantization": frozenset((None,)),
     "rl_on_policy_target": frozenset((None,)),  # fp32 norms and embeddings (qwen2.py)
     "enable_lora": frozenset((False,)),
@@ -195,7 +182,7 @@ _SAME_ORDER: Mapping[str, frozenset[object]] = {
     "weight_cache_mode": frozenset(("off",)),  # refuses weight updates (weight_updater.py)
 }
 """Arguments of a server under which each parameter keeps the order that it was loaded in, with their values."""
-_ALIASES = {"expert_parallel_size": "ep_size", "ep": "ep_size", "attention_data_parallel_size": "attn_dp_size"}
+_ALIASES = {"expert_parallel_size": "ep_size", "ep": "ep_size"}
 
 
 def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayout:
@@ -215,8 +202,6 @@ def server_layout(shape: ModelShape, arguments: Mapping[str, Any]) -> ServerLayo
     layout = ServerLayout(
         tensor=arguments.get("tp_size", 1),
         expert=arguments.get("ep_size", 1),
-        attention_data=arguments.get("attn_dp_size", 1),
-        dp_lm_head=bool(arguments.get("enable_dp_lm_head", False)),
         on_cpu=arguments.get("device") == "cpu",
     )
     _check(shape, layout)
@@ -229,17 +214,14 @@ def _check(shape: ModelShape, layout: ServerLayout) -> None:
     def refuse(got: str, allowed: str) -> ModelError:
         return ModelError(f"shard-to-shard sync: a server of {got}; allowed: {allowed}. Change engine.sglang")
 
-    if layout.attention_data > 1 and shape.family not in _DP_ATTENTION:
-        raise refuse(f"model type {shape.family} with DP attention", f"DP attention with {', '.join(_DP_ATTENTION)}")
-    for name, size in (("attn_dp_size", layout.attention_data), ("ep_size", layout.expert)):
-        if layout.tensor % size:
-            raise refuse(f"tp_size {layout.tensor} and {name} {size}", f"a {name} that divides tp_size")
-    ranks, groups = layout.attention, shape.kv_heads
+    if layout.tensor % layout.expert:
+        raise refuse(f"tp_size {layout.tensor} and ep_size {layout.expert}", "an ep_size that divides tp_size")
+    ranks, groups = layout.tensor, shape.kv_heads
     # On a CPU, heads that do not divide are padded.
     if shape.heads % ranks or (groups % ranks and (layout.on_cpu or ranks % groups)):
         raise refuse(
-            f"{ranks} attention ranks, {shape.heads} heads and {groups} key-value heads",
-            "ranks that divide the heads, and that divide or are a multiple of the key-value heads",
+            f"tp_size {ranks}, {shape.heads} heads and {groups} key-value heads",
+            "a tp_size that divides the heads, and that divides or is a multiple of the key-value heads",
         )
     if shape.expert_layers < shape.layers and shape.ffn % layout.tensor and not layout.on_cpu:
         raise refuse(f"tp_size {layout.tensor} and an MLP of {shape.ffn} columns", "a tp_size that divides it")
@@ -331,27 +313,24 @@ def _server_rules(shape: ModelShape) -> tuple[TensorRule, ...]:
 
 
 def _vocab_part(rule: TensorRule, layout: ServerLayout, rank: int) -> Iterator[Part]:
-    is_head = rule.hf_names[0].startswith("lm_head")
-    size = layout.attention if not is_head or layout.dp_lm_head else layout.tensor
-    vocab, rest = rule.hf_shapes[0][0], rule.hf_shapes[0][1:]
+    size, vocab, rest = layout.tensor, rule.hf_shapes[0][0], rule.hf_shapes[0][1:]
     padded = -(-vocab // 64) * 64
     if padded % size:
         padded = -(-vocab // (64 * size)) * 64 * size
-    rows, place = padded // size, rank % size
-    start, stop = min(place * rows, vocab), min((place + 1) * rows, vocab)
+    rows = padded // size
+    start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
     yield Part(rule.hf_names[0], (rows, *rest), rule.hf_names[0], 0, start, stop, 0)
 
 
 def _cut_parts(rule: TensorRule, layout: ServerLayout, rank: int) -> Iterator[Part]:
     """Yield the parts of an attention's or a dense MLP's parameter."""
     is_attention = ".self_attn." in rule.hf_names[0]
-    size = layout.attention if is_attention else layout.tensor
-    place, dim = rank % size, rule.dim
+    size, dim = layout.tensor, rule.dim
     starts, lengths = [], []
     for source, dims in enumerate(rule.hf_shapes):
-        cut, own = size, place
+        cut, own = size, rank
         if rule.kind == "qkv" and source > 0 and rule.groups < size:
-            cut, own = rule.groups, place // (size // rule.groups)
+            cut, own = rule.groups, rank // (size // rule.groups)
         lengths.append(dims[dim] // cut if is_attention else layout.columns(dims[dim], size))
         starts.append(own * lengths[-1])
     total = sum(lengths)

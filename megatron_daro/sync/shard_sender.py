@@ -2,10 +2,10 @@
 
 A rank listens (`ShardSender.offer`); one of them tells each server by HTTP where its ranks find their senders; these
 connect, and each connection carries what one sender has for one receiver, or says when Mooncake's transfer engine has
-carried it from GPU to GPU (`SendPlan.shards_over`). The receiving end, which runs inside SGLang,
-and what travels on a connection: in_server/megatron_daro_shards.py. A pair that fails fails alone: everyone else's
-bytes arrive, and the report names the servers that lack some. A server answers its call when all of its ranks are
-through; who has not connected by then never will.
+carried it from GPU to GPU (`engine.sglang.shards_over`). The receiving end, which runs inside SGLang, and what travels
+on a connection: in_server/megatron_daro_shards.py. A pair that fails fails alone: everyone else's bytes arrive, and the
+report names the servers that lack some. A server answers its call when all of its ranks are through; who has not
+connected by then never will.
 
 Only who was told the key, which is new for each update, is given anything.
 """
@@ -37,7 +37,6 @@ from torch import Tensor
 
 from megatron_daro.config.transports import TRANSPORTS
 from megatron_daro.errors import EngineError, RefusedError, SyncError
-from megatron_daro.sync.broadcast import in_thread
 from megatron_daro.sync.in_server.megatron_daro_shards import (
     SLOTS,
     Engine,
@@ -52,6 +51,7 @@ from megatron_daro.sync.in_server.megatron_daro_shards import (
     start_of_checksum,
 )
 from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.sender import in_thread
 from megatron_daro.sync.shard_plan import Box, Write
 
 Receiver = tuple[int, int]
@@ -66,7 +66,7 @@ _BACKLOG = 1024
 # Of a connection that has not shown the key yet.
 _LONGEST_HELLO = 2**16
 _PROTOCOLS = {"rdma": "rdma", "mooncake_tcp": "tcp"}
-"""SendPlan.shards_over -> Mooncake's name of it."""
+"""engine.sglang.shards_over -> Mooncake's name of it."""
 # Connections that have memory at once for Mooncake to write from: 16 MiB of the device each.
 _AT_ONCE = 8
 
@@ -219,7 +219,6 @@ class _Serving:
         whole = [receiver for receiver, failure in self._ended.items() if failure is None]
         return SendReport(
             num_bytes=sum(_bytes_of(self._writes[receiver], tensors) for receiver in whole),
-            num_buckets=sum(len(self._writes[receiver]) for receiver in whole),
             send_s=time.perf_counter() - started,
             failures=failures,
             apart=True,
@@ -305,7 +304,7 @@ class _Serving:
         pieces = [piece for write in writes for piece in _pieces(write, self._tensors[write.source].element_size())]
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
         manifest = [[p.target, p.target_shape, *p.target_box, dtypes[p.source]] for p in pieces]
-        protocol = _PROTOCOLS.get(self._plan.shards_over)
+        protocol = _PROTOCOLS.get(self._plan.details["shards_over"])
         send_frame(connection, {"pieces": manifest} | ({"protocol": protocol} if protocol else {}))
         answer = read_frame(connection)
         if "error" in answer:

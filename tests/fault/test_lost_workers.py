@@ -143,14 +143,14 @@ async def all_back(workers):
     """Node and process of each, once both are there."""
     while True:
         with suppress(WorkerError):
-            if len(found := await workers.each("ready")) == 2:
+            if len(set(found := await places(workers))) == 2:
                 return found
         await asyncio.sleep(0.01)
 
 
 async def places(workers):
-    """Node and process of each."""
-    return await workers.workers.each("ready")
+    """Node and process of each: calls go to the least busy one, of equals the first."""
+    return await asyncio.gather(*(workers.call("ready") for _ in range(2)))
 
 
 def kill(place):
@@ -160,7 +160,7 @@ def kill(place):
 def test_both_nodes_ask_and_rollouts_are_those_of_one_process(nodes, model, workers, warnings, run, tmp_path):
     async def scenario():
         async with StubServer() as stub:
-            assert sorted(node for node, _ in (await places(workers)).values()) == nodes
+            assert sorted(node for node, _ in await places(workers.workers)) == nodes
             requests = [group(i, max_new_tokens=4000) for i in range(6)]
             async with asking(stub, tmp_path, workers) as engine:
                 working = asyncio.create_task(collect(engine, requests))
@@ -190,11 +190,11 @@ def described(rollouts):
 def test_a_killed_answer_worker_loses_no_group_and_is_started_again(workers, warnings, run, tmp_path):
     async def scenario():
         async with StubServer() as stub:
-            before = await places(workers)
+            before = await places(workers.workers)
             async with asking(stub, tmp_path, workers) as engine:
                 working = asyncio.create_task(collect(engine, [group(i) for i in range(6)]))
                 await until(lambda: stub.running == 6)
-                kill(before["answer worker 0"])
+                kill(before[0])
                 await until(lambda: stub.calls["/generate"] == 9)
                 stub.gate.set()
                 rollouts = await working
@@ -204,9 +204,8 @@ def test_a_killed_answer_worker_loses_no_group_and_is_started_again(workers, war
                 assert (metrics["engine/retries"], metrics["engine/answer_worker_restarts"]) == (3, 1)
                 assert metrics["engine/fenced"] == 0 and engine.fleet.servers[0].failures == 0
                 after = await all_back(workers.workers)
-                assert after["answer worker 0"][0] == before["answer worker 0"][0]
-                assert after["answer worker 0"][1] != before["answer worker 0"][1]
-                assert after["answer worker 1"] == before["answer worker 1"]
+                assert after[0][0] == before[0][0] and after[0][1] != before[0][1]
+                assert after[1] == before[1]
                 assert len(await collect(engine, [group(i) for i in range(4)])) == 16
         (warning,) = warnings
         assert "answer worker 0" in warning
@@ -239,12 +238,12 @@ async def ignored(request, body):
 @pytest.mark.heavy
 def test_a_worker_that_hangs_is_ended_by_its_deadline(workers, warnings, run):
     async def scenario():
-        (_, pid), (_, other) = (await places(workers)).values()
+        (_, pid), (_, other) = await places(workers.workers)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(WorkerDiedError, match="ready"):
             await workers.workers.call("ready", timeout_s=0.5)
         assert (await workers.workers.call("ready", timeout_s=LIMIT_S))[1] == other
-        assert pid not in [found for _, found in (await all_back(workers.workers)).values()]
+        assert pid not in [found for _, found in await all_back(workers.workers)]
         assert "deadline 'ready'" in warnings[-1]
 
     run(scenario())
@@ -258,7 +257,7 @@ def test_workers_lost_too_often_are_left_out_and_with_none_the_run_ends(workers,
         async with StubServer() as stub, asking(stub, tmp_path, workers) as engine:
             working = asyncio.create_task(collect(engine, [group(0)]))
             await until(lambda: stub.running == 1)
-            for place in (await places(workers)).values():
+            for place in await places(workers.workers):
                 kill(place)
             with pytest.raises(WorkerError, match="answer worker"):
                 await working
@@ -282,22 +281,21 @@ def test_verdicts_come_from_both_nodes_also_after_a_pool_was_killed(nodes, run, 
         verdicts = VerifierPools(run_context(warn=warnings.append, run_dir=tmp_path, reward=section))
         try:
             await verdicts.start()
-            before = await verdicts.workers.each("ready")
-            assert sorted(node for node, _ in before.values()) == nodes
-            results = await asyncio.gather(*(verdicts.score_async(PAIRS) for _ in range(6)))
-            assert [[v.correct for v in found] for found in results] == [CORRECT] * 6
-            answered = [counters["answered"] for counters in (await verdicts.workers.each("counters")).values()]
-            assert len(answered) == 2 and all(answered), answered
+            before = await places(verdicts.workers)
+            assert sorted(node for node, _ in before) == nodes
+            results = await asyncio.gather(*(verdicts.workers.call("ask", *PAIRS) for _ in range(6)))
+            assert [[v.correct for v in found] for found, _, _ in results] == [CORRECT] * 6
+            assert {place for _, place, _ in results} == set(before)
             scoring = [asyncio.create_task(verdicts.score_async(PAIRS)) for _ in range(6)]
             for _ in range(20):  # turns of the event loop: the answers may be there before a timer is
                 await asyncio.sleep(0)
-            kill(before["verifier pool 0"])
+            kill(before[0])
             results = await asyncio.gather(*scoring)
             assert [[v.correct for v in found] for found in results] == [CORRECT] * 6
             # Its calls may have ended before it did: then the next one finds it gone.
             await asyncio.gather(*(verdicts.score_async(PAIRS) for _ in range(4)))
             after = await all_back(verdicts.workers)
-            assert after["verifier pool 0"][1] != before["verifier pool 0"][1] and verdicts.workers.restarts == 1
+            assert after[0][1] != before[0][1] and verdicts.workers.restarts == 1
         finally:
             await verdicts.close()
         assert "verifier pool 0" in warnings[0] and len(warnings) == 1

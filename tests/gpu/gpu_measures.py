@@ -194,7 +194,7 @@ def _random_policy(
     config = Qwen2Config(**shape)
     with device:  # a GPU draws billions of numbers in a second, a CPU in minutes
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    packs = [list(pack) for pack in schedule(lengths, 1, sum(lengths) // 2 + max(lengths) // 16).ranks[0]]
+    packs = [list(pack) for pack in schedule(lengths, 1, sum(lengths) // 2 + max(lengths) // 16)[0]]
     return build_policy(directory, **options), samples_of(lengths, config.vocab_size), packs
 
 

@@ -36,7 +36,7 @@ def _scheduled(batch: StepBatch, layout: Any, token_budget: int) -> tuple[StepBa
 
     multiple = 2 * layout.context if layout.context > 1 else 1
     options = {"sequence_multiple": multiple, "total_multiple": multiple}
-    parts = schedule(batch.lengths_N, layout.data, token_budget, **options).ranks
+    parts = schedule(batch.lengths_N, layout.data, token_budget, **options)
     mine = parts[parallel_state.get_data_parallel_rank()]
     ends = list(itertools.accumulate(map(len, mine), initial=0))
     return batch.select([i for part in mine for i in part]), [list(range(a, b)) for a, b in itertools.pairwise(ends)]

@@ -25,7 +25,7 @@ class ShardedWeights(ModelWeights):
 
     async def export(self, plan):
         layout = TrainerLayout(parts=((range(self._shape.layers),),), padded_vocab=64, fused_norms=False)
-        shards = ShardPlan(self._shape, layout, plan.layout, len(plan.targets), itemsize=1)
+        shards = ShardPlan(self._shape, layout, plan.details["layout"], len(plan.targets), itemsize=1)
         offer, named = self._shards.offer(shards.writes(0), shards.balance().received), dict(named_weights(self.model))
         held = {
             rule.megatron_name: shard(rule, named, 0, 1, padded_vocab=64 if rule.kind == "vocab" else None)

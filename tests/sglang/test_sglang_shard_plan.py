@@ -35,10 +35,10 @@ REAL = {
     "Qwen2.5-32B": ({"tensor": 2, "pipeline": 2, "virtual": 8, "data": 16}, {"tp_size": 8}, 8),
     "Llama-3.3-70B": ({"tensor": 8, "pipeline": 2, "data": 8}, {"tp_size": 8}, 4),
     "Qwen3-30B-A3B": ({"data": 16, "expert": 8, "expert_tensor": 1}, {"tp_size": 4}, 3),
-    "Qwen3-8B": ({"tensor": 4, "pipeline": 3}, {"tp_size": 16, "attn_dp_size": 4}, 1),
+    "Qwen3-8B": ({"tensor": 4, "pipeline": 3}, {"tp_size": 16}, 1),
     "Qwen3-4B": ({"tensor": 16, "pipeline": 2, "context": 2}, {"tp_size": 2}, 3),
     "Qwen2.5-7B": ({"tensor": 2, "pipeline": 7}, {"tp_size": 2}, 2),
-    "Qwen3-32B": ({"tensor": 2, "pipeline": 4}, {"tp_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True}, 1),
+    "Qwen3-32B": ({"tensor": 2, "pipeline": 4}, {"tp_size": 8}, 1),
 }
 
 

@@ -192,7 +192,6 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         finish_batch="enough" if schedule.early else "all",
         deadlines=Deadlines(),
         scorer=FakeScorer(schedule.seed),
-        max_empty_batches=20,
     )
     parts = Parts(
         policy=group,

@@ -354,7 +354,7 @@ class Process:
         if plan is None:
             return None
         self.cluster.sent = sent
-        return SendReport(8, 1)
+        return SendReport(8)
 
     async def _settled(self, *waits: asyncio.Future | None) -> None:
         for wait in waits:

@@ -190,6 +190,20 @@ def test_groups_that_are_too_old_at_the_moment_of_use_are_dropped_and_counted(tm
     assert sum(line["rollout/generated_tokens"] for line in lines) == sum(tokens)
 
 
+def test_a_run_that_stops_after_a_batch_that_was_too_old_says_how_many_groups_are_in_no_file(tmp_path):
+    stack = make_stack(tmp_path)
+
+    def all_are(groups, version):
+        if groups:
+            stack.controller.request_stop("SIGINT")
+        return tuple(groups)
+
+    stack.sampler.stale = all_are
+    assert run_stack(stack).step == 0
+    admitted = stack.sampler.ledger.counts()["admitted"]
+    assert any(f"{admitted} groups of batches that trained nothing" in text for text in stack.progress.messages)
+
+
 def test_batches_that_are_always_too_old_end_the_run(tmp_path):
     stack = make_stack(tmp_path)
     answer = stack.engine.answer

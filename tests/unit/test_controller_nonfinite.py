@@ -37,6 +37,13 @@ def test_lost_batches_are_counted_in_a_row_only(tmp_path):
     assert len(warnings) == 12 and "step 1" in warnings[0]
 
 
+def test_a_batch_of_which_one_step_trained_is_not_lost(tmp_path):
+    trainer = {"on_nonfinite": "skip", "steps": 12, "minibatches_per_batch": 2}
+    stack = make_stack(tmp_path, trainer=trainer)
+    stack.policy.nonfinite_steps = dict.fromkeys(range(2, 11), "skip")  # the last of the first batch, and four batches
+    assert run_stack(stack).step == 12 and stack.policy.steps == 3
+
+
 @pytest.mark.parametrize("how", ["raise", "skip"])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_written_out(tmp_path, how):
     stack = make_stack(tmp_path)

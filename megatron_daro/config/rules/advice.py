@@ -63,15 +63,12 @@ def precision(config: Config) -> Iterator[Problem]:
 
 
 def sampling(config: Config) -> Iterator[Problem]:
-    """Samples of older weights that nothing corrects, and batches that are smaller than they need be."""
+    """Samples of older weights that nothing corrects."""
     corrected = config.algorithm.correction.kind != "none" or config.algorithm.trust_region == "gspo"
     if config.rollout.max_staleness > 0 and not corrected:
         allowed = "tis or mis, or algorithm.trust_region=gspo, are advised off-policy"
         fix = "set algorithm.correction.kind=tis"
         yield wrong(config, "algorithm.correction.kind", allowed, fix, beside="rollout.max_staleness")
-    if config.engine.kind == "embedded" and config.rollout.finish_batch_with("embedded") != "all":
-        allowed = "all or auto: else this engine generates one group after the other, and a run does not repeat"
-        yield wrong(config, "rollout.finish_batch", allowed, "set rollout.finish_batch=auto", beside="engine.kind")
 
 
 def algorithm(config: Config) -> Iterator[Problem]:

@@ -132,8 +132,8 @@ class Fleet:
         server.restarts += 1
         self._set_state(server, "starting")
 
-    def join(self, server: Server) -> None:
-        """Note that a server was started; it gets no request until it has weights."""
+    def hold_back(self, server: Server) -> None:
+        """Give a server no request until an update: it was started and lacks weights, or the trainer has its memory."""
         self._set_state(server, "joining")
 
     def begin_update(self, server: Server) -> None:
@@ -148,10 +148,6 @@ class Fleet:
         server.succeeded()
         server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._set_state(server, "serving")
-
-    def lend(self, server: Server) -> None:
-        """Take a server out of service until the next update: the trainer gets its memory."""
-        self._set_state(server, "joining")
 
     def suspect(self, server: Server) -> None:
         """Take a server out of service since its requests fail, until it is known why."""

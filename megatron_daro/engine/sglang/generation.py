@@ -19,7 +19,7 @@ import itertools
 import random
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -161,11 +161,11 @@ class ServerGeneration:
         ids = run.ids
         try:
             rollouts = await self._ask(server, calls, version)
-            self._check_versions(server, rollouts)
+            self._check_versions(server, request, rollouts)
         except (UnreachableError, BadAnswerError) as error:
             run.failed_on = server
             if isinstance(error, CutShortError):
-                self._check_versions(server, error.rollouts)
+                self._check_versions(server, request, error.rollouts)
                 if run.take(error.rollouts):
                     server.succeeded()
             await self._count_failure(server, error)
@@ -235,10 +235,10 @@ class ServerGeneration:
             for task in (work, given_up, ended):
                 task.cancel()
 
-    def _check_versions(self, server: Server, rollouts: Sequence[Rollout]) -> None:
-        """Refuse tokens of weights that were never given out: the server was replaced behind our back."""
+    def _check_versions(self, server: Server, request: GroupRequest, rollouts: Sequence[Rollout]) -> None:
+        """Refuse new tokens of weights that were never given out: the server was replaced behind our back."""
         given = server.versions
-        unknown = {version for rollout in rollouts for version, _ in rollout.version_spans} - given - _earlier(rollouts)
+        unknown = {version for rollout in rollouts for version in _new_versions(request, rollout)} - given
         if given and unknown:
             reason = f"it answered with weights of version {min(unknown)}; it was given {sorted(given)}"
             self._fleet.fence(server, reason)
@@ -278,9 +278,13 @@ class ServerGeneration:
             await self._abort_on_servers(runs)
 
 
-def _earlier(rollouts: Sequence[Rollout]) -> set[int]:
-    """Versions below the newest of each rollout: those of tokens from before a resume, maybe of another server."""
-    return {version for rollout in rollouts for version, _ in rollout.version_spans[:-1]}
+def _new_versions(request: GroupRequest, rollout: Rollout) -> Iterator[int]:
+    """Yield versions of the tokens that were not there when it was asked for; those were maybe another server's."""
+    earlier, end = request.partial.get(rollout.index), 0
+    for version, tokens in rollout.version_spans:
+        end += tokens
+        if earlier is None or end > earlier.response_length:
+            yield version
 
 
 def _pause_s(failures: int) -> float:

@@ -45,7 +45,7 @@ class SharedMemory:
     async def _release(self, server: Server) -> None:
         if server.released:
             return
-        self._fleet.lend(server)  # no request, and nobody asks it for a token
+        self._fleet.hold_back(server)  # no request, and nobody asks it for a token
         limit = self._options.sync_timeout_s
         try:
             await server.client.post("/pause_generation", {"mode": "abort"}, timeout_s=limit)

@@ -19,7 +19,7 @@ from megatron_daro.engine.sglang.fleet import Server
 from megatron_daro.engine.sglang.memory import MemoryTag, resume
 from megatron_daro.engine.sglang.replies import BadAnswerError, read_checksums
 from megatron_daro.errors import EngineError, RefusedError
-from megatron_daro.sync.plan import Digest, SendPlan, SendReport, WeightFiles
+from megatron_daro.sync.plan import NORM, NOT_COMPARED, Digest, SendPlan, SendReport, WeightFiles
 
 if TYPE_CHECKING:
     from megatron_daro.sync.shard_layouts import ServerLayout
@@ -101,7 +101,7 @@ class Receiving:
         Raises EngineError."""
         if not facts_of(server).has_checksums:
             return
-        body = {"action": "checksum", "skip_tensor_list": list(_FUSED)}
+        body = {"action": "checksum", "skip_tensor_list": list(NOT_COMPARED)}
         try:
             answer = await self._post(server, "/weights_checker", body)
         except RefusedError:
@@ -195,7 +195,7 @@ class Shards(Receiving):
     """Parts of parameters, from rank to rank."""
 
     async def planned(self, plan: SendPlan) -> SendPlan:
-        return replace(plan, layout=self._end.layout, shards_over=self._end.options.shards_over)
+        return replace(plan, details={"layout": self._end.layout, "shards_over": self._end.options.shards_over})
 
 
 class Files(Receiving):
@@ -282,10 +282,6 @@ def _read_checksums(server: Server, answer: object) -> list[dict[str, str]]:
         raise EngineError(f"{server.url}/weights_checker: {error}") from None
 
 
-_FUSED = ("qkv_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head", "experts")
-"""Parts of the names that a server is not asked for: tensors that it fuses, or that are large."""
-
-
 @dataclass(frozen=True, slots=True)
 class LastChecksums:
     """Of a server's last update. digests: of what was sent, by name. checksums: of what it had, by rank and name."""
@@ -310,7 +306,7 @@ def compare_checksums(
         EngineError: it has others.
     """
     if facts.quantization:  # a small change of a matrix may round away
-        digests = {name: digest for name, digest in digests.items() if name.endswith("norm.weight")}
+        digests = {name: digest for name, digest in digests.items() if name.endswith(NORM)}
     same_bytes: list[str] = []
     if _hashes_as_sender(facts):
         same_bytes = [n for n, d in digests.items() if d.dtype == facts.dtype and n in ranks[0] and not d.on_device]

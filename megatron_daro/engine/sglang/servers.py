@@ -14,7 +14,7 @@ from megatron_daro.engine.sglang.command import CPU_SERVER, ServerPart, server_c
 from megatron_daro.engine.sglang.process import ManagedProcess
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.ports import Reservation, reserve_port
+from megatron_daro.ports import Reservation, in_address, reserve_port
 from megatron_daro.sync import in_server
 
 _TAIL_LINES = 12
@@ -94,8 +94,7 @@ class ServerProcess:
     @property
     def meeting(self) -> str:
         """host:port at which all parts meet that are started with it; of the first part, after its launch."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._ports[1].port}"
+        return f"{in_address(self._host)}:{self._ports[1].port}"
 
     def launch(self, meeting: str = "") -> str:
         """Start the process, under new ports. Returns its URL.
@@ -133,7 +132,7 @@ class ServerProcess:
             command, host=self._host, env=_variables(options), log_path=options.log_path, python=options.python
         )
         self._process.start()
-        return f"http://{self._host}:{port}"
+        return f"http://{in_address(self._host)}:{port}"
 
     def death(self) -> str:
         """Why the process is gone, with the end of its log; empty while it lives."""

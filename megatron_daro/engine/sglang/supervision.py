@@ -191,7 +191,7 @@ class Supervision:
     async def _bring_up(self, server: Server) -> None:
         """Start a server's process and wait until it may get weights. Raises as `bring_up`."""
         await bring_up(server, self._handles[server.name], self._options, self._expected, self._warn)
-        self._fleet.join(server)
+        self._fleet.hold_back(server)
 
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""

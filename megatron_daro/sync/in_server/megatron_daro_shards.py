@@ -269,24 +269,29 @@ class Engine:
             raise OSError(f"Mooncake's transfer engine could not write to {session}; its own log says more")
 
 
+_changing_settings = threading.Lock()
+
+
 @contextlib.contextmanager
 def _whole_segments() -> Iterator[None]:
     """Keep what is allocated out of expandable segments: RDMA cannot register more of them than one mapping, 20 MiB,
-    before Mooncake's #3538 (rdma_context.cpp, `exportDmabuf`: the driver names no more of their range).
+    before Mooncake's #3538 (rdma_context.cpp, `exportDmabuf`: the driver names no more of their range). One thread at
+    a time: the settings are the process's.
 
     Blocks of such segments are passed over then. All settings are given again, since torch puts those that a text
     lacks back to their defaults.
     Source: torch 2.13, CUDACachingAllocator.cpp, `get_free_block`; c10/core/AllocatorConfig.cpp, `parseArgs`.
     """
-    settings = torch._C._accelerator_getAllocatorSettings()
-    if "expandable_segments" not in settings:
-        yield
-        return
-    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(settings)
+    with _changing_settings:
+        settings = torch._C._accelerator_getAllocatorSettings()
+        if "expandable_segments" not in settings:
+            yield
+            return
+        torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(settings)
 
 
 _engines: dict[tuple[str, str], Engine] = {}

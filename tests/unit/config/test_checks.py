@@ -71,7 +71,6 @@ actor.data_parallel=5 | actor | actor.data_parallel=4
 actor.fp8_recipe=mxfp8 | actor.fp8_recipe | actor.fp8_recipe=tensorwise
 actor.num_layers_at_end_in_bf16=1 | actor.num_layers_at_end_in_bf16 | actor.num_layers_at_end_in_bf16=0
 rollout.max_staleness=1 | algorithm.correction.kind |
-rollout.finish_batch=enough | rollout.finish_batch |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
 algorithm.name=kimi | trainer.minibatches_per_batch |

@@ -145,16 +145,11 @@ def test_arguments_of_servers_may_be_spelled_with_hyphens():
 
 
 @pytest.mark.parametrize(
-    ("finish_batch", "engine", "resolved"),
-    [
-        ("auto", "embedded", "all"),
-        ("auto", "sglang", "enough"),
-        ("all", "sglang", "all"),
-        ("enough", "embedded", "enough"),
-    ],
+    ("finish_batch", "one", "resolved"),
+    [("auto", True, "all"), ("auto", False, "enough"), ("all", False, "all"), ("enough", True, "enough")],
 )
-def test_whether_a_batch_ends_early_follows_from_the_engine_unless_it_is_said(finish_batch, engine, resolved):
-    assert RolloutSection(finish_batch=finish_batch).finish_batch_with(engine) == resolved
+def test_whether_a_batch_ends_early_follows_from_the_engine_unless_it_is_said(finish_batch, one, resolved):
+    assert RolloutSection(finish_batch=finish_batch).finish_batch_with(one_batch_at_a_time=one) == resolved
 
 
 @pytest.mark.parametrize(

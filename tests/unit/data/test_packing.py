@@ -70,7 +70,6 @@ def test_two_samples_by_hand():
     assert packed.max_seqlen == 8
     assert packed.sample_indices.tolist() == [1, 0]
     assert packed.old_logprobs_T is None
-    assert packed.per_token(packed.advantages_M).tolist() == [-0.5] * 3 + [0] + [0.5] * 5 + [0] * 7
     assert packed.rollout_logprobs_T[packed.response_slots_P].tolist() == [-4, -5, -1, -2, -3]
 
 
@@ -173,7 +172,7 @@ def test_sequences_without_columns_of_a_loss_are_packed_like_the_batch_that_has_
         for one in (sequences, batch)
     )
     absent = {field.name for field in fields(mine) if getattr(mine, field.name) is None}
-    assert {"advantages_M", "rollout_logprobs_T", "old_logprobs_T"} <= absent
+    assert {"rollout_logprobs_T", "old_logprobs_T"} <= absent
     for name in {field.name for field in fields(mine)} - absent:
         np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), name)
 
@@ -192,18 +191,11 @@ def test_a_gap_is_nan_not_zero():
     assert np.isnan(column[:3]).all() and np.isfinite(column[3:]).all()
 
 
-def test_per_token_keeps_the_gradient_path():
-    packed = pack(make_batch([(2, 3), (2, 2)]), [0, 1], total_multiple=4)
-    values = torch.tensor([2.0, 3.0], requires_grad=True)
-    packed.per_token(values).sum().backward()
-    assert values.grad.tolist() == [5.0, 4.0]
-
-
 @pytest.mark.parametrize("batch", [make_batch([(2, 3), (2, 2)]), make_batch([(2, 3)]).select([])])
 def test_a_pack_of_no_sample_is_padding_which_trains_and_reports_nothing(batch):
     empty = pack(batch, [], sequence_multiple=4, total_multiple=8)
     assert empty.tokens_T.tolist() == [0] * 8 and empty.cu_seqlens.tolist() == [0, 8] and len(empty) == 0
-    assert not empty.mask_T.any() and not empty.advantages_T.any() and len(empty.trained_slots_J) == 0
+    assert not empty.mask_T.any() and len(empty.trained_slots_J) == 0
     parts = [context_parallel_slice(empty, rank, 2) for rank in range(2)]
     assert [len(part.tokens_T) for part in parts] == [4, 4]
     responses = int(batch.response_lengths_N.sum())
@@ -272,14 +264,6 @@ def test_slice_refusals():
         context_parallel_slice(whole, 2, 2)
     with pytest.raises(DataError, match="slice"):
         context_parallel_slice(context_parallel_slice(whole, 0, 2), 0, 2)
-
-
-def test_a_tokens_advantage_is_its_own_where_the_batch_has_one():
-    batch = make_batch([(2, 3), (1, 2)])
-    packed = pack(batch, [0, 1])
-    assert packed.advantages_T.tolist() == np.repeat(batch.advantages_N, [5, 3]).tolist()
-    own = replace(batch, token_advantages_R=np.arange(1, 6, dtype=np.float32))
-    assert pack(own, [0, 1]).advantages_T.tolist() == [0, 1, 2, 3, 0, 4, 5, 0]
 
 
 @settings(deadline=None, max_examples=40)

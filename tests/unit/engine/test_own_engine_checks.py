@@ -89,6 +89,7 @@ def test_an_answer_ends_at_a_stop_text(tmp_path, said):
         (Answer([5, 3], [-0.5, float("nan")], "stop"), "nan"),
         (Answer([5, 3], [-0.5, 0.1], "stop"), "0.1"),
         (Answer([5, 4, 6], [-1.0] * 3, "stop"), "'stop'"),
+        (Answer([5, 3, 6], [-1.0] * 3, "length"), "after a stop token"),
         (Answer([5, 3], [-0.5, -0.1], "length"), "'length'"),
     ],
 )
@@ -265,7 +266,7 @@ def test_an_update_that_fails_lets_every_answer_fail(tmp_path):
         await update.prepare()
         waiting = asyncio.create_task(rollouts_of(engine))
         with pytest.raises(SyncError, match="no space"):
-            await update.blame(SendReport(0, 0, 0.0, failures={"engine": "no space"}))
+            await update.blame(SendReport(failures={"engine": "no space"}))
         api.broken["load_weights"] = OSError("gone")
         with pytest.raises(SyncError, match=r"OSError.*gone"):
             await update.install(None)

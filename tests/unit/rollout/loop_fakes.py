@@ -267,7 +267,7 @@ class FakePolicy:
     async def export(self, plan) -> SendReport:
         """plan: a list, into which the weights go."""
         plan.append(self.weights)
-        return SendReport(len(self.weights), 1)
+        return SendReport(len(self.weights))
 
     async def save(self, directory: Path, captured) -> None:
         self.events.append(("save", self.steps))

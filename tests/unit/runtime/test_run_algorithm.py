@@ -86,13 +86,43 @@ def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_pu
     [
         ("grpo", {}, True),
         ("daro", {}, False),
-        ("grpo", {"finish_batch": "enough"}, False),
         ("grpo", {"keep_surplus": True}, False),
     ],
 )
 def test_oversampling_without_any_use_is_remarked(name, more, remarked):
     found = remarks(algorithm={"name": name}, rollout={"oversampling": 2.0, **more})
     assert len(found) == remarked and all("rollout.oversampling: got 2" in remark for remark in found)
+
+
+class OneBatch:
+    """An engine that says how it works, and never does."""
+
+    one_batch_at_a_time = True
+
+    def __init__(self, *, model_path, replicas, seed): ...
+
+    async def start(self): ...
+
+    async def answer(self, prompt_tokens, sampling, seed): ...
+
+    async def load_weights(self, directory, version): ...
+
+    async def close(self): ...
+
+
+class ManyAtOnce(OneBatch):
+    one_batch_at_a_time = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "one"), [("embedded", True), ("sglang", False), (OneBatch, True), (ManyAtOnce, False)]
+)
+def test_a_batch_waits_for_all_where_the_engine_works_on_one_at_a_time_as_one_of_ones_own_may_say(kind, one):
+    engine = {"kind": kind if isinstance(kind, str) else f"{__name__}:{kind.__name__}", "seed": 1}
+    early = remarks(engine=engine, rollout={"finish_batch": "enough"})
+    assert [remark.partition(":")[0] for remark in early] == ["rollout.finish_batch"] * one
+    surplus = remarks(engine=engine, algorithm={"name": "grpo"}, rollout={"oversampling": 2.0})
+    assert [remark.partition(":")[0] for remark in surplus] == ["rollout.oversampling"] * one
 
 
 def test_batches_are_built_with_the_penalties_of_the_configuration():

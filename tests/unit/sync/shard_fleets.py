@@ -95,7 +95,11 @@ def synced(
     writes = offered([list(plan.writes(rank)) for rank in range(world)])
     offers = [sender.offer(own, wanted) for sender, own in zip(senders, writes, strict=True)]
     send_plan = SendPlan(
-        transport="shards", targets=fleet.targets, bucket_bytes=2**20, timeout_s=timeout_s, shards_over=over
+        transport="shards",
+        targets=fleet.targets,
+        bucket_bytes=2**20,
+        timeout_s=timeout_s,
+        details={"shards_over": over},
     )
     shard_sender.check_offers(offers, case.servers)
     before_sending(senders, offers)

@@ -69,8 +69,8 @@ def test_a_server_on_a_host_without_ranks_is_refused_by_name():
 def test_what_was_sent_counts_once_and_every_failure_is_reported():
     found = routes(PLAN, world((FIRST, True, True), (SECOND, False, False)))
     digest = {"w": Digest("bfloat16", "a", "a")}
-    own = SendReport(100, 1, 1.0, digests=digest, fp8_blocks=("w",))
-    far = SendReport(100, 1, 2.0, failures={"s2": SendFailure("unanswered", "no answer")})
+    own = SendReport(100, 1.0, digests=digest, fp8_blocks=("w",))
+    far = SendReport(100, 2.0, failures={"s2": SendFailure("unanswered", "no answer")})
     report = joined_report(found, {0: own, 1: far})
     assert (report.num_bytes, report.send_s, report.fp8_blocks, report.digests) == (100, 2.0, ("w",), digest)
     assert report.failures.keys() == {"s2"}

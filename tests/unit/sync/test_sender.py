@@ -74,8 +74,9 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
 
 def test_every_way_has_both_ends_or_goes_from_rank_to_rank_or_by_files():
     sent = {name: way for name, way in TRANSPORTS.items() if not way.checkpoint}
-    assert set(EXPORTS) <= set(sent) and set(SENDERS) == {name for name, way in sent.items() if not way.shard_plan}
-    assert set(RECEIVING) == set(get_args(SGLangTransport)) <= set(TRANSPORTS)
+    assert set(EXPORTS) == {name for name, way in sent.items() if way.shard_plan or way.maps_memory or way.adapters}
+    assert set(SENDERS) == {name for name, way in sent.items() if not way.shard_plan}
+    assert set(RECEIVING) == set(get_args(SGLangTransport)) == set(TRANSPORTS) - {"ray"}
 
 
 def test_files_have_the_label_of_the_rank(tmp_path):
@@ -84,7 +85,7 @@ def test_files_have_the_label_of_the_rank(tmp_path):
     report = files.write_shards(named(2), wanted, "stage1")
     assert report.files == {"t0": ("stage1-00000.safetensors", 64), "t1": ("stage1-00001.safetensors", 64)}
     assert load_file(tmp_path / ".v1.partial/stage1-00001.safetensors")["t1"].tolist() == [1.0] * 16
-    assert (report.num_bytes, report.num_buckets) == (128, 2) and report.send_s > 0
+    assert report.num_bytes == 128 and report.send_s > 0
 
 
 def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatch):
@@ -100,7 +101,7 @@ def test_handles_are_handed_out_bucket_by_bucket_until_somebody_fails(monkeypatc
     targets = tuple(Target(name, f"http://{name}", 1, ranks) for name, ranks in (("a", 2), ("b", 1), ("c", 1)))
     report = handles.HandleSender(lambda: nullcontext(post)).send(named(5), replace(PLAN, targets=targets))
     assert report.failures == {"a": SendFailure("refused", "not mine"), "b": SendFailure("unanswered", "reset")}
-    assert (report.num_bytes, report.num_buckets, len(calls)) == (192, 3, 9)
+    assert (report.num_bytes, len(calls)) == (192, 9)
     handle = base64.b64encode(b"t0").decode()
     body = {"serialized_named_tensors": [handle, handle], "flush_cache": False}
     assert calls[0] == ("http://a", "/update_weights_from_tensor", body, 100.0)
@@ -192,7 +193,7 @@ def plan_of(*names):
 def test_a_group_is_kept_for_the_same_servers_and_left_on_both_ends_for_others(monkeypatch):
     servers = Servers(monkeypatch)
     report = servers.sender.send(named(2), plan_of("a", "b"))
-    assert (report.num_bytes, report.num_buckets, report.failures) == (128, 2, {})
+    assert (report.num_bytes, report.failures) == (128, {})
     init = {path: body for url, path, body, _ in servers.asked if url == "http://b"}["init_weights_update_group"]
     assert (init["world_size"], init["rank_offset"], init["backend"]) == (5, 3, "gloo")
     assert servers.paths() == [("a", "init"), ("b", "init"), *[("a", "update"), ("b", "update")] * 2]

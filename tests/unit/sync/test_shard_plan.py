@@ -65,9 +65,7 @@ def test_what_arrives_is_what_the_checkpoint_has(case):
         norm = "model.layers.3.input_layernorm.weight"
         assert parameters[norm].equal(tensors[norm])
         first = parameters["model.layers.5.self_attn.qkv_proj.weight"][0]
-        at = (
-            rank % case.server_layout.attention * case.shape.heads * case.shape.head_dim // case.server_layout.attention
-        )
+        at = rank % case.server_layout.tensor * case.shape.heads * case.shape.head_dim // case.server_layout.tensor
         assert first.equal(tensors["model.layers.5.self_attn.q_proj.weight"][at])
 
 
@@ -128,7 +126,6 @@ def test_replicas_of_experts_are_megatrons(expert, expert_tensor):
     ("family", "arguments", "message"),
     [
         ("one_to_one", {"tp_size": 3}, "8 heads"),
-        ("one_to_one", {"tp_size": 4, "attn_dp_size": 2}, "qwen2"),
         ("one_to_one", {"ep_size": 2, "tp_size": 2}, "ep_size"),
         ("one_to_one", {"quantization": "fp8"}, "quantization"),
         ("ep", {"tp_size": 4, "ep_size": 3}, "ep_size 3"),
@@ -190,16 +187,13 @@ def test_on_a_cpu_columns_are_padded_and_heads_must_divide():
 
 
 def test_arguments_that_change_no_order_are_taken_under_all_their_names():
-    usual = {"ep_num_redundant_experts": 0, "enable_eplb": False, "moe_dp_size": 1, "attn_cp_size": 1, "pp_size": 1}
+    usual = {"ep_num_redundant_experts": 0, "enable_eplb": False, "moe_dp_size": 1, "attn_cp_size": 1}
     usual |= {"quantization": None, "enable_lora": False, "cpu_offload_gb": 0, "torchao_config": None}
     usual |= {"speculative_algorithm": None, "rl_on_policy_target": None}
     shape = BY_NAME["ep"].shape
     assert server_layout(shape, usual) == ServerLayout()
-    wanted = ServerLayout(tensor=4, expert=2, attention_data=2, dp_lm_head=True)
-    for expert, data in (("ep_size", "attn_dp_size"), ("ep", "attention_data_parallel_size")):
-        names = {"tp_size": 4, expert: 2, data: 2, "enable_dp_lm_head": True}
-        assert server_layout(shape, names) == wanted
-    assert server_layout(shape, {"tp_size": 4, "expert_parallel_size": 2}) == ServerLayout(tensor=4, expert=2)
+    for name in ("ep_size", "ep", "expert_parallel_size"):
+        assert server_layout(shape, {"tp_size": 4, name: 2}) == ServerLayout(tensor=4, expert=2)
     for name in usual:
         with pytest.raises(ModelError, match=f"{name} 7"):
             server_layout(shape, {name: 7})

@@ -237,7 +237,8 @@ def test_a_fault_of_the_sender_itself_is_raised():
     sender = ShardSender("127.0.0.1", fleet.calls)
     offer = sender.offer(plan.writes(0), ())
     held = {w.source: parameter(0, w.source).to(torch.float64) for w in plan.writes(0)}
-    send_plan = SendPlan(transport="shards", targets=fleet.targets, bucket_bytes=1, timeout_s=SECONDS)
+    details = {"shards_over": "tcp"}
+    send_plan = SendPlan(transport="shards", targets=fleet.targets, bucket_bytes=1, timeout_s=SECONDS, details=details)
     report = sender.send(held, send_plan, [offer])
     assert {failure.kind for failure in report.failures.values()} == {"refused"}  # float64 cannot be received
     offer = sender.offer(plan.writes(0), ())

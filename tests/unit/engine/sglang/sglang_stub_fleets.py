@@ -50,7 +50,7 @@ class Weights:
             except EngineError as error:
                 kind = "refused" if isinstance(error, RefusedError) else "unanswered"
                 failures[target.name] = SendFailure(kind, str(error))
-        return SendReport(100, 1, 0.5, self.digests if plan.digest_dtype else {}, failures=failures)
+        return SendReport(100, 0.5, self.digests if plan.digest_dtype else {}, failures=failures)
 
     async def write(self, files):
         if self.broken:
@@ -59,7 +59,7 @@ class Weights:
         (files.directory / "model").write_text("weights")
         self.plans.append(files)
         self.directories.append(files.directory)
-        return SendReport(100, 1, 0.5)
+        return SendReport(100, 0.5)
 
     async def score(self, rollouts, *, temperature):
         return [-0.5 - 0.01 * np.arange(r.response_length, dtype=np.float32) for r in rollouts]

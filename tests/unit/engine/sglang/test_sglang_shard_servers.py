@@ -62,7 +62,7 @@ def test_a_version_whose_places_are_not_known_is_refused_at_the_start(model, ver
 def reporting(weights, failures):
     async def export(plan):
         weights.plans.append(plan)
-        return SendReport(100, 1, 0.5, failures=failures, apart=True)
+        return SendReport(100, 0.5, failures=failures, apart=True)
 
     weights.export = export
 
@@ -74,7 +74,7 @@ def test_those_that_have_everything_go_on_without_a_second_sending(model, weight
             metrics = await fleet.publish(weights, 3)
             assert fleet.states == ["serving", "fenced", "serving"] and metrics["sync/servers"] == 2
             assert "the connection was lost: reset" in fleet.servers[1].reason
-            assert len(weights.plans) == 1 and weights.plans[0].layout.tensor == 1
+            assert len(weights.plans) == 1 and weights.plans[0].details["layout"].tensor == 1
             assert all(stub.order.count("/begin_weight_update") == 1 for stub in fleet.stubs)
             assert "/end_weight_update" not in fleet.stubs[1].order
 
