@@ -169,7 +169,7 @@ class NoModel(PolicyGroup):
         processes = [Ranks.remote() for _ in range(min(PROCESSES, len(ranks)))]  # type: ignore[attr-defined]
         self.ranks.workers.update({f"actor rank {i}": processes[i % len(processes)] for i in ranks})
         self.ranks.infos = [RankInfo(data_parallel=i, stage=0, exports=False, sends=False, reports=True) for i in ranks]
-        await gather([process.__ray_ready__.remote() for process in processes])
+        await gather({f"process {i}": process.__ray_ready__.remote() for i, process in enumerate(processes)})
 
 
 class Ending(MetricsLog):

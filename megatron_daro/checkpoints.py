@@ -80,19 +80,19 @@ class _State(_Shape):
     batches_done: NonNegativeInt
     skipped_steps: NonNegativeInt
     sampler: _Sampler
-    identity: dict[str, Any]
 
 
-class _NamedSet(_Shape):
+class _Named(_Shape):
     name: str
 
 
 class _DataSection(_Shape):
-    eval: list[_NamedSet]
+    eval: list[_Named]
 
 
 class _ProvenanceConfig(_Shape):
     data: _DataSection
+    environments: list[_Named] = []
 
 
 class _Provenance(_Shape):
@@ -333,7 +333,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{checkpoint / STATE}: step {state.get('step')!r} in {checkpoint.name}: renamed or edited"
         )
-    if state.get("format") == STATE_FORMAT:  # `check_fits` refuses the others
+    if state.get("format") == STATE_FORMAT:  # `check_format` refuses the others
         _shaped(_State, state, checkpoint / STATE)
     return state
 
@@ -352,29 +352,13 @@ def read_provenance(checkpoint: Path) -> dict[str, Any] | None:
     return content
 
 
-def check_fits(checkpoint: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuses a state that this run cannot continue from.
-
-    Args:
-        checkpoint: its directory, for the message. state: its state.json. identity: what this run is made of.
-
-    Raises:
-        CheckpointError: another format, or values of `identity` that differ; all of them are named.
-    """
+def check_format(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a state that another version of the package wrote. Args: checkpoint: its directory, for the message.
+    state: its state.json. Raises CheckpointError."""
     if state.get("format") != STATE_FORMAT:
         raise CheckpointError(
             f"{checkpoint}/state.json: format {state.get('format')!r}; allowed: {STATE_FORMAT}. "
             "Resume with the version of the package that wrote it"
-        )
-    saved = state["identity"]
-    wrong = [
-        f"{k} was {saved.get(k)!r}, is {identity.get(k)!r}"
-        for k in sorted({*saved, *identity})
-        if saved.get(k) != identity.get(k)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{checkpoint}: belongs to another run: {'; '.join(wrong)}. Set these back, or start in a new run_dir"
         )
 
 

@@ -28,13 +28,13 @@ from megatron_daro.commands.evaluate import evaluate
 from megatron_daro.commands.plan import plan
 from megatron_daro.commands.shorten import shorten
 from megatron_daro.commands.submit import submit
-from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
+from megatron_daro.errors import EXIT_INTERRUPTED, ConfigError, DaroError, NonFiniteError, how_to_go_on
 from megatron_daro.observe.logs import safe_text
 
 if TYPE_CHECKING:
     from megatron_daro.config import CheckReport, Config, Hardware
 
-EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_ERROR, EXIT_CONFIG, EXIT_NONFINITE = 1, 2, 3
 
 EXIT_CODES = {
     0: "done",
@@ -56,7 +56,7 @@ Overrides = Annotated[
 _ENDED = {
     "stopped": "stopped after step {step}, whose state is saved; --resume goes on",
     "stopped before": "stopped before step 1, with nothing to save; --resume goes on",
-    "interrupted": "interrupted after step {step}, without a checkpoint; --resume goes on from the newest one",
+    "interrupted": "interrupted after step {step}, without a checkpoint; to go on: {how}",
 }
 
 
@@ -110,6 +110,7 @@ def train(
         _dry_run(config, resume=resume, replay=replay)
         return
     from megatron_daro import garbage
+    from megatron_daro.config.base import filled
     from megatron_daro.runtime.interrupts import interruptible
 
     with interruptible():
@@ -120,8 +121,9 @@ def train(
 
         outcome = launch.train(config, resume=resume, replay=replay)
     if outcome.status != "finished":
-        how = "stopped before" if (outcome.status, outcome.step) == ("stopped", 0) else outcome.status
-        raise _EndedEarlyError(_ENDED[how].format(step=outcome.step))
+        status = "stopped before" if (outcome.status, outcome.step) == ("stopped", 0) else outcome.status
+        how = how_to_go_on(filled(config.trainer.run_dir))
+        raise _EndedEarlyError(_ENDED[status].format(step=outcome.step, how=how))
     run_dir, hf_dir = config.trainer.run_dir, config.trainer.hf_dir
     model = f"{hf_dir}, a Hugging Face directory (transformers, vLLM and SGLang load it)"
     if not config.trainer.export_hf:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave, check_fits
+from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
@@ -57,7 +57,7 @@ from megatron_daro.rollout.summary import batch_metrics, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Gpus, OwnGpus
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
-from megatron_daro.types import Group, PlainValue, PreparedBatch, StepBatch, StepResult
+from megatron_daro.types import Group, PreparedBatch, StepBatch, StepResult
 
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
@@ -75,7 +75,7 @@ class Parts:
     engine is None for replay. checkpoints, recorder, evaluations and export are left out where the run has none.
     experts: files of the experts that servers chose; None without routing replay.
     export: writes the trained policy out, given the number of steps. closers: further things to close at the end, by
-    name, after engine and policy. identity: values that must be equal in a run and in a checkpoint it resumes from.
+    name, after engine and policy.
     gpus: whose turn it is on those that policy and engine share. drift: warns when engine and trainer drift apart.
     environment_of_source: data source -> name of its environment, of several.
     """
@@ -94,7 +94,6 @@ class Parts:
     export: Callable[[int], Awaitable[None]] | None = None
     gpus: Gpus = field(default_factory=OwnGpus)
     closers: Mapping[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
-    identity: Mapping[str, PlainValue] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     drift: DriftWatch = field(default_factory=DriftWatch)
     environment_of_source: Mapping[str, str] = field(default_factory=dict)
@@ -146,11 +145,7 @@ class Controller:
 
         Args:
             checkpoint: a verified checkpoint directory. state: its state.json.
-
-        Raises:
-            CheckpointError: it is of another format, or of a run that differs in `identity`.
         """
-        check_fits(checkpoint, state, self._parts.identity)
         await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
         waiting = await self._within("load", asyncio.to_thread(read_waiting, checkpoint), what=str(checkpoint))
         self._parts.source.load_state_dict(state["sampler"], waiting)
@@ -521,7 +516,6 @@ class Controller:
             "batches_done": self._pace.batches_done,
             "skipped_steps": self._lost.skipped_steps,
             "sampler": self._last_batch.snapshot.to_json(self._parts.source.ledger.outcomes),
-            "identity": dict(self._parts.identity),
         }
         save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+EXIT_INTERRUPTED = 130
+"""Exit code of a command that a signal ended, as of a shell's child that SIGINT ends."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

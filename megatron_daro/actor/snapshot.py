@@ -116,7 +116,7 @@ def restore(memory: HostMemory, models: Sequence[TrainedModel], slot: Slot) -> N
         raise WorkerError(
             f"snapshot {slot.serial}: {num_bytes(slot.layout)} bytes, but this rank has "
             f"{num_bytes(layout_of(storages))}: it is torn, or of another layout; --resume goes on from the newest "
-            "checkpoint"
+            "checkpoint, if there is one"
         )
     for kind, own in storages.items():
         for piece, held in pieces_of(own, slot.blocks[kind]):

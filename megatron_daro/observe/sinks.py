@@ -78,7 +78,7 @@ class WandbSink:
         except Exception as error:
             raise ConfigError(
                 f"observe.wandb: wandb.init({', '.join(sorted(settings))}) failed: {error}; "
-                "check the settings and the login, or set observe.wandb.mode=offline"
+                "check the settings and the login, or set WANDB_MODE=offline in the environment"
             ) from error
         (run_dir / _WANDB_ID_FILE).write_text(self._run.id)
         # The step is a metric of its own: wandb's internal step cannot go back, and a resumed run must.

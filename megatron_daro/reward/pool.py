@@ -76,8 +76,6 @@ class RewardPool(WorkerPool):
         jobs = list(dict.fromkeys(item for item in screened if isinstance(item, Job)))
         requests = [{"kind": "judge", **asdict(job)} for job in jobs]
         replies = dict(zip(jobs, self._ask_all(requests), strict=True))
-        num_jobs = sum(isinstance(item, Job) for item in screened)
-        self._count(screened=len(screened) - num_jobs, deduplicated=num_jobs - len(jobs))
         return [item if isinstance(item, Verdict) else self._verdict(replies[item]) for item in screened]
 
     async def score_async(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
@@ -103,8 +101,7 @@ class RewardPool(WorkerPool):
     def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         try:
             return self._verifier.screen(answer_text, gold, statement)
-        except Exception:  # The border of the verifier: one answer must not end a run. Counted.
-            self._count(failures=1)
+        except Exception:  # the border of the verifier: one answer must not end a run; the record has the reason
             return self._spec.verdict(False, "verifier_failed")
 
     def _needs_workers(self) -> bool:

@@ -213,7 +213,7 @@ def _start_private(processes: int, directory: Path, tell: Callable[[str], None])
 
 
 def _object_store_bytes() -> int:
-    """Return a tenth of the shared memory or memory, between 80 MB (Ray's least) and 8 GB."""
+    """Return half of the free shared memory, at most a tenth of the free memory; 80 MB (Ray's least) to 8 GB."""
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     shared = os.statvfs("/dev/shm")
     room = min(pages * size // 10, shared.f_bavail * shared.f_frsize // 2)
@@ -234,7 +234,8 @@ def _kill_raylets() -> None:
 _END_HELPERS = """
 dir=$1 raylet=$2; shift 2; read -r _
 grep -q . "/proc/$raylet/cmdline" 2> /dev/null || echo "WorkerError: the raylet of this run (Ray's process $raylet) \
-died, and the run with it. Look for oom-kill in the kernel log; --resume goes on from the newest checkpoint" >&2
+died, and the run with it. Look for oom-kill in the kernel log; \
+--resume goes on from the newest checkpoint, if there is one" >&2
 sleep 3; kill -9 "$@" 2> /dev/null; sleep 1; rm -rf -- "$dir"
 """
 

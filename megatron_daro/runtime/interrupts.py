@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_daro.errors import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from megatron_daro.controller import Controller
 
@@ -27,7 +29,6 @@ INSISTING = 5
 """Signals while a command ends already, after which it is ended by force."""
 _AGAIN_S = 0.02
 _ABORT_ALARM_S = 3
-EXIT_INTERRUPTED = 130
 
 
 class Interrupts:

@@ -43,7 +43,6 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
 from megatron_daro.runtime.interrupts import Interrupts, interruptible, stop_on_signals
 from megatron_daro.runtime.preflight import Start, begin, check_start, taken_back_if_it_fails, with_template_date
-from megatron_daro.runtime.provenance import identity
 from megatron_daro.runtime.ray_calls import WorkerDiedError
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import owned
@@ -158,7 +157,6 @@ async def _train(
             evaluations=_evaluations(run, generation),
             export=run_directory.export_writer(config.trainer, policy, run.progress),
             closers=generation.closers() if generation else {},
-            identity=identity(config),
             deadlines=run.deadlines,
             gpus=parts.gpus(run, policy, generation, placement),
             drift=DriftWatch(correction=config.algorithm.correction.kind),
@@ -168,15 +166,13 @@ async def _train(
     )
     with stop_on_signals(controller):
         try:
-            if not await controller.unless_stopped(parts.start_all(run, placement, policy, generation)):
+            started = parts.start_all(run, placement, policy, generation)
+            if not (
+                await controller.unless_stopped(started)
+                and await controller.unless_stopped(_go_on(run, controller, start))
+            ):
                 await controller.shutdown()
                 return RunOutcome("stopped", start.step)
-            if start.checkpoint:
-                run.progress.stage("start", f"reading {start.checkpoint.name}")
-                await controller.resume(start.checkpoint, start.state)
-                run.progress.notice(f"resumed from {start.checkpoint}")
-            elif start.begins_again:
-                await controller.truncate_files()
         except BaseException:
             await controller.shutdown()
             raise
@@ -185,6 +181,16 @@ async def _train(
             endings.append(generation.engine.fatal_error())
         spare_event_loop()
         return await supervised(controller.run(), endings)
+
+
+async def _go_on(run: RunContext, controller: Controller, start: Start) -> None:
+    """Take the controller to where the run goes on."""
+    if start.checkpoint:
+        run.progress.stage("start", f"reading {start.checkpoint.name}")
+        await controller.resume(start.checkpoint, start.state)
+        run.progress.notice(f"resumed from {start.checkpoint}")
+    elif start.begins_again:
+        await controller.truncate_files()
 
 
 @runtime_checkable

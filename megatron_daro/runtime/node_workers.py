@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_daro.backoff import backoff_s
-from megatron_daro.errors import DeadlineError, WorkerError
+from megatron_daro.errors import DaroError, WorkerError
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_calls import DEATHS, WorkerDiedError, gather, translated
 
@@ -206,7 +206,7 @@ class NodeWorkers:
             try:
                 start = gather({slot.name: slot.handle.ready.remote()})
                 await self._deadlines.within("workers_start", start, what=slot.name)
-            except (WorkerError, DeadlineError) as error:
+            except DaroError as error:  # also its own: verifiers that cannot start, a tokenizer that is not there
                 slot.reason = str(error)
                 self._end(slot)
                 continue

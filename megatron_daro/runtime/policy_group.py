@@ -59,8 +59,9 @@ class PolicyGroup:
         self._settings, self._algorithm, self._placement = settings, algorithm, placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
-        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch.
-        self._prepared: dict[int, list[Shard]] = {}
+        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch and of replacements
+        # so far: the store of a lost node had columns of them.
+        self._prepared: dict[tuple[int | None, int], list[Shard]] = {}
         self._numbers = itertools.count()
         self._version = 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
@@ -107,6 +108,10 @@ class PolicyGroup:
                         return failure
                     await asyncio.Future()  # for ever: the run has ended already, for a reason of its own
 
+    @property
+    def _replacements(self) -> int:
+        return self._healing.replacements if self._healing else 0
+
     async def _repeated(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what collective work gives, done again where a rank was lost and replaced meanwhile."""
         return await (self._healing.repeated(work) if self._healing else work())
@@ -142,7 +147,7 @@ class PolicyGroup:
         for name in self._passes:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
         number = next(self._numbers)
-        self._prepared[number] = shards
+        self._prepared[number, self._replacements] = shards
         return PreparedBatch(dataclasses.replace(batch, **columns), number)
 
     async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
@@ -162,7 +167,7 @@ class PolicyGroup:
         return await self._train(PreparedBatch(batch), step)
 
     async def _train(self, prepared: PreparedBatch, step: int) -> StepResult:
-        shards = None if prepared.number is None else self._prepared.pop(prepared.number, None)
+        shards = self._prepared.pop((prepared.number, self._replacements), None)
         calls = await self.ranks.with_shards(
             await asyncio.to_thread(self._shards, prepared.batch) if shards is None else shards,
             lambda worker, s: worker.train.remote(s.reference, s.micro_batches, step, **s.columns),
@@ -239,7 +244,7 @@ class PolicyGroup:
         """
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
-            version, replacements = self._version, self._healing.replacements if self._healing else 0
+            version, replacements = self._version, self._replacements
         captured()
         try:
             await self.ranks.all(lambda worker: worker.finish_save.remote())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_daro import durable
-from megatron_daro.checkpoints import check_fits, find_latest_valid, read_provenance, set_newer_aside
+from megatron_daro.checkpoints import check_format, find_latest_valid, read_provenance, set_newer_aside
 from megatron_daro.config import Config, to_yaml, yaml_text
 from megatron_daro.config.base import filled
 from megatron_daro.config.hardware import hardware_of
@@ -42,7 +42,7 @@ from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.runtime import restart_audit, run_directory
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import read_inputs
-from megatron_daro.runtime.provenance import identity, provenance
+from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 from megatron_daro.runtime.run_directory import LOCK_FILE, require_usable
 
@@ -96,13 +96,12 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
     start = Start(made_of)
     newest = find_latest_valid(run_dir, progress) if resume else None
     if newest:
-        audit = compared(newest[0], made_of, progress)
+        audit = compared(*newest, made_of, progress)
         if audit:
             restart_audit.record(run_dir, audit.text())
             for line in audit.text(width).splitlines():
                 progress.notice(line)
             audit.raise_refused()
-        check_fits(*newest, identity(run.config))
         set_newer_aside(newest[0])
         start = Start(made_of, *newest)
     elif resume:
@@ -112,9 +111,12 @@ def begin(run: RunContext, *, resume: bool, width: int) -> Start:
     return start
 
 
-def compared(checkpoint: Path, provenance: Mapping[str, Any], notices: Notices) -> restart_audit.Audit | None:
+def compared(
+    checkpoint: Path, state: Mapping[str, Any], provenance: Mapping[str, Any], notices: Notices
+) -> restart_audit.Audit | None:
     """Return what differs between a checkpoint's run and this one; None, with a warning, where the checkpoint does
-    not say."""
+    not say. Raises CheckpointError: it is of another format."""
+    check_format(checkpoint, state)
     saved = read_provenance(checkpoint)
     if saved is None:
         notices.warn(f"{checkpoint} does not say what its run was made of, so changes since then are not known")
@@ -193,12 +195,10 @@ def _read_inputs(config: Config, lines: _Lines) -> None:
 
 def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
     newest = find_latest_valid(filled(config.trainer.run_dir), lines)
-    audit = compared(newest[0], provenance(config), lines) if newest else None
+    audit = compared(*newest, provenance(config), lines) if newest else None
     if audit:
         audit.raise_refused()
         lines += audit.text().splitlines()
-    if newest:
-        check_fits(*newest, identity(config))
 
 
 def check_start(config: Config, *, resume: bool, generates: bool) -> None:

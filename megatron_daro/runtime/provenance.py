@@ -15,7 +15,6 @@ from typing import Any
 from megatron_daro.config import Config, detect
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError
-from megatron_daro.types import PlainValue
 
 ABSENT = "(absent)"
 _PACKAGES = ("megatron-daro", "torch", "megatron-core", "transformers", "tokenizers", "numpy", "ray", "math-verify")
@@ -23,19 +22,6 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 FREE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 """Files of a model that only say how answers end and how a chat is written."""
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
-
-
-def identity(config: Config) -> dict[str, PlainValue]:
-    """Return what must be equal in a run and in a checkpoint that it continues."""
-    trainer = config.trainer
-    return {
-        "seed": trainer.seed,
-        "rollouts_per_prompt": config.rollout.rollouts_per_prompt,
-        "prompts_per_batch": config.rollout.prompts_per_batch,
-        "minibatches_per_batch": trainer.minibatches_per_batch,
-        "epochs_per_batch": trainer.epochs_per_batch,
-        "algorithm": config.algorithm.name,
-    }
 
 
 def provenance(config: Config) -> dict[str, Any]:

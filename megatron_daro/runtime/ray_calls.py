@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import (
     ActorUnavailableError,
-    GetTimeoutError,
     NodeDiedError,
     OutOfMemoryError,
     RayActorError,
@@ -65,19 +64,18 @@ async def yielding_to_event_loop(items: Iterable[_Item]) -> AsyncIterator[_Item]
             await asyncio.sleep(0)
 
 
-async def gather(calls: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+async def gather(calls: Mapping[str, Any]) -> list[Any]:
     """Results of calls that belong together; the first failure ends the wait for the others.
 
     Args:
-        calls: Ray references, by worker name where a mapping.
+        calls: Ray references, by worker name.
 
     Raises:
         DaroError: what a worker raised on purpose. WorkerError: a worker died or failed otherwise.
     """
-    named = calls if isinstance(calls, Mapping) else {f"worker {i}": call for i, call in enumerate(calls)}
     tasks: dict[asyncio.Task[Any], str] = {}
     try:
-        async for name, call in yielding_to_event_loop(named.items()):
+        async for name, call in yielding_to_event_loop(calls.items()):
             tasks[asyncio.ensure_future(_one(name, call))] = name
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         done |= await _news(done, pending)
@@ -109,7 +107,7 @@ def _died(task: asyncio.Task[_Result]) -> bool:
 async def _one(name: str, call: Awaitable[_Result]) -> _Result:
     try:
         return await call
-    except (RayError, GetTimeoutError) as error:
+    except RayError as error:
         raise translated(name, error) from None
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_daro.config import Config
-from megatron_daro.config.loading import section_of, walk
+from megatron_daro.config.loading import ITEM, section_of, walk
 from megatron_daro.config.problems import show
 from megatron_daro.errors import CheckpointError
 from megatron_daro.runtime.provenance import ABSENT, FREE_FILES
@@ -155,11 +155,14 @@ def record(run_dir: Path, text: str) -> None:
 def _values(description: Mapping[str, Any]) -> dict[str, str]:
     """Return everything that is compared, as text, by the name that a person reads."""
     config = description["config"]
-    of_a_set = {path for path in CLASS_OF if path.startswith("data.eval.")}
-    values = {path: _at(config, path) for path, kind in CLASS_OF.items() if kind != "content" and path not in of_a_set}
-    fields = [path.rpartition(".")[2] for path in of_a_set]
-    for one in config["data"]["eval"]:
-        values |= {f"data.eval.{one['name']}.{field}": _shown(one.get(field)) for field in fields}
+    listed = {"data.eval": config["data"]["eval"], "environments": config.get("environments", [])}
+    values: dict[str, str] = {}
+    for path, kind in CLASS_OF.items():
+        section, _, field = path.partition(f".{ITEM}.")
+        if field:
+            values |= {f"{section}.{one['name']}.{field}": _at(one, field) for one in listed[section]}
+        elif kind != "content":
+            values[path] = _at(config, path)
     values["data.train content"] = _shown(description["train_files"])
     values |= {f"data.eval.{name} content": _shown(digest) for name, digest in description["eval_files"].items()}
     parts = {"model": "model config.json", "bound_files": "model file", "free_files": "model file"}

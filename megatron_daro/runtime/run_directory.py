@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LOCK_FILE = "run.lock"
 _OPTION = "trainer.run_dir"
 _FILES = ("config.yaml", "metrics.jsonl", "restarts.txt")
-_FOLDERS = ("checkpoints", "experts", "failed", logs.FOLDER, "rollouts", "tensorboard")
+_FOLDERS = ("checkpoints", "engine_weights", "experts", "failed", logs.FOLDER, "rollouts", "sync", "tensorboard")
 """What a run writes into its directory."""
 _JOB = "SLURM_JOB_ID"
 _SQUEUE_TIMEOUT_S = 30

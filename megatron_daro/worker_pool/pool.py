@@ -42,7 +42,6 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _MAX_CRASHES = 2
 _MAX_UNREACHED = 3
 _JOIN_TIMEOUT_S = 10.0
-_FAILURES = ("verifier_failed", "failed")
 _Task = tuple[dict[str, Any], "Future[dict[str, Any]]", threading.Event]
 
 
@@ -54,19 +53,15 @@ def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened so far. screened: decided without a worker. judged: replies of workers.
-    restarts: workers started again. deduplicated: pairs equal to another of the same call. failures: requests on which
-    the verifier or the environment failed. asked_again: requests that a stopped worker never took, given to another.
-    failed_starts: starts of a worker that ended before it was ready, and that were tried again."""
+    """What happened so far. answered: requests with a reply. restarts: workers started again. asked_again: requests
+    that a stopped worker never took, given to another. failed_starts: starts of a worker that ended before it was
+    ready, and that were tried again."""
 
-    screened: int = 0
-    judged: int = 0
-    deduplicated: int = 0
+    answered: int = 0
     timeouts: int = 0
     memory_kills: int = 0
     crashes: int = 0
     restarts: int = 0
-    failures: int = 0
     asked_again: int = 0
     failed_starts: int = 0
 
@@ -130,7 +125,7 @@ class WorkerPool:
         """
         with self._lock:
             if self._closing.is_set():
-                raise self._error("already closed; make a new one to score more answers")
+                raise self._error("already closed; make a new one")
             if self._threads or not self._needs_workers():
                 return
             ready: list[Future[None]] = [Future() for _ in range(self._workers)]
@@ -180,7 +175,7 @@ class WorkerPool:
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(_JOIN_TIMEOUT_S)
-        self._fail_waiting(self._error("closed while answers were waiting; close it after scoring"))
+        self._fail_waiting(self._error("closed while requests were waiting; close it after the last reply"))
 
     def _needs_workers(self) -> bool:
         return self._workers > 0
@@ -205,7 +200,7 @@ class WorkerPool:
 
     def _too_slow(self, requests: int, bound_s: float) -> DaroError:
         return self._error(
-            f"{requests} answers were not there within {bound_s:.0f} s, the bound for {self._workers} workers of "
+            f"{requests} replies were not there within {bound_s:.0f} s, the bound for {self._workers} workers of "
             f"{self._timeout_s:g} s each; the machine is overloaded, add workers"
         )
 
@@ -270,7 +265,7 @@ class WorkerPool:
 
         while crashes < most_crashes and unreached < _MAX_UNREACHED:
             if self._closing.is_set():
-                raise self._error("closed while an answer was being scored; close it after scoring")
+                raise self._error("closed while a request was under way; close it after the last reply")
             worker = worker or self._replacement(slot)
             try:
                 reply = worker.ask(request, stopping)
@@ -298,17 +293,16 @@ class WorkerPool:
                 self._discard(slot, worker)
                 raise self._program.error(str(reply["error"]))
             self._count(
-                judged=1,
+                answered=1,
                 timeouts=reason == "timeout",
                 memory_kills=reason == "memory",
-                failures=reason in _FAILURES,
             )
             if reason in ("timeout", "memory"):
                 self._discard(slot, worker)
                 worker = None
             return reply, worker
         if self._closing.is_set():
-            raise self._error("closed while an answer was being scored; close it after scoring")
+            raise self._error("closed while a request was under way; close it after the last reply")
         return {"reason": "crash" if crashes == most_crashes else "unreached"}, None
 
     def _replacement(self, slot: int) -> WorkerProcess:

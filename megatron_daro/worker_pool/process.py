@@ -29,7 +29,7 @@ from megatron_daro.worker_pool.child import MIB, REFUSED
 
 START_TIMEOUT_S = 60.0
 # A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
-# the machine that was slow, not the answer.
+# the machine that was slow, not the work.
 CPU_SHARE = 0.5
 PATIENCE = 3
 MEMORY_POLL_S, ONCE_POLL_S = 0.02, 0.25  # hundreds of whole programs may run at once, each looked at in /proc
@@ -41,7 +41,7 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerUnreachedError(Exception):
-    """The limit passed, but the worker is stopped or never took the request: nothing is known about the answer."""
+    """The limit passed, but the worker is stopped or never took the request: nothing is known about the request."""
 
 
 class WorkerMemoryError(Exception):
@@ -110,10 +110,13 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
+                bufsize=0,
                 env=_environment(),
                 start_new_session=True,
             )
-            reply = self._read(START_TIMEOUT_S, None, stopping)
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+            reply = self._exchange(b"", START_TIMEOUT_S, None, stopping)
         except (OSError, WorkerCrashError, WorkerTimeoutError, WorkerUnreachedError) as error:
             last_words = self._last_words()
             self.killed_at_start = self._process is not None and (self._process.poll() or 0) < 0
@@ -143,15 +146,10 @@ class WorkerProcess:
         Raises: WorkerTimeoutError, WorkerUnreachedError, WorkerMemoryError, WorkerCrashError; the worker must then be
         killed.
         """
-        process = self._process
-        if process is None or process.stdin is None:
+        if self._process is None:
             raise WorkerCrashError("not running")
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-        except OSError as error:
-            raise WorkerCrashError(str(error)) from error
-        return self._read(self._timeout_s, self._memory_mib, stopping)
+        line = json.dumps(request).encode() + b"\n"
+        return self._exchange(line, self._timeout_s, self._memory_mib, stopping)
 
     def kill(self) -> None:
         """End the worker and collect it. Safe to call twice."""
@@ -166,21 +164,22 @@ class WorkerProcess:
         kill_all(started)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    # A request that was still buffered when the worker died; its reader is gone.
-                    continue
+                stream.close()
         self._buffer = b""
         self._stderr.close()
 
-    def _read(self, limit_s: float, memory_mib: int | None, stopping: Callable[[], bool]) -> dict[str, Any]:
+    def _exchange(
+        self, request: bytes, limit_s: float, memory_mib: int | None, stopping: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """Write the request, which may be more than the pipe holds, and return the reply."""
         process, deadline = self._process, time.monotonic() + limit_s
-        assert process is not None and process.stdout is not None
-        descriptor = process.stdout.fileno()
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        requests, replies, unsent = process.stdin.fileno(), process.stdout.fileno(), memoryview(request)
         poll_s = ONCE_POLL_S if self._program.once else MEMORY_POLL_S
         poller = select.poll()
-        poller.register(descriptor, select.POLLIN | select.POLLHUP)
+        poller.register(replies, select.POLLIN | select.POLLHUP)
+        if unsent:
+            poller.register(requests, select.POLLOUT)
         # CPU time before this request, less the first 20 ms of it: most replies come sooner and need no look at /proc.
         cpu_before_s: float | None = None
         while b"\n" not in self._buffer:
@@ -188,14 +187,24 @@ class WorkerProcess:
             if left_s <= 0:
                 self._check_overdue(limit_s, -left_s, cpu_before_s)
                 left_s = poll_s
-            if not poller.poll(1000 * min(left_s, poll_s)):
+            ready = dict(poller.poll(1000 * min(left_s, poll_s)))
+            if not ready:
                 if stopping():
                     raise WorkerCrashError("the pool is closing")
                 cpu_before_s = activity(process.pid)[1] if cpu_before_s is None else cpu_before_s
                 if memory_mib is not None and memory_of_all_mib(process.pid) > memory_mib:
                     raise WorkerMemoryError(f"more than {memory_mib} MiB resident")
                 continue
-            chunk = os.read(descriptor, 65536)
+            if requests in ready:
+                try:
+                    unsent = unsent[os.write(requests, unsent) :]
+                except OSError as error:
+                    raise WorkerCrashError(str(error)) from error
+                if not unsent:
+                    poller.unregister(requests)
+            if replies not in ready:
+                continue
+            chunk = os.read(replies, 65536)
             if not chunk:
                 raise WorkerCrashError(f"exit status {process.wait()}")
             self._buffer += chunk

@@ -203,7 +203,6 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
         engine=engine,
         checkpoints=disk,
         recorder=disk,
-        identity={"seed": 1},
     )
     return Life(cluster, engine, group, Controller(section, parts, batches_ahead=schedule.staleness), sampler)
 

@@ -179,7 +179,18 @@ def test_a_run_that_a_signal_ended_has_its_own_exit_code(config_file, launched, 
     launched.status, launched.step = status, step
     assert cli.main(["train", str(config_file)]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
-    assert says in last and "--resume" in last
+    assert says in last and ("--resume" in last) == (status == "stopped")
+
+
+def test_an_interrupted_run_says_to_resume_only_where_it_recorded_something(config_file, launched, capsys, tmp_path):
+    launched.status = "interrupted"
+    for name in ("metrics.jsonl", "checkpoints/step_000002"):
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+        assert cli.main(["train", str(config_file), f"trainer.run_dir={tmp_path / 'run'}"]) == 130
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "--resume" in last and ("step 0" in last) == (name == "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,11 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 PROVENANCE = {
-    "config": {"data": {"eval": [{"name": "held_out", "path": "a.jsonl"}]}, "trainer": {"steps": 4}},
+    "config": {
+        "data": {"eval": [{"name": "held_out", "path": "a.jsonl"}]},
+        "environments": [{"name": "sums", "weight": 1.0}],
+        "trainer": {"steps": 4},
+    },
     "model": {"model_type": "qwen2", "rope_parameters": {"rope_theta": 1e4}},
     "bound_files": {"tokenizer.json": "ab12"},
     "free_files": {},
@@ -119,7 +123,7 @@ def test_an_edited_description_of_the_run_is_compared_or_refused(tmp_path, chang
     path.write_text(json.dumps(changed))
     try:
         assert equal(read_provenance(tmp_path), changed)
-        compared(tmp_path, PROVENANCE, FakeProgress())
+        compared(tmp_path, STATE, PROVENANCE, FakeProgress())
     except DaroError as error:
         assert str(path) in str(error)
 
@@ -168,7 +172,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, n
 
 LEDGER = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
 STATE = {
-    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0, "identity": {},
+    "format": 2, "step": 1, "batches_done": 1, "skipped_steps": 0,
     "sampler": {"source": {"drawn": 0}, "ledger": LEDGER, "counters": {}},
 }  # fmt: skip
 

@@ -23,7 +23,9 @@ from megatron_daro.runtime.restart_audit import CLASS_OF, ChangeClass, audit, re
 
 FIELDS = [path for path, field in walk(Config) if section_of(field.annotation) is None]
 SINGLE = [
-    path for path in FIELDS if not path.startswith(("data.eval.", "environments.")) and CLASS_OF.get(path) != "content"
+    path
+    for path in FIELDS
+    if not path.startswith("data.eval.") and path != "environments.*.name" and CLASS_OF.get(path) != "content"
 ]
 
 
@@ -41,7 +43,8 @@ def config(tmp_path_factory):
         "eval": [{"name": "digits", "path": str(directory / "held_out.jsonl")}],
     }
     actor = {"precision": "fp32", "optimizer": {"learning_rate": 1e-3}}
-    tree = {"model": {"path": str(task.model)}, "data": data, "actor": actor}
+    environments = [{"name": "sums", "weight": 1.0}, {"name": "proofs", "weight": 2.0}]
+    tree = {"model": {"path": str(task.model)}, "data": data, "actor": actor, "environments": environments}
     task.config.write_text(json.dumps(tree))
     return resolve(task.config)
 
@@ -73,14 +76,15 @@ def test_a_changed_field_is_in_effect_or_refused_by_its_name(saved):
         *parents, leaf = path.split(".")
         section: Any = now["config"]
         for parent in parents:
-            section = section[parent]
+            section = section[-1 if parent == "*" else parent]
         assert leaf in section
         section[leaf] = {"changed": "value"} if isinstance(section[leaf], dict) else "another value"
-        assert changes(saved, now) == {path: CLASS_OF[path]}
+        name = path.replace("*", "proofs")
+        assert changes(saved, now) == {name: CLASS_OF[path]}
         found = audit(Path("step_000002"), saved, now)
-        assert path in found.text()
+        assert name in found.text()
         if CLASS_OF[path] == "refused":
-            with pytest.raises(CheckpointError, match=re.escape(path)):
+            with pytest.raises(CheckpointError, match=re.escape(name)):
                 found.raise_refused()
         else:
             found.raise_refused()
@@ -140,6 +144,16 @@ def test_evaluation_sets_are_compared_by_name(saved):
     assert found["data.eval.digits.temperature"] == found["data.eval.more.path"] == "trains"
     assert not any(name.startswith("data.eval.digits") for name in found if not name.endswith("temperature"))
     assert changes(now, saved)["data.eval.more.path"] == "trains", "a set that is gone is named too"
+
+
+def test_environments_are_compared_by_name_and_another_one_is_refused(saved):
+    now = copy.deepcopy(saved)
+    now["config"]["environments"].reverse()
+    assert changes(saved, now) == {}
+    now["config"]["environments"][0]["name"] = "digits"
+    found = changes(saved, now)
+    assert found["environments.digits.name"] == found["environments.proofs.name"] == "refused"
+    assert not any(name.startswith("environments.sums.") for name in found)
 
 
 def test_versions_and_machine_are_said_and_never_refused(saved):

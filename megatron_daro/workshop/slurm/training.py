@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_daro.errors import EXIT_INTERRUPTED
 from megatron_daro.workshop.slurm.attempt import Attempt, Ending, EndRequests
 from megatron_daro.workshop.slurm.processes import Process
 
-EXIT_INTERRUPTED = 130
 _LOOK_S = 1.0
 _ABORT_S = 5.0
 _CANCELLED_S = 3.0

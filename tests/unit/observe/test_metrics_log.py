@@ -222,9 +222,10 @@ def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
     MetricsLog(tmp_path, tensorboard=False, wandb={"enabled": False, "project": "p"}).close()
 
 
-def test_wandb_offline_takes_steps_and_a_resumed_run_keeps_its_id(tmp_path):
+def test_wandb_offline_takes_steps_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    settings = {"enabled": True, "project": "p", "name": None, "mode": "offline"}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = {"enabled": True, "project": "p", "name": None}
     ids = []
     for step in (1, 2):
         with MetricsLog(tmp_path, tensorboard=False, wandb=settings) as log:
@@ -282,8 +283,8 @@ def test_a_wandb_that_cannot_start_is_named_with_its_settings(tmp_path, monkeypa
         raise RuntimeError("no login")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"observe\.wandb: .*mode, project.*no login"):
-        MetricsLog(tmp_path, tensorboard=False, wandb={"project": "p", "mode": "online", "enabled": True})
+    with pytest.raises(ConfigError, match=r"observe\.wandb: .*project.*no login.*WANDB_MODE"):
+        MetricsLog(tmp_path, tensorboard=False, wandb={"project": "p", "enabled": True})
 
 
 def test_wandb_gets_each_step_as_a_metric_of_its_own_and_goes_on_with_the_directorys_run(tmp_path, monkeypatch):

@@ -27,13 +27,12 @@ def pool() -> Iterator[RewardPool]:
 @pytest.mark.parametrize("count", [999, 5000])
 def test_many_percent_signs_are_an_answer_like_any_other(pool: RewardPool, count: int) -> None:
     (verdict,) = pool.score([(f"\\boxed{{1{'%' * count}}}", "1")])
-    assert not verdict.correct
-    assert pool.counters["failures"] == 0
+    assert not verdict.correct and verdict.reason != "verifier_failed"
 
 
 def test_a_chain_of_two_equal_equations_is_an_answer_like_any_other(pool: RewardPool) -> None:
     (verdict,) = pool.score([("\\boxed{AB iii== AB iii== BA}", "AB = BA")])
-    assert not verdict.correct and pool.counters["failures"] == 0
+    assert not verdict.correct and verdict.reason != "verifier_failed"
 
 
 @pytest.mark.parametrize(("texts", "judged"), [(4000, 80), pytest.param(200_000, 2000, marks=pytest.mark.heavy)])
@@ -48,9 +47,10 @@ def test_no_hostile_text_makes_a_verifier_fail(texts: int, judged: int) -> None:
             reasons["(open)" if isinstance(screened, Job) else screened.reason] += 1
     with RewardPool("math", workers=1, timeout_s=60) as pool:
         reasons.update(verdict.reason for verdict in pool.score([(text, gold, gold) for text, gold in pairs[:judged]]))
-        assert pool.counters["failures"] == pool.counters["crashes"] == 0
+        assert pool.counters["crashes"] == 0
     assert sum(reasons.values()) == 3 * texts + judged
     assert {"match", "no_match", "unevaluated", "too_long", "(open)"} <= set(reasons)
+    assert "verifier_failed" not in reasons
 
 
 SHAPES = """

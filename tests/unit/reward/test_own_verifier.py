@@ -39,7 +39,7 @@ def test_equal_answers_to_different_statements_are_not_one_job() -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason", "counter", "timeout_s"),
     [
-        ("raises", "verifier_failed", "failures", 30.0),
+        ("raises", "verifier_failed", "answered", 30.0),
         ("hangs", "timeout", "timeouts", 0.5),
         ("exits", "crash", "crashes", 30.0),
     ],

@@ -40,13 +40,10 @@ def test_verdicts_equal_those_of_the_verifier_in_order(pool: RewardPool) -> None
 
 
 def test_cheap_answers_need_no_worker_and_equal_ones_are_judged_once(pool: RewardPool) -> None:
-    before = pool.counters
+    before = pool.counters["answered"]
     pool.score([("\\boxed{7}", "7"), ("\\boxed{8}", "7"), ("nothing", "7")])
     pool.score([("\\boxed{\\sin(y)+1}", "y")] * 6)
-    after = pool.counters
-    assert after["screened"] - before["screened"] == 3
-    assert after["judged"] - before["judged"] == 1
-    assert after["deduplicated"] - before["deduplicated"] == 5
+    assert pool.counters["answered"] - before == 1
 
 
 def test_several_threads_at_once_get_their_own_verdicts(pool: RewardPool) -> None:

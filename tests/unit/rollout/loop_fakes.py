@@ -395,7 +395,6 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
         checkpoints=Checkpoints(run, keep=section.keep_checkpoints),
         recorder=Recorder(run),
         evaluations=Evaluations(evaluate, section, phases, deadlines, beside=beside),
-        identity={"seed": 1},
         deadlines=deadlines,
     )
     ahead = RolloutSection(**(rollout or {})).batches_ahead

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError
 from run_configuration import run_context
 from test_packing import make_batch
 
@@ -73,6 +73,7 @@ class Rank:
 
     def call(self, name, arguments, options):
         answer = asyncio.get_running_loop().create_future()
+        self.world.keeper_of[answer] = self
         self._open = [one for one in self._open if not one.done()] + [answer]
         if self.waits and self.alive:
             self.queue.append((answer, name, arguments, options))
@@ -131,6 +132,8 @@ class Rank:
         )
 
     def do_train(self, batch, micro_batches, step, **columns):
+        if not all(self.world.keeper_of[column].alive for column in columns.values()):
+            raise ObjectLostError("ff" * 28, None, "")
         torn = not all(handle.process.alive for handle in self.world.policy.ranks.workers.values())
         for kind in KINDS_OF_SNAPSHOT[:1] if torn else KINDS_OF_SNAPSHOT:
             self.seen[kind].append(step)
@@ -213,6 +216,7 @@ class World:
         self.folder, self.started, self.meetings, self.warnings = folder, [], [], []
         self.slow, self.device, self.memory, self.snapshots_fail = (), "cpu", 10**6, False
         self.no_place = set()  # of the processes that are started next
+        self.keeper_of = {}  # process of each result: each is a node of its own
         self.actor = ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
         fake = SimpleNamespace(
             kill=self._kill,

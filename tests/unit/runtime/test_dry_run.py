@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import zipfile
 from pathlib import Path
 
@@ -28,14 +29,16 @@ from megatron_daro.algo.ppo import Ppo
 from megatron_daro.checkpoints import STATE_FORMAT, Checkpoints
 from megatron_daro.config import Config, check, loading, resolve, to_yaml
 from megatron_daro.config.loading import ITEM
+from megatron_daro.controller import RunOutcome
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.placement import Placement
+from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
-from megatron_daro.runtime.provenance import identity, provenance
+from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_directory import owned
 
 SHAPE = {
@@ -310,18 +313,14 @@ def save_checkpoint(config: Config, *, known: bool = True, **state: object) -> P
         "batches_done": 3,
         "skipped_steps": 0,
         "sampler": {"source": {"drawn": 0}, "ledger": ledger, "counters": {}},
-        "identity": identity(config),
     }
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
     return asyncio.run(checkpoints.save(3, write, whole | state, notices))
 
 
-@pytest.mark.parametrize(
-    ("state", "says"), [({"identity": {}}, "seed was None, is 0"), ({"format": None}, "format None; allowed: 2")]
-)
-def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_starts(configured, state, says):
-    config = with_template_date(configured(), resume=False)
-    save_checkpoint(config, **state)
+def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_starts(configured):
+    config, says = with_template_date(configured(), resume=False), "format None; allowed: 2"
+    save_checkpoint(config, format=None)
     with pytest.raises(CheckpointError, match=says):
         dry_run(config, resume=True, replay=None)
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
@@ -389,6 +388,25 @@ def test_a_start_that_fails_later_leaves_no_directory_either(configured, monkeyp
     with pytest.raises(ConfigError, match="no room"):
         launch.train(config)
     assert not config.trainer.run_dir.parent.exists()
+
+
+def test_ctrl_c_ends_a_start_that_reads_a_checkpoint(configured, monkeypatch):
+    from megatron_daro.runtime import launch
+
+    async def start_all(*parts):
+        pass
+
+    async def load(policy, directory):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(5)
+
+    monkeypatch.setattr(launch, "cluster", lambda processes, **given: contextlib.nullcontext())
+    monkeypatch.setattr(launch.parts, "start_all", start_all)
+    monkeypatch.setattr(PolicyGroup, "load", load)
+    config = with_template_date(configured("observe.progress=false"), resume=False)
+    save_checkpoint(config)
+    (config.trainer.run_dir / "config.yaml").write_text(to_yaml(config))
+    assert launch.train(config, resume=True) == RunOutcome("stopped", 3)
 
 
 @pytest.mark.parametrize("error", [ConfigError("x"), KeyboardInterrupt()])

@@ -8,8 +8,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from rank_processes import LIMITS, run, steps
+from rank_processes import BATCH, LIMITS, run, steps
 
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing
@@ -32,6 +33,21 @@ def test_replacements_of_more_than_an_hour_ago_do_not_count(world, monkeypatch):
 
     run(train())
     assert len(one.started) == 4 + 2
+
+
+def test_columns_that_were_lost_with_a_rank_are_sent_with_the_batch(world):
+    one = world(LIMITS, algorithm=AlgorithmSection(name="grpo", old_logprobs="recompute"))
+
+    async def train():
+        await one.policy.start()
+        prepared = [await one.policy.prepare(dataclasses.replace(BATCH, opens_batch=first)) for first in (True, False)]
+        one.process(2).dies_at = "train"
+        for step, minibatch in enumerate(prepared, 1):
+            await one.policy.train(minibatch, step)
+        return one.seen
+
+    assert run(train()) == [[0, 1, 2]] * 4
+    assert len(one.started) == 5
 
 
 def test_where_no_node_has_room_in_time_the_run_ends_and_the_process_is_asked_no_more(world):

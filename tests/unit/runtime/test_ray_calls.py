@@ -44,7 +44,7 @@ def test_calls_to_thousands_of_ranks_are_made_in_many_turns():
         async def answer(rank: int) -> int:
             return rank
 
-        assert await gather([answer(rank) for rank in range(4096)]) == list(range(4096))
+        assert await gather({f"rank {rank}": answer(rank) for rank in range(4096)}) == list(range(4096))
 
     assert asyncio.run(calls()) == list(range(4096))
     assert asyncio.run(turns_during(calls())) >= 100 and asyncio.run(turns_during(answers())) >= 100

@@ -3,10 +3,18 @@ tests/fault."""
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from worker_program import PROGRAM
 
-from megatron_daro.worker_pool.process import WorkerCrashError, WorkerProcess, WorkerTimeoutError
+from megatron_daro.worker_pool.process import (
+    WorkerCrashError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    WorkerUnreachedError,
+)
 
 
 @pytest.fixture
@@ -28,6 +36,14 @@ def test_who_worked_up_to_the_limit_is_not_waited_for(worker):
     assert worker.ask({"works_s": 0.05}) == {"reason": "right"}
     with pytest.raises(WorkerTimeoutError):
         worker.ask({"works_s": 60})
+
+
+def test_a_request_may_be_larger_than_a_pipe_and_a_stopped_worker_that_takes_none_holds_nobody(worker):
+    text = "x" * 10**6
+    assert worker.ask({"says": text}) == {"reason": text}
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerUnreachedError):
+        worker.ask({"says": text})
 
 
 def test_who_closes_the_pool_is_not_waited_for(worker):

@@ -1,4 +1,4 @@
-"""The program of a worker that sleeps or works for as long as it is told, then answers."""
+"""The program of a worker that sleeps or works for as long as it is told, then says what it is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     begun = time.process_time()
     while time.process_time() - begun < request.get("works_s", 0.0):
         pass
-    return {"reason": "right"}
+    return {"reason": request.get("says", "right")}
 
 
 if __name__ == "__main__":
