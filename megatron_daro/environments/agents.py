@@ -27,7 +27,13 @@ from megatron_daro.worker_pool.process import Program
 
 _FOREVER_S = 1e6
 """Of a pool: the conversation counts an agent's own time, and ends it."""
-_OUTCOME = ("reward", "correct", "rewards", "answer")
+_OUTCOME: Mapping[str, type | tuple[type, ...]] = {
+    "reward": (int, float),
+    "correct": bool,
+    "rewards": Mapping,
+    "answer": str,
+}
+"""What an agent may say of its end; whatever else it says is not looked at."""
 
 
 class Running(Protocol):
@@ -74,9 +80,11 @@ class AgentConversations:
             return outcome
         if isinstance(outcome, str):
             outcome = {"answer": outcome}
-        elif isinstance(outcome, int | float) and not isinstance(outcome, bool):
+        elif isinstance(outcome, bool):
+            outcome = {"correct": outcome}
+        elif isinstance(outcome, int | float):
             outcome = {"reward": outcome}
-        said = _checked(outcome or {})
+        said = _checked({} if outcome is None else outcome)
         if "reward" in said or "rewards" in said:
             conversation.report(said.get("reward"), said.get("rewards"))
         if "correct" in said:
@@ -91,18 +99,13 @@ class AgentConversations:
 
 def _checked(outcome: object) -> Mapping[str, Any]:
     """Return an outcome that can be trained on. Raises StepFailedError."""
-    kinds: Mapping[str, type | tuple[type, ...]] = {
-        "reward": (int, float),
-        "correct": bool,
-        "rewards": Mapping,
-        "answer": str,
-    }
     if not isinstance(outcome, Mapping):
         raise StepFailedError(
             f"said {outcome!r:.80} at its end; allowed: an object with {', '.join(_OUTCOME)}", "outcome"
         )
-    for name, value in outcome.items():
-        if not isinstance(value, kinds.get(name, object)) or (isinstance(value, bool) and name != "correct"):
+    for name in _OUTCOME.keys() & outcome.keys():
+        value = outcome[name]
+        if not isinstance(value, _OUTCOME[name]) or (isinstance(value, bool) and name != "correct"):
             raise StepFailedError(f"said {name} {value!r:.80} at its end", "outcome")
     numbers = [outcome.get("reward", 0.0), *outcome.get("rewards", {}).values()]
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in numbers):

@@ -56,8 +56,12 @@ _NOT_A_UNIT = re.compile(
 
 
 _SCALES = {
-    **{"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}"},
-    **{"million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}"},
+    "dozen": "12",
+    "hundred": "10^{2}",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
 }
 _SCALED = re.compile(
     rf"(.+?)\s*(?:\\(?:text|mbox|mathrm|textrm|textbf)\s*\{{\s*)?({'|'.join(_SCALES)})s?(?![a-zA-Z])\s*([^{{}}]*)\}}?"
