@@ -19,6 +19,7 @@ from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
 from megatron_daro.environments.environment import Conversation, ConversationFailedError
 from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.proxies import past_proxies
 from megatron_daro.sandbox import AGENT_PORT
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
@@ -151,7 +152,7 @@ class CommandAgents:
                         **os.environ,
                         "OPENAI_BASE_URL": f"http://127.0.0.1:{AGENT_PORT}/v1" if self._socket else base_url,
                         "OPENAI_API_KEY": key,
-                        **_direct(self._section.host),
+                        **past_proxies(os.environ, self._section.host),
                     },
                     "problem": json.dumps({**_fields(prompt), "options": self._section.options}),
                 }
@@ -188,11 +189,6 @@ class CommandAgents:
         if self._started is None:
             self._started = asyncio.ensure_future(asyncio.to_thread(self._pool.start))
         await asyncio.shield(self._started)
-
-
-def _direct(host: str) -> dict[str, str]:
-    """Return the variables that keep clients from asking a proxy for the endpoint."""
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"127.0.0.1,localhost,{host}")
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class _Running:
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
         self._timer = thread.run_loop.call_later(section.timeout_s, self._check_time)
+        self.ended.add_done_callback(lambda _: self._timer.cancel())
         thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
@@ -102,7 +103,6 @@ class _Running:
         self._thread.to_run.post(self._end, task)
 
     def _end(self, task: asyncio.Task[Rollout]) -> None:
-        self._timer.cancel()
         if self.ended.done():
             return
         if task.cancelled():
