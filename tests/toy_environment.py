@@ -20,6 +20,8 @@ from megatron_daro.types import Verdict
 class SecondTry:
     """Right at the first try: reward 1; at the second: `late`."""
 
+    failure_reasons, pool_restarts = (), 0
+
     def __init__(self, *, tokenizer, late=0.5, tries=2, wrong="", kill="") -> None:
         if wrong == "constructor":
             raise RuntimeError("no such game")
@@ -42,6 +44,8 @@ class SecondTry:
                     os.kill(os.getpid(), signal.SIGKILL)
                 conversation.observe(hint)
         return conversation.verdict(False, "no_match")
+
+    async def close(self) -> None: ...
 
     async def _broken(self, conversation):
         """What is returned instead, in a list; None to go on."""

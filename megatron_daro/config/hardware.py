@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_daro.config.sections import ClusterSection
+from megatron_daro.errors import ConfigError
 
 _SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
@@ -99,7 +100,11 @@ def gpus_with_own_first(own: str | None) -> str:
 
 
 def detect() -> Hardware:
-    """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected)."""
+    """Return the hardware of this machine, as torch would use it (CUDA_VISIBLE_DEVICES respected).
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names slices of GPUs.
+    """
     capabilities = _gpu_capabilities() if torch_cuda() is not None else []
     if not capabilities:
         if torch_hip() is not None and (amd := _amd_gpus()):
@@ -145,7 +150,13 @@ def version_of(text: str) -> Version:
 
 def _gpu_capabilities() -> list[float]:
     """Compute capability of each visible GPU; empty without a working nvidia-smi."""
-    rows = visible_rows(_gpu_rows(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and visible.startswith("MIG-"):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES: got {visible}, slices of GPUs (MIG), between which NCCL does not send; allowed: "
+            "whole GPUs; fix: ask for whole ones, or set CUDA_VISIBLE_DEVICES= for a run on the CPU"
+        )
+    rows = visible_rows(_gpu_rows(), visible)
     return [float(capability) for _, _, capability in rows]
 
 

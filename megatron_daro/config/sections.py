@@ -353,7 +353,7 @@ class RewardSection(Section):
     timeout_s: float = Field(default=5.0, ge=0.01, le=1e5)
     """Time limit per answer, seconds; then the worker is killed and replaced."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)
-    """Memory limit per answer beyond the idle worker, MiB."""
+    """Resident memory of one worker and all that it starts, MiB."""
     correct_reward: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Reward of a correct answer; above incorrect_reward."""
     incorrect_reward: float = Field(default=0.0, ge=-1e6, le=1e6)
@@ -412,6 +412,11 @@ class EnvironmentSection(Section):
     def of_verifiers(self) -> bool:
         """Whether `kind` is verifiers:TASKSET."""
         return self.kind.startswith("verifiers:")
+
+    @property
+    def has_agent_workers(self) -> bool:
+        """Whether agents run in worker processes: programs, and tasks of verifiers."""
+        return self.kind == "agent" or self.of_verifiers
 
 
 class NamedEnvironment(EnvironmentSection):

@@ -355,7 +355,8 @@ def _number(given: Mapping[str, Any], name: str, default: float, least: float, m
 def _whole(given: Mapping[str, Any], name: str, least: int | None) -> int:
     value = given[name]
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
-        raise RefusedRequestError(f"{name}: got {value!r:.80}; allowed: a whole number, at least {least}", name)
+        allowed = "a whole number" if least is None else f"a whole number, at least {least}"
+        raise RefusedRequestError(f"{name}: got {value!r:.80}; allowed: {allowed}", name)
     return value
 
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
-from megatron_daro.environments.environment import Conversation
-from megatron_daro.environments.stepping import StepFailedError
+from megatron_daro.environments.environment import Conversation, ConversationFailedError
 from megatron_daro.errors import ConfigError, RolloutError
+from megatron_daro.proxies import past_proxies
 from megatron_daro.sandbox import AGENT_PORT
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
@@ -27,14 +27,20 @@ from megatron_daro.worker_pool.process import Program
 
 _FOREVER_S = 1e6
 """Of a pool: the conversation counts an agent's own time, and ends it."""
-_OUTCOME = ("reward", "correct", "rewards", "answer")
+_OUTCOME: Mapping[str, type | tuple[type, ...]] = {
+    "reward": (int, float),
+    "correct": bool,
+    "rewards": Mapping,
+    "answer": str,
+}
+"""What an agent may say of its end; whatever else it says is not looked at."""
 
 
 class Running(Protocol):
     """What runs agents, one for each conversation."""
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Return the outcome that the agent says, None where it says none. Raises StepFailedError: it failed."""
+        """Return the outcome that the agent says, None where it says none. Raises ConversationFailedError."""
         ...
 
     async def close(self) -> None:
@@ -45,6 +51,7 @@ class Running(Protocol):
 class AgentConversations:
     """The Environment of agents."""
 
+    failure_reasons = ("crash", "memory", "no_call", "outcome")
     pool_restarts = 0
 
     def __init__(self, endpoint: AgentEndpoint, running: Running, correct_reward: float) -> None:
@@ -52,15 +59,15 @@ class AgentConversations:
         self._endpoint, self._running, self._correct_reward = endpoint, running, correct_reward
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
-        """Run one agent. Raises StepFailedError, RolloutError."""
+        """Run one agent. Raises ConversationFailedError, RolloutError."""
         url = await self._endpoint.url()
         try:
             with self._endpoint.session(conversation) as key:
                 outcome = await self._running.run(prompt, conversation, url, key)
             if not conversation.generated:
-                raise StepFailedError("never asked the model", "no_call")
+                raise ConversationFailedError("never asked the model", "no_call")
             return await self._verdict(conversation, outcome)
-        except StepFailedError:
+        except ConversationFailedError:
             if conversation.out_of_room and conversation.generated:  # which it was told, and did not bear
                 return conversation.verdict(False, "out_of_room")
             raise
@@ -74,9 +81,11 @@ class AgentConversations:
             return outcome
         if isinstance(outcome, str):
             outcome = {"answer": outcome}
-        elif isinstance(outcome, int | float) and not isinstance(outcome, bool):
+        elif isinstance(outcome, bool):
+            outcome = {"correct": outcome}
+        elif isinstance(outcome, int | float):
             outcome = {"reward": outcome}
-        said = _checked(outcome or {})
+        said = _checked({} if outcome is None else outcome)
         if "reward" in said or "rewards" in said:
             conversation.report(said.get("reward"), said.get("rewards"))
         if "correct" in said:
@@ -90,23 +99,20 @@ class AgentConversations:
 
 
 def _checked(outcome: object) -> Mapping[str, Any]:
-    """Return an outcome that can be trained on. Raises StepFailedError."""
-    kinds: Mapping[str, type | tuple[type, ...]] = {
-        "reward": (int, float),
-        "correct": bool,
-        "rewards": Mapping,
-        "answer": str,
-    }
+    """Return an outcome that can be trained on. Raises ConversationFailedError."""
     if not isinstance(outcome, Mapping):
-        raise StepFailedError(
+        raise ConversationFailedError(
             f"said {outcome!r:.80} at its end; allowed: an object with {', '.join(_OUTCOME)}", "outcome"
         )
-    for name, value in outcome.items():
-        if not isinstance(value, kinds.get(name, object)) or (isinstance(value, bool) and name != "correct"):
-            raise StepFailedError(f"said {name} {value!r:.80} at its end", "outcome")
+    for name in _OUTCOME.keys() & outcome.keys():
+        value = outcome[name]
+        if not isinstance(value, _OUTCOME[name]) or (isinstance(value, bool) and name != "correct"):
+            raise ConversationFailedError(f"said {name} {value!r:.80} at its end", "outcome")
     numbers = [outcome.get("reward", 0.0), *outcome.get("rewards", {}).values()]
     if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in numbers):
-        raise StepFailedError(f"said the rewards {numbers!r:.80} at its end; allowed: finite numbers", "outcome")
+        raise ConversationFailedError(
+            f"said the rewards {numbers!r:.80} at its end; allowed: finite numbers", "outcome"
+        )
     return outcome
 
 
@@ -146,7 +152,7 @@ class CommandAgents:
                         **os.environ,
                         "OPENAI_BASE_URL": f"http://127.0.0.1:{AGENT_PORT}/v1" if self._socket else base_url,
                         "OPENAI_API_KEY": key,
-                        **_direct(self._section.host),
+                        **past_proxies(os.environ, self._section.host),
                     },
                     "problem": json.dumps({**_fields(prompt), "options": self._section.options}),
                 }
@@ -156,14 +162,18 @@ class CommandAgents:
         if reply["reason"] != "ok":
             limit = f"more than environment.memory_mib={self._section.memory_mib} MiB"
             why = {"memory": limit, "failed": str(reply.get("error"))}.get(reply["reason"], reply["reason"])
-            raise StepFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
+            raise ConversationFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
         if reply["status"]:
-            raise StepFailedError(f"an agent with exit status {reply['status']}; it said: {reply['said']}", "crash")
+            raise ConversationFailedError(
+                f"an agent with exit status {reply['status']}; it said: {reply['said']}", "crash"
+            )
         if (written := reply.get("file")) is not None:
             try:
                 return json.loads(written)
             except ValueError:
-                raise StepFailedError(f"wrote {written!r:.80} into REWARD_JSON; allowed: JSON", "outcome") from None
+                raise ConversationFailedError(
+                    f"wrote {written!r:.80} into REWARD_JSON; allowed: JSON", "outcome"
+                ) from None
         try:
             outcome = json.loads(reply["line"])
         except ValueError:
@@ -179,11 +189,6 @@ class CommandAgents:
         if self._started is None:
             self._started = asyncio.ensure_future(asyncio.to_thread(self._pool.start))
         await asyncio.shield(self._started)
-
-
-def _direct(host: str) -> dict[str, str]:
-    """Return the variables that keep clients from asking a proxy for the endpoint."""
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"127.0.0.1,localhost,{host}")
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:
@@ -212,7 +217,7 @@ class FunctionAgents:
         try:
             return await self._function(prompt, self._client.with_options(api_key=key), **self._section.options)
         except Exception as error:  # the border of the user's code: it costs one conversation, which is counted
-            raise StepFailedError(f"an agent: {type(error).__name__}: {error}", "crash") from error
+            raise ConversationFailedError(f"an agent: {type(error).__name__}: {error}", "crash") from error
 
     async def close(self) -> None:
         """End nothing: what is left ends with the environments' thread."""

@@ -1,11 +1,11 @@
-"""Many conversations at once: the Rollouter of an environment of a user's own.
+"""Many conversations at once: the Rollouter of an environment, with steps or of agents.
 
-GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. The user's coroutines run in a thread
-of their own (thread.py), and what they ask is asked from the run's loop (turn_requests.py):
+GroupRequest -> one `Conversation` for each rollout -> Rollout with its verdict. They and the user's coroutines run in
+a thread of their own (thread.py), and what they ask is asked from the run's loop (turn_requests.py):
 
     Conversations.generate   waits for the next group of which all conversations have ended
       _Running               one conversation in the thread: waits for its end, for a limited time of its own
-        Environment.rollout  the user's; waits for `Conversation.generate`, so for TurnRequests, so for the engine
+        Environment.rollout  waits for `Conversation.generate`, so for TurnRequests, so for the engine
 
 Failed conversations are counted and come back as "abort". It refuses to wait for an environment without a limit.
 """
@@ -17,9 +17,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from typing import Any
 
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
-from megatron_daro.environments.agents import AgentConversations
-from megatron_daro.environments.environment import Conversation, ConversationSettings, Environment, OutOfRoomError
-from megatron_daro.environments.stepping import StepFailedError, SteppedConversations, StepTimeoutError
+from megatron_daro.environments.environment import (
+    Conversation,
+    ConversationFailedError,
+    ConversationSettings,
+    Environment,
+    OutOfRoomError,
+)
 from megatron_daro.environments.thread import EnvironmentThread
 from megatron_daro.environments.turn_requests import TurnRequests
 from megatron_daro.errors import DaroError, RolloutError
@@ -31,8 +35,6 @@ _GRACE_S = 5.0
 _MOST_FAILURES = 64
 """Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
-_REASONS = tuple(f"{_FAILED}/{reason}" for reason in ("crash", "memory", "no_call", "outcome"))
-"""Why agents failed."""
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
 
@@ -67,6 +69,7 @@ class _Running:
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
         self._timer = thread.run_loop.call_later(section.timeout_s, self._check_time)
+        self.ended.add_done_callback(lambda _: self._timer.cancel())
         thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
@@ -100,7 +103,6 @@ class _Running:
         self._thread.to_run.post(self._end, task)
 
     def _end(self, task: asyncio.Task[Rollout]) -> None:
-        self._timer.cancel()
         if self.ended.done():
             return
         if task.cancelled():
@@ -131,7 +133,7 @@ async def _guarded(work: Coroutine[Any, Any, Rollout]) -> Rollout:
 
 
 class Conversations:
-    """The Rollouter of an environment of the user's own."""
+    """The Rollouter of one environment."""
 
     def __init__(
         self,
@@ -149,19 +151,19 @@ class Conversations:
         """Start nothing.
 
         Args:
-            section: the configuration's environment section. environment: of its class. engine: generates each turn.
+            section: the configuration's environment section. environment: holds them. engine: generates each turn.
             scorer: of `Conversation.verify`. reward: what `Conversation.verdict` gives. decode: token ids -> text.
             vocabulary: token ids are below it. together: whether the engine gets the turns of all conversations in
             one call, as fits one that works on one batch at a time. notices: told about failures.
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
-        self._held = environment if isinstance(environment, SteppedConversations | AgentConversations) else None
         self._shared = ConversationSettings(section.kind, decode, vocabulary, reward, section.reward_weights)
         self._together, self._notices = together, notices
         self._thread: EnvironmentThread | None = None
         self._calls: set[_Call] = set()
         names = (_RESTARTED, _FAILED, _TIMEOUTS, _TOOL_CALLS, _TOOL_ERRORS, _POOLS)
-        self._counts = dict.fromkeys((*names, *(_REASONS if isinstance(environment, AgentConversations) else ())), 0)
+        reasons = (f"{_FAILED}/{reason}" for reason in environment.failure_reasons)
+        self._counts = dict.fromkeys((*names, *reasons), 0)
         # Of evaluations, whose group ids are negative: apart, since a resumed run does not have them all.
         self._counts_of_evaluations = dict(self._counts)
         self._failures_in_a_row = 0
@@ -216,8 +218,7 @@ class Conversations:
     def counters(self) -> dict[str, int]:
         """Conversations that were begun again since the run began: all, those that failed, those that took too long;
         tool calls of the others; and pools of nodes that were started again."""
-        restarts = self._held.pool_restarts if self._held else 0
-        return self._counts | {_POOLS: self._counts[_POOLS] + restarts}
+        return self._counts | {_POOLS: self._counts[_POOLS] + self._environment.pool_restarts}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from the counts of a checkpoint."""
@@ -228,8 +229,7 @@ class Conversations:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
-        if self._held:
-            await self._held.close()
+        await self._environment.close()
 
     async def _group(self, call: _Call, request: GroupRequest) -> tuple[Rollout, ...]:
         async with call.begins:  # one at a turn of the event loop, which a thousand groups at once would hold
@@ -289,12 +289,12 @@ class Conversations:
             self._failed(
                 counts, _TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own"
             )
-        elif isinstance(error, StepTimeoutError):
+        elif isinstance(error, ConversationFailedError) and error.reason == "timeout":
             self._failed(counts, _TIMEOUTS, str(error))
-        elif isinstance(error, StepFailedError):
+        elif isinstance(error, ConversationFailedError):
             if f"{_FAILED}/{error.reason}" in counts:
                 counts[f"{_FAILED}/{error.reason}"] += 1
-            self._failed(counts, _FAILED, f"failed in {error}")
+            self._failed(counts, _FAILED, f"failed: {error}")
         elif not conversation.aborted:
             text = f"{type(error).__name__}: {error}" if error else "CancelledError"
             self._failed(counts, _FAILED, f"raised {text}")

@@ -22,9 +22,9 @@ import numpy as np
 from megatron_daro.config.sections import RewardSection
 from megatron_daro.environments.context import Context, joined
 from megatron_daro.errors import RolloutError
+from megatron_daro.reward.base import verdict_fault
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams, TurnReport, Verdict
 
-_MOST_REASON = 40
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
 
@@ -50,8 +50,31 @@ class OutOfRoomError(RolloutError):
     """
 
 
+class ConversationFailedError(Exception):
+    """A step or an agent failed; the conversation is thrown away. reason: a word, for counts; "timeout": it took longer
+    than environment.step_timeout_s."""
+
+    def __init__(self, message: str, reason: str = "step") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Environment(Protocol):
     """What holds conversations; one object holds all, many at once on one event loop."""
+
+    @property
+    def failure_reasons(self) -> tuple[str, ...]:
+        """Reasons of ConversationFailedError that have counters of their own."""
+        ...
+
+    @property
+    def pool_restarts(self) -> int:
+        """Pools of nodes that were lost and started again."""
+        ...
+
+    async def close(self) -> None:
+        """End what it started. May be called twice."""
+        ...
 
     async def rollout(self, prompt: Prompt, conversation: Conversation, /) -> Verdict:
         """Hold one conversation and judge it.
@@ -364,7 +387,7 @@ class Conversation:
             verdict = replace(verdict, rewards=tuple(self._rewards.items()))
         self._count_seconds()
         if not self.generated:
-            raise self.refuse("rollout returned without an answer of the model", "at least one generated token")
+            raise self.refuse("it ended before the model answered", "at least one generated token")
         return self.ended("repetition" if self._repeats else "length" if self._cut else "stop", verdict)
 
     @property
@@ -413,7 +436,7 @@ class Conversation:
         most, room = self._request.sampling.max_new_tokens, self.room
         return f"{room} of rollout.max_response_tokens={most} are left; raise it, or end the conversation before"
 
-    def refuse(self, got: str, allowed: str, fix: str = "correct the class") -> RolloutError:
+    def refuse(self, got: str, allowed: str, fix: str = "correct what it names") -> RolloutError:
         """Return an error that ends the run, also where the environment catches it."""
         self.fault = self.fault or RolloutError(
             f"environment.kind: {self._shared.name}: {got} (group {self._request.group_id} rollout {self._index}); "
@@ -421,16 +444,9 @@ class Conversation:
         )
         return self.fault
 
-    def _check(self, verdict: object) -> None:
-        if not isinstance(verdict, Verdict):
-            raise self.refuse(f"rollout returned a {type(verdict).__name__}", "megatron_daro.types.Verdict")
-        if not isinstance(verdict.correct, bool):
-            raise self.refuse(f"correct is {verdict.correct!r:.80}", "True or False")
-        number = isinstance(verdict.reward, int | float) and not isinstance(verdict.reward, bool)
-        if not number or not math.isfinite(verdict.reward):
-            raise self.refuse(f"reward is {verdict.reward!r:.80}", "a finite number")
-        if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= _MOST_REASON:
-            raise self.refuse(f"reason is {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
+    def _check(self, verdict: Verdict) -> None:
+        if fault := verdict_fault(verdict):
+            raise self.refuse(f"it returned {fault[0]}", fault[1])
         if len({name for name, _ in verdict.rewards}) < len(verdict.rewards):
             raise self.refuse(f"rewards are {verdict.rewards!r:.80}", "each name once")
         for name, value in verdict.rewards:

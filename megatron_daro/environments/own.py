@@ -21,6 +21,7 @@ from megatron_daro.environments.agents import (
     agent_pool,
     check_function,
 )
+from megatron_daro.environments.environment import Environment
 from megatron_daro.environments.rendering import Turns
 from megatron_daro.environments.step_worker import step_environment_class
 from megatron_daro.environments.stepping import SteppedConversations, StepPool, pool_of
@@ -69,7 +70,7 @@ def _start_one(pool: WorkerPool) -> None:
 
 def is_agent(section: EnvironmentSection) -> bool:
     """Whether it is one that writes what the model reads by itself: a program, a taskset, or a coroutine function."""
-    if section.kind == "agent" or section.of_verifiers:
+    if section.has_agent_workers:
         return True
     return inspect.iscoroutinefunction(_imported(section.kind))
 
@@ -91,7 +92,7 @@ def make_environment(
     warn: Callable[[str], None],
     pools: Callable[[], StepPool] | None = None,
     correct_reward: float = 1.0,
-) -> SteppedConversations | AgentConversations:
+) -> Environment:
     """Return what holds conversations with environments in worker processes, or with agents.
 
     Args:

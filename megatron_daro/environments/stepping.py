@@ -13,25 +13,14 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from megatron_daro.config.sections import EnvironmentSection
-from megatron_daro.environments.environment import Completion, Conversation, OutOfRoomError
+from megatron_daro.environments.environment import Completion, Conversation, ConversationFailedError, OutOfRoomError
 from megatron_daro.environments.rendering import Turns
 from megatron_daro.environments.step import Step
 from megatron_daro.errors import RolloutError
+from megatron_daro.reward.base import MOST_REASON
 from megatron_daro.types import Prompt, Verdict
 from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
-
-
-class StepFailedError(Exception):
-    """A worker did not do a step, or an agent failed; the conversation is thrown away. reason: a word, for counts."""
-
-    def __init__(self, message: str, reason: str = "step") -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class StepTimeoutError(StepFailedError):
-    """A step took longer than environment.step_timeout_s."""
 
 
 class StepPool(Protocol):
@@ -74,6 +63,8 @@ class _LocalPool:
 class SteppedConversations:
     """The Environment over worker processes."""
 
+    failure_reasons = ()
+
     def __init__(
         self,
         section: EnvironmentSection,
@@ -92,7 +83,7 @@ class SteppedConversations:
         self._started: asyncio.Future[None] | None = None
 
     async def rollout(self, prompt: Prompt, conversation: Conversation) -> Verdict:
-        """Hold one conversation. Raises StepFailedError, RolloutError."""
+        """Hold one conversation. Raises ConversationFailedError, RolloutError."""
         fields = asdict(replace(prompt, tokens=()))  # asdict would copy each of them
         del fields["tokens"]
         step = await self._ask(conversation, {"kind": "reset", "prompt": fields})
@@ -157,10 +148,11 @@ class SteppedConversations:
         reason = reply["reason"]
         if reason == "timeout":
             limit = self._section.step_timeout_s
-            raise StepTimeoutError(f"took more than environment.step_timeout_s={limit:g} s for one {request['kind']}")
+            what = f"took more than environment.step_timeout_s={limit:g} s for one {request['kind']}"
+            raise ConversationFailedError(what, "timeout")
         if reason != "ok":
             why = {"memory": f"more than environment.memory_mib={self._section.memory_mib} MiB"}
-            raise StepFailedError(f"{request['kind']}: {reply.get('error') or why.get(reason, reason)}")
+            raise ConversationFailedError(f"{request['kind']}: {reply.get('error') or why.get(reason, reason)}")
         step = Step(**reply["step"])
         conversation.report(
             step.reward,
@@ -213,8 +205,9 @@ def checked(section_kind: str, method: str, step: object) -> Step:
     )
     if not numbers:
         raise _wrong(section_kind, method, f"rewards {step.rewards!r:.80}", "a number for each name")
-    if len(step.reason) > 40:
-        raise _wrong(section_kind, method, f"reason {step.reason!r:.80}", "a word of at most 40 characters")
+    if len(step.reason) > MOST_REASON:
+        allowed = f"a word of at most {MOST_REASON} characters"
+        raise _wrong(section_kind, method, f"reason {step.reason!r:.80}", allowed)
     return step
 
 

@@ -6,6 +6,7 @@ evaluates them outside a limited worker process. Refuses unknown verifier names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +36,24 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "exact": _COMMON | {"marker": Option(str, "####", "the text before the answer, not empty.")},
 }
 """What `reward.options` may hold, by verifier; fields of VerifierSpec."""
+
+
+MOST_REASON = 40
+"""Most characters of a verdict's reason."""
+
+
+def verdict_fault(verdict: object) -> tuple[str, str] | None:
+    """Return why what a user's code returned is no usable verdict: what was got, and what is allowed. None: it is."""
+    if not isinstance(verdict, Verdict):
+        return f"a {type(verdict).__name__}", "megatron_daro.types.Verdict"
+    if not isinstance(verdict.correct, bool):
+        return f"correct {verdict.correct!r:.80}", "True or False"
+    number = isinstance(verdict.reward, int | float) and not isinstance(verdict.reward, bool)
+    if not number or not math.isfinite(verdict.reward):
+        return f"reward {verdict.reward!r:.80}", "a finite number"
+    if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= MOST_REASON:
+        return f"reason {verdict.reason!r:.80}", f"a word of 1 to {MOST_REASON} characters"
+    return None
 
 
 class Verifier(Protocol):

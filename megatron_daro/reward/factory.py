@@ -7,21 +7,18 @@ its class only to look at it. Unknown names are rejected by VerifierSpec.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_daro.errors import RewardError
 from megatron_daro.own_class import import_own_class, make_own
-from megatron_daro.reward.base import OPTIONS, Job, ScreenLimits, Verifier, VerifierSpec
+from megatron_daro.reward.base import OPTIONS, Job, ScreenLimits, Verifier, VerifierSpec, verdict_fault
 from megatron_daro.reward.extraction import ExactVerifier, IntegerVerifier
 from megatron_daro.reward.math import MathVerifier
 from megatron_daro.types import Verdict
 
 if TYPE_CHECKING:
     from megatron_daro.config.sections import RewardSection  # the workers do without pydantic
-
-_MOST_REASON = 40
 
 
 def own_verifier_class(name: str, options: Mapping[str, Any]) -> type[Verifier]:
@@ -57,7 +54,13 @@ class OwnVerifier:
         if self._verifier is None:
             self.load()
         assert self._verifier is not None
-        return self._checked(self._verifier.verify(answer_text, gold, statement))
+        verdict = self._verifier.verify(answer_text, gold, statement)
+        if fault := verdict_fault(verdict):
+            raise RewardError(
+                f"reward.verifier: {self._spec.name}.verify returned {fault[0]}; allowed: {fault[1]}; fix: correct the "
+                "class"
+            )
+        return Verdict(verdict.correct, float(verdict.reward), verdict.reason)
 
     def screen(self, answer_text: object, gold: object, statement: str = "") -> Verdict | Job:
         """Refuse what is not text, as every verifier does; the rest is a job."""
@@ -78,24 +81,6 @@ class OwnVerifier:
     def answer_of(self, answer_text: str) -> str | None:
         """Return the whole text: only the user's class knows what the final answer is."""
         return answer_text.strip() or None
-
-    def _checked(self, verdict: object) -> Verdict:
-        if not isinstance(verdict, Verdict):
-            raise self._wrong(f"a {type(verdict).__name__}", "megatron_daro.types.Verdict")
-        if not isinstance(verdict.correct, bool):
-            raise self._wrong(f"correct {verdict.correct!r:.80}", "True or False")
-        if isinstance(verdict.reward, bool) or not isinstance(verdict.reward, int | float):
-            raise self._wrong(f"reward {verdict.reward!r:.80}", "a number")
-        if not math.isfinite(verdict.reward):
-            raise self._wrong(f"reward {verdict.reward!r}", "a finite number")
-        if not isinstance(verdict.reason, str) or not 1 <= len(verdict.reason) <= _MOST_REASON:
-            raise self._wrong(f"reason {verdict.reason!r:.80}", f"a word of 1 to {_MOST_REASON} characters")
-        return Verdict(verdict.correct, float(verdict.reward), verdict.reason)
-
-    def _wrong(self, got: str, allowed: str) -> RewardError:
-        return RewardError(
-            f"reward.verifier: {self._spec.name}.verify returned {got}; allowed: {allowed}; fix: correct the class"
-        )
 
 
 Judge = MathVerifier | OwnVerifier

@@ -2,9 +2,10 @@
 
 `screen` runs in the calling process, cheap and bounded, and yields a Verdict or a Job; `judge` decides the job in a
 worker process, the only place where math-verify and sympy are imported. Units and words behind a value are cut off
-where they are only that; words that hedge (`maybe not`), join (`or six`) or scale (`million`) make another value, or
-none. An answer that merely restates the problem, such as the unevaluated sum it asks for, is refused before any
-comparison, since an algebra system would do the missing work; what the gold itself contains is never refused.
+where they are only that; words that scale a number (`million`) are a factor, those that hedge (`maybe not`) or join
+(`or six`) make another value, or none. An answer that merely restates the problem, such as the unevaluated sum it asks
+for, is refused before any comparison, since an algebra system would do the missing work; what the gold itself contains
+is never refused.
 
 Rejects golds that are empty or not text (`gold_empty`, `gold_not_text`). A gold that the grammar does not take is
 matched literally, and a mismatch then says `gold_unparsed`.
@@ -52,6 +53,28 @@ _NOT_A_UNIT = re.compile(
     r"trillion|true|twelve|twenty|twice|two|uncertain|undefined|unknown|unless|unsure|until|up|when|where|"
     r"wrong|zero)\b"
 )
+
+
+_SCALES = {
+    "dozen": "12",
+    "hundred": "10^{2}",
+    "thousand": "10^{3}",
+    "million": "10^{6}",
+    "billion": "10^{9}",
+    "trillion": "10^{12}",
+}
+_SCALED = re.compile(
+    rf"(.+?)\s*(?:\\(?:text|mbox|mathrm|textrm|textbf)\s*\{{\s*)?({'|'.join(_SCALES)})s?(?![a-zA-Z])\s*([^{{}}]*)\}}?"
+)
+
+
+def scaled(text: str) -> str:
+    """Write `1.5 \\text{ million miles}` as `1.5 \\times 10^{6} \\text{miles}`, where a literal number is scaled."""
+    match = _SCALED.fullmatch(text)
+    value = canonical(match[1]) if match else ""
+    if match is None or number(value) is None:
+        return text
+    return rf"{value} \times {_SCALES[match[2]]}" + (rf" \text{{{match[3]}}}" if match[3] else "")
 
 
 def without_unit(text: str) -> str:
@@ -292,6 +315,7 @@ def compare(gold: str, answer: str, depth: int) -> str:
     """
     if depth > MAX_DEPTH:
         return "too_complex"
+    gold, answer = scaled(gold), scaled(answer)
     quick = quick_equal(gold, answer)
     if quick is not None:
         return quick
@@ -379,7 +403,7 @@ def _compare_leaves(gold: str, answer: str) -> str:
     answer_parts = chain(answer)
     if len(answer_parts) > 1 and len(chain(gold)) == 1 and not is_region(gold):
         return _compare_chain(gold, answer_parts)
-    if changes_value(answer) and not changes_value(gold):
+    if changes_value(answer) != changes_value(gold):
         return "no_match"
     if _percent(gold) != _percent(answer):
         gold, answer = _as_fraction_of_100(gold), _as_fraction_of_100(answer)

@@ -72,9 +72,11 @@ class Evaluator:
         prompts = {first_id - len(self._sets) * i: prompt for i, prompt in enumerate(held_out.prompts)}
         indices = tuple(range(section.rollouts_per_prompt))
         requests = [GroupRequest(i, 0, prompt, indices, sampling) for i, prompt in prompts.items()]
-        rollouts = await (self._of_version(requests, step) if self._beside else self._finished(requests))
+        rollouts, restarted = (
+            await self._of_version(requests, step) if self._beside else (await self._finished(requests), False)
+        )
         if not rollouts:
-            why = "servers were started again and have newer weights; " if self._beside else ""
+            why = "servers were started again and have newer weights; " if restarted else ""
             self._warn(
                 f"evaluation of {section.name} after step {step}: {why}some answers of that version are missing after "
                 f"{_ROUNDS} tries, so its metrics are left out"
@@ -112,26 +114,32 @@ class Evaluator:
             rollouts += [one for one in await self._all(again) if one.finish_reason != "abort"]
         return rollouts if len(rollouts) == sum(len(request.indices) for request in requests) else []
 
-    async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> list[Rollout]:
+    async def _of_version(self, requests: Sequence[GroupRequest], version: int) -> tuple[list[Rollout], bool]:
         """Return answers of this version of the weights, asked for a few at a time so that generation keeps its share
-        of the servers; nothing where some cannot be had any more: a server that was started again has newer weights."""
+        of the servers, and whether some were of another version, as of a server that was started again and has newer
+        weights; no answers where some cannot be had."""
         by_place: dict[tuple[int, int], Rollout] = {}
+        others = False
         for _ in range(_ROUNDS):
             left = iter(_missing(requests, by_place))
 
             async def work(left: Iterator[GroupRequest] = left) -> None:
+                nonlocal others
                 for request in left:
                     for one in await self._all([request]):
-                        versions = {one.weight_version, *(v for v, _ in one.version_spans)}
-                        if versions == {version} and one.finish_reason != "abort":
+                        if one.finish_reason == "abort":
+                            continue
+                        if {one.weight_version, *(v for v, _ in one.version_spans)} == {version}:
                             by_place[one.group_id, one.index] = one
+                        else:
+                            others = True
 
             async with asyncio.TaskGroup() as workers:
                 for _ in range(max(1, self._beside // max(len(r.indices) for r in requests))):
                     workers.create_task(work())
             if len(by_place) == sum(len(request.indices) for request in requests):
-                return list(by_place.values())
-        return []
+                return list(by_place.values()), others
+        return [], others
 
 
 def _missing(requests: Sequence[GroupRequest], there: Collection[tuple[int, int]]) -> list[GroupRequest]:

@@ -33,6 +33,7 @@ LEVEL = {
     "own_class": 1,
     "routed_experts": 0,
     "process_tree": 0,
+    "proxies": 0,
     "sandbox": 0,
     "families": 0,
     "worker_pool": 1,

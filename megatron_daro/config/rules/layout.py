@@ -39,7 +39,10 @@ def layout_text(actor: ActorSection) -> str:
 
 
 def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
-    """Yield why the ranks alone have no room on the GPUs."""
+    """Yield why the ranks alone have no room on the GPUs, and nodes of which nobody says what they have."""
+    if config.cluster.nodes > 1 and config.cluster.gpus_per_node is None:
+        allowed = "1 where cluster.gpus_per_node is unset: the nodes are those of the Ray cluster, or this machine"
+        yield wrong(config, "cluster.nodes", allowed, "set cluster.gpus_per_node", beside="cluster.gpus_per_node")
     if hardware.kind == "cpu":
         return
     got = layout_text(config.actor)

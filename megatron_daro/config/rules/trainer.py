@@ -60,7 +60,7 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
         yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
     if section.sandbox and section.kind != "agent":
         yield wrong(config, f"{path}.sandbox", "false but for programs of kind agent", "remove it", beside=kind)
-    if (section.kind == "agent" or section.of_verifiers) and config.data.prompt_template != "chat":
+    if section.has_agent_workers and config.data.prompt_template != "chat":
         allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
         yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
     if section.host in ("0.0.0.0", "::"):

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_daro.config import nccl_environment
 from megatron_daro.config.problems import Problem, check_passthrough, config_error, show
+from megatron_daro.proxies import past_proxies
 
 SECTION = "engine.sglang.arguments"
 
@@ -257,7 +258,4 @@ def server_environment(
     kept["PATH"] = os.pathsep.join(part for part in (str(python.parent), inherited.get("PATH", os.defpath)) if part)
     if is_loopback(host):
         kept["GLOO_SOCKET_IFNAME"] = "lo"
-    for name in ("NO_PROXY", "no_proxy"):
-        listed = [part for part in inherited.get(name, "").split(",") if part]
-        kept[name] = ",".join(dict.fromkeys([*listed, host, "127.0.0.1", "localhost"]))
-    return {**kept, **user}
+    return {**kept, **past_proxies(inherited, host), **user}

@@ -13,6 +13,7 @@ from megatron_daro.config import Hardware, hardware, resolve
 from megatron_daro.config.hardware import gpu_nodes, hardware_of, unknown, version_of
 from megatron_daro.config.placement import Demand, demand_of, misfit
 from megatron_daro.config.sections import ClusterSection
+from megatron_daro.errors import ConfigError
 
 
 @pytest.fixture
@@ -39,6 +40,16 @@ def test_gpus_are_counted_with_the_least_capability(tools, monkeypatch):
     assert found.memory_bytes > 2**28 and found.place == "this machine" and found.per_node == (3,)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert (hardware.detect().count, hardware.detect().fp8) == (2, True)
+
+
+def test_slices_of_gpus_are_refused_and_no_run_on_the_cpu(tools, monkeypatch):
+    tools("nvidia-smi", "0, GPU-a, 9.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-c7384736-a75d-5afc-978f-d2f1294409fd")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        hardware.detect()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert hardware.detect().kind == "cpu"
 
 
 def test_without_a_torch_for_gpus_there_are_cores(tools):

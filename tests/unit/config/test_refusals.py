@@ -290,6 +290,7 @@ model.path=MODELS/experts actor.tensor_parallel=4 actor.data_parallel=3 actor.ex
 model.path=MODELS/experts actor.tensor_parallel=2 actor.sequence_parallel=false | actor.sequence_parallel |
   actor.sequence_parallel=true
 model.path=MODELS/some_dense actor.tensor_parallel=2 | actor.tensor_parallel | model.path=MODELS/experts
+cluster.nodes=2 | cluster.nodes | cluster.gpus_per_node=8
 cluster.gpus_per_node=8 actor.data_parallel=9 | actor | actor.data_parallel=8
 cluster.gpus_per_node=8 actor.data_parallel=9 SERVERS | actor | cluster.nodes=2
 cluster.gpus_per_node=3 cluster.nodes=3 actor.tensor_parallel=2 actor.data_parallel=4 | actor.tensor_parallel |

@@ -18,8 +18,8 @@ from megatron_daro.data.tokenizer import load_tokenizer, response_decoder
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
 from megatron_daro.environments.agents import AgentConversations, CommandAgents
 from megatron_daro.environments.conversations import Conversations
+from megatron_daro.environments.environment import ConversationFailedError
 from megatron_daro.environments.rendering import Turns
-from megatron_daro.environments.stepping import StepFailedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 
@@ -105,7 +105,7 @@ class Agents:
             try:
                 return await self.agent(prompt, self.apis[-1])
             except RuntimeError as error:
-                raise StepFailedError(str(error), "crash") from error
+                raise ConversationFailedError(str(error), "crash") from error
             except (AssertionError, pytest.fail.Exception) as error:
                 self.wrong.append(error)
                 raise

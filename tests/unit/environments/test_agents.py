@@ -298,6 +298,26 @@ def test_agents_that_fail_cost_their_rollout_and_are_counted(tokens):
     assert reasons == {"crash": 1, "memory": 0, "no_call": 1, "outcome": 1} and counts["environment/failed"] == 3
 
 
+@pytest.mark.parametrize(
+    ("outcome", "verdict"),
+    [
+        (False, (False, -1.0)),
+        (True, (True, 1.0)),
+        ({"reward": 1.0, "done": True}, (True, 1.0)),
+        ({"answer": "5", "truncated": False}, (True, 1.0)),
+        (None, (True, 1.0)),  # the verifier judges the model's last answer
+        ([], None),
+    ],
+)
+def test_how_an_agent_says_that_it_went(tokens, outcome, verdict):
+    async def agent(problem, api):
+        await api.say(ASKED)
+        return outcome
+
+    [rollout], _, _, _ = run(tokens, agent, lambda read, request: "easy", indices=(0,))
+    assert (rollout.verdict and (rollout.verdict.correct, rollout.verdict.reward)) == verdict
+
+
 def test_an_agent_that_hangs_is_ended(tokens):
     begun = []
 

@@ -63,6 +63,7 @@ body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x"}
 assert ask("/chat/completions", body)["model"] == model
 assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 assert "SYMPY_GROUND_TYPES" not in os.environ
+assert {*os.environ["NO_PROXY"].split(",")} == {"example.org", "127.0.0.1", "localhost"}
 print(json.dumps({"answer": os.environ["MINE"]}))
 """
 
@@ -166,6 +167,7 @@ def test_what_a_program_leaves_ends_with_it(tokens, tmp_path):
 
 def test_a_program_has_the_variables_of_the_run_and_no_bound_of_addresses(tokens, tmp_path, monkeypatch):
     monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setenv("NO_PROXY", "example.org")
     section = {"command": (sys.executable, "-c", LOOKS), "workers": 1}
     running = CommandAgents(EnvironmentSection(kind="agent", **section))
     [rollout], _, _, _ = run(tokens, running, lambda read, request: "Answer", indices=(0,), **section)

@@ -441,6 +441,30 @@ def test_groups_that_are_given_up_before_they_begin_come_back_as_aborted():
     assert rollouter.counters()["environment/restarted"] == 0, "they had not begun"
 
 
+def test_a_conversation_that_is_aborted_before_it_began_leaves_no_timer():
+    class Timers(asyncio.SelectorEventLoop):
+        def call_later(self, delay, callback, *arguments, context=None):
+            timer = super().call_later(delay, callback, *arguments, context=context)
+            if delay == 61.0:
+                timers.append(timer)
+            return timer
+
+    async def run():
+        Waits.begun = 0
+        rollouter = talks(Engine(), environment=Waits, timeout_s=61.0)
+        task = asyncio.ensure_future(collected(rollouter, requests()))
+        while len(timers) < 12:
+            await asyncio.sleep(0)
+        await rollouter.abort()
+        async with asyncio.timeout(20):
+            await task
+
+    timers: list[asyncio.TimerHandle] = []
+    with asyncio.Runner(loop_factory=Timers) as runner:
+        runner.run(run())
+    assert Waits.begun < 12 and len(timers) == 12 and all(timer.cancelled() for timer in timers)
+
+
 def test_conversations_end_with_the_call_that_holds_them():
     async def run():
         Waits.begun = 0

@@ -45,6 +45,12 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("5", r"5 \text{ million}"),
         ("5", r"5 \text{ dozen}"),
         ("5", r"5 \text{ is surely not the answer at all}"),
+        (r"6 \text{ million}", "6"),
+        (r"3 \text{ dozen}", "3"),
+        (r"2 \text{ thirds}", "2"),
+        (r"4 \text{ or more}", "4"),
+        (r"6 \text{ million or more}", "6000000"),
+        (r"6 \text{ million dollars}", r"6 \text{ million euros}"),
     ],
     "values under other names": [
         ("(2,12)", "x=12, y=2"),
@@ -194,6 +200,13 @@ RIGHT: dict[str, list[tuple[str, str]]] = {
         ("-5", "−5"),
     ],
     "units": [("5", r"5 \text{ apples}"), ("5", "5 cm"), (r"5.4 \text{ cents}", "5.4"), ("5", r"5 \text{ min}")],
+    "words that scale": [
+        (r"6 \text{ million}", "6000000"),
+        (r"1.5\text{ billion}", r"1.5 \times 10^9"),
+        ("1500000", r"1,500 \text{ thousand people}"),
+        ("36", r"3 \text{ dozen}"),
+        (r"6 \text{ million}, 1", "1, 6 million"),
+    ],
     "times of day": [
         (r"10:00\text{ a.m.}", "10:00"),
         (r"10:00\text{ a.m.}", r"10:00\text{ AM}"),

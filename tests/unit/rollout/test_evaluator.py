@@ -109,7 +109,9 @@ def test_beside_generation_only_answers_of_its_version_count():
     old = Answers(version=4)
     metrics, said = evaluated(old, held_out(), step=5, beside=2)
     assert metrics == {} and len(old.calls) == 3 * 2
-    assert "step 5" in said[0]
+    assert "step 5" in said[0] and "newer weights" in said[0]
+    _, said = evaluated(Answers({(-1, 0): range(9)}, version=5), held_out(), step=5, beside=2)
+    assert "missing" in said[0] and "newer weights" not in said[0], "one failed each time"
 
 
 @pytest.mark.parametrize(("beside", "most"), [(1, 1), (6, 3)])
