@@ -40,8 +40,8 @@ class Deadlines:
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
     """Until an engine acknowledged an abort."""
-    score: float = 600.0
-    """Until the verdicts of one group arrive."""
+    score: float = 7200.0
+    """Until the verdicts of one group arrive, after those of all groups that came before it."""
     engine_free: float = 28800.0
     """Until the generation of a batch ends, so that weights may be replaced."""
     turn: float = 28800.0

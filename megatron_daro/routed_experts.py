@@ -57,6 +57,11 @@ class StoredExperts:
             at += part.rows
         return out
 
+    @property
+    def is_there(self) -> bool:
+        """Whether all of its files are."""
+        return all(Path(part.path).is_file() for part in self.parts)
+
     def longer(self, tokens: int) -> StoredExperts:
         """Return the same with so many more tokens at the end, of which none are known."""
         return replace(self, shape=(self.shape[0] + tokens, *self.shape[1:]))

@@ -97,10 +97,13 @@ class SapoSection(Section):
     """Temperature for the others."""
 
 
+Overlong = Literal["none", "penalty", "filter", "both"]
+
+
 class OverlongSection(Section):
     """What happens to answers that are too long (DAPO, which uses both)."""
 
-    kind: Literal["none", "penalty", "filter", "both"] = "none"
+    kind: Overlong = "none"
     """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
     max_tokens: int | None = Field(default=None, ge=1)
     """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -20,12 +20,10 @@ import torch
 from megatron_daro.algo.advantages import overlong_filter
 from megatron_daro.algo.difficulty import pass_rate_bins
 from megatron_daro.algo.weighting import Algorithm
-from megatron_daro.config.algorithm import PASSES
+from megatron_daro.config.algorithm import PASSES, Overlong
 from megatron_daro.data.advantages import shaped_rewards, with_teacher_advantages, with_turn_advantages
 from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, StepBatch
-
-Overlong = Literal["none", "penalty", "filter", "both"]
 
 
 def build_batch(

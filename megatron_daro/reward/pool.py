@@ -8,7 +8,7 @@ is a Verdict (`timeout`, `memory`, `crash`), never an exception.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,16 +71,13 @@ class RewardPool(WorkerPool):
         Returns: one verdict per pair.
         Raises: RewardError when the pool is closed or its workers no longer start.
         """
-        self.start()
-        screened = [self._screen(*pair) for pair in pairs]
-        jobs = list(dict.fromkeys(item for item in screened if isinstance(item, Job)))
-        requests = [{"kind": "judge", **asdict(job)} for job in jobs]
-        replies = dict(zip(jobs, self._ask_all(requests), strict=True))
-        return [item if isinstance(item, Verdict) else self._verdict(replies[item]) for item in screened]
+        screened, jobs = self._screened(pairs)
+        return self._verdicts(screened, dict(zip(jobs, self._ask_all(list(jobs.values())), strict=True)))
 
     async def score_async(self, pairs: Sequence[tuple[Any, ...]]) -> list[Verdict]:
-        """`score` without blocking the event loop."""
-        return await asyncio.to_thread(self.score, pairs)
+        """`score` without blocking the event loop, or a thread while workers judge."""
+        screened, jobs = await asyncio.to_thread(self._screened, pairs)
+        return self._verdicts(screened, dict(zip(jobs, await self.ask_each(list(jobs.values())), strict=True)))
 
     def check_golds(self, golds: Sequence[Any]) -> dict[int, str]:
         """Which golds are unusable or can only be matched literally; to be reported when data are loaded.
@@ -97,6 +94,15 @@ class RewardPool(WorkerPool):
         replies = self._ask_all([{"kind": "gold", "gold": golds[i]} for i in open_golds])
         problems |= {i: r["reason"] for i, r in zip(open_golds, replies, strict=True) if r["reason"] != "usable"}
         return dict(sorted(problems.items()))
+
+    def _screened(self, pairs: Sequence[tuple[Any, ...]]) -> tuple[list[Verdict | Job], dict[Job, dict[str, Any]]]:
+        """Return what is known of each pair, and the request of each job, in order."""
+        self.start()
+        screened = [self._screen(*pair) for pair in pairs]
+        return screened, {item: {"kind": "judge", **asdict(item)} for item in screened if isinstance(item, Job)}
+
+    def _verdicts(self, screened: Sequence[Verdict | Job], replies: Mapping[Job, dict[str, Any]]) -> list[Verdict]:
+        return [item if isinstance(item, Verdict) else self._verdict(replies[item]) for item in screened]
 
     def _screen(self, answer_text: Any, gold: Any, statement: str = "") -> Verdict | Job:
         try:

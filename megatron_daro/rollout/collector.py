@@ -146,7 +146,9 @@ class RolloutCollector:
         answers = [(self._verified(rollout), groups[rollout.group_id].prompt) for rollout in rollouts]
         with self._phases.measure("reward"):
             verdicts = await self._deadlines.within(
-                "score", self._rollouter.score(answers), what=f"group {rollouts[0].group_id}"
+                "score",
+                self._rollouter.score(answers),
+                what=f"group {rollouts[0].group_id}, with reward.workers at once",
             )
         if self._teacher:
             rollouts = await self._teacher.read(rollouts)

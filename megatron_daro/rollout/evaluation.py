@@ -40,12 +40,12 @@ class Evaluator:
         *,
         max_response_tokens: int,
         stops: Stops,
-        beside: int = 0,
+        answers_beside: int = 0,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Args: beside: answers asked for at once, for an evaluation beside generation; 0: it has the engine for
-        itself. warn: shows the user a warning."""
-        self._beside, self._warn = beside, warn
+        """Args: answers_beside: asked for at once in an evaluation beside generation; 0: it has the engine for itself.
+        warn: shows the user a warning."""
+        self.answers_beside, self._warn = answers_beside, warn
         self._sets, self._rollouter = sets, rollouter
         self._max_tokens, self._stops = max_response_tokens, stops
 
@@ -73,7 +73,7 @@ class Evaluator:
         indices = tuple(range(section.rollouts_per_prompt))
         requests = [GroupRequest(i, 0, prompt, indices, sampling) for i, prompt in prompts.items()]
         rollouts, restarted = (
-            await self._of_version(requests, step) if self._beside else (await self._finished(requests), False)
+            await self._of_version(requests, step) if self.answers_beside else (await self._finished(requests), False)
         )
         if not rollouts:
             why = "servers were started again and have newer weights; " if restarted else ""
@@ -135,7 +135,7 @@ class Evaluator:
                             others = True
 
             async with asyncio.TaskGroup() as workers:
-                for _ in range(max(1, self._beside // max(len(r.indices) for r in requests))):
+                for _ in range(max(1, self.answers_beside // max(len(r.indices) for r in requests))):
                     workers.create_task(work())
             if len(by_place) == sum(len(request.indices) for request in requests):
                 return list(by_place.values()), others

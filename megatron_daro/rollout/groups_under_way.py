@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup
@@ -132,6 +133,19 @@ class UnfinishedGroup:
         if not all(r.is_finished for r in finished.rollouts) or any(r.is_finished for r in rollouts):
             raise ValueError(f"group {finished.group_id}: a rollout is finished and aborted at once")
         return cls(finished, rollouts)
+
+
+def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
+    """Return a group that waits in a checkpoint without the rollouts whose files of experts are gone: steps after the
+    checkpoint removed them, when the group was filtered, dropped or, unrecorded, trained."""
+    there = [r.routed_experts is None or r.routed_experts.is_there for r in record.group.rollouts]
+    group = replace(
+        record.group,
+        rollouts=tuple(compress(record.group.rollouts, there)),
+        verdicts=tuple(compress(record.group.verdicts, there)),
+    )
+    partial = tuple(r for r in record.partial if r.routed_experts is None or r.routed_experts.is_there)
+    return replace(record, group=group, partial=partial)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from megatron_daro.errors import CheckpointError, DataError
 from megatron_daro.rollout.batch_filler import BatchFiller, RolloutParts
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.group_columns import RecordedGroup
-from megatron_daro.rollout.groups_under_way import UnfinishedGroup
+from megatron_daro.rollout.groups_under_way import UnfinishedGroup, without_lost_experts
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import describe
 from megatron_daro.rollout.protocol import Scorer
@@ -94,7 +94,8 @@ class Sampler:
     def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:
         self._source.load_state_dict(state["source"])
         self.ledger.load_state_dict(state["ledger"])
-        size = self._section.rollouts_per_prompt
+        size, saved = self._section.rollouts_per_prompt, waiting
+        waiting = [without_lost_experts(record) for record in saved]
         complete = [record for record in waiting if len(record.group.rollouts) == size and not record.partial]
         self._surplus = tuple(record.group for record in complete)
         self._unfinished = tuple(UnfinishedGroup.from_record(r, size) for r in waiting if r not in complete)
@@ -104,6 +105,12 @@ class Sampler:
         counters = state["counters"]
         self._collector.counters.load(counters)
         self._rollouter.load_counters(counters)
+        if lost := sum(map(_response_tokens, saved)) - sum(map(_response_tokens, waiting)):
+            self._collector.counters.aborted_tokens += lost
+            self._notices.warn(
+                f"answers of {lost} tokens that wait in the checkpoint are asked for again: steps after it removed the "
+                "files of their experts"
+            )
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
@@ -223,3 +230,7 @@ class Sampler:
             _UNFINISHED: len(self._unfinished),
             **self._rollouter.counters(),
         }
+
+
+def _response_tokens(record: RecordedGroup) -> int:
+    return sum(rollout.generated_length for rollout in (*record.group.rollouts, *record.partial))

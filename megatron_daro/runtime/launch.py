@@ -25,7 +25,6 @@ from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
 from megatron_daro.deadlines import mark_as_seen
-from megatron_daro.engine.own import one_batch_at_a_time
 from megatron_daro.errors import WorkerError, how_to_go_on
 from megatron_daro.garbage import spare_event_loop
 from megatron_daro.observe.drift import DriftWatch
@@ -236,9 +235,12 @@ async def _cancelled(task: asyncio.Future[T]) -> None:
 
 
 def _evaluations(run: RunContext, generation: parts.Generation | None) -> Evaluations:
-    evaluate = generation.evaluator.evaluate if generation and generation.evaluator else None
-    beside = not one_batch_at_a_time(run.config)
-    return Evaluations(evaluate, run.config.trainer, run.phases, run.deadlines, beside=beside)
+    evaluator = generation.evaluator if generation else None
+    if evaluator is None:
+        return Evaluations()
+    return Evaluations(
+        evaluator.evaluate, run.config.trainer, run.phases, run.deadlines, beside=evaluator.answers_beside > 0
+    )
 
 
 def _finished_before(run: RunContext, start: Start, interrupts: Interrupts) -> RunOutcome:

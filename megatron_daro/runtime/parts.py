@@ -166,7 +166,7 @@ def generation_with(
         rollouter,
         max_response_tokens=rollout.max_response_tokens,
         stops=inputs.stops,
-        beside=0 if one_batch_at_a_time(config) else _BESIDE_OF_SERVER * _servers(config.engine),
+        answers_beside=0 if one_batch_at_a_time(config) else _BESIDE_OF_SERVER * _servers(config.engine),
         warn=run.progress.warn,
     )
     return Generation(engine, scorer, rollouter, teacher, sampler, evaluator if inputs.held_out else None)

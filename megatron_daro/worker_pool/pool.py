@@ -153,17 +153,22 @@ class WorkerPool:
             raise
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to one request, without a thread that waits.
+        """Return the reply to one request. Raises as `ask_each`."""
+        [reply] = await self.ask_each([request])
+        return reply
+
+    async def ask_each(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the replies to requests, in order, without a thread that waits.
 
         Raises: the program's error when the pool is closed, its workers no longer start, or are too few by far.
         """
         given_up = threading.Event()
-        [future], bound_s = self._submit([request], given_up)
+        futures, bound_s = self._submit(requests, given_up)
         try:
             async with asyncio.timeout(bound_s):
-                return await asyncio.wrap_future(future)
+                return [await asyncio.wrap_future(future) for future in futures]
         except TimeoutError:
-            raise self._too_slow(1, bound_s) from None
+            raise self._too_slow(len(futures), bound_s) from None
         finally:
             given_up.set()
 

@@ -3,13 +3,12 @@
 generation.py takes a server for each request and gives it back. Only one that serves is handed out, and nobody waits
 for servers when all are gone. A server's state changes in these methods alone:
 
-    join           starting                          -> joining
-    begin_update   serving, joining                  -> updating
-    serve          updating; as loaded also joining  -> serving
-    lend           serving, suspect, joining         -> joining
-    suspect        serving                           -> suspect
-    fence          any                               -> fenced
-    start_again    fenced, starting                  -> starting
+    hold_back      starting; serving, suspect, joining  -> joining
+    begin_update   serving, joining                     -> updating
+    serve          updating; as loaded also joining     -> serving
+    suspect        serving                              -> suspect
+    fence          any                                  -> fenced
+    start_again    fenced, starting                     -> starting
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Server:
         """Take in that it has a new process: what the one before had is gone."""
         self.client = client
         self.versions, self.version, self.released = set(), None, frozenset()
-        self.adapter = ""
+        self.adapter, self.adapters = "", Counter()
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""

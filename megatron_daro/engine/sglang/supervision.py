@@ -21,7 +21,7 @@ from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.starting import bring_up
 from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError
-from megatron_daro.errors import EngineError
+from megatron_daro.errors import DaroError, EngineError
 
 _WATCH_S = 2.0
 _CLOSE_S = 10.0
@@ -185,8 +185,11 @@ class Supervision:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the fleet where a watcher failed: the run must not go on unwatched."""
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._fleet.fail(EngineError(f"supervision of the SGLang servers failed: {task.exception()!r}"))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            said = (
+                str(error) if isinstance(error, DaroError) else f"supervision of the SGLang servers failed: {error!r}"
+            )
+            self._fleet.fail(EngineError(said))
 
     async def _bring_up(self, server: Server) -> None:
         """Start a server's process and wait until it may get weights. Raises as `bring_up`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -96,3 +97,16 @@ def test_a_constructor_that_raises_ends_the_start_with_its_words() -> None:
 def test_a_class_that_does_not_fit_is_named(name: str, options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         own_verifier_class(name, options)
+
+
+def test_answers_that_wait_for_a_worker_hold_no_thread_of_others() -> None:
+    async def scored(pool: RewardPool) -> None:
+        waiting = [asyncio.create_task(pool.score_async([(f"{i}", "1", "1=")])) for i in range(64)]
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(int), 60)
+        finally:
+            pool.close()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(scored(_pool(3600.0, wrong="hangs")))

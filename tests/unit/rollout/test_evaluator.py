@@ -102,15 +102,15 @@ def test_answers_that_fail_each_time_are_no_score():
 
 def test_beside_generation_only_answers_of_its_version_count():
     rollouter = Answers({(-1, 0): (0,)}, version=5)
-    metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2), step=5, beside=2)
+    metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2), step=5, answers_beside=2)
     asked = [[(r.group_id, r.attempt, r.indices) for r in call] for call in rollouter.calls]
     assert asked == [[(-1, 0, (0, 1))], [(-2, 0, (0, 1))], [(-1, 0, (0,))]]
     assert metrics["eval/d/accuracy"] == 0.5 and said == []
     old = Answers(version=4)
-    metrics, said = evaluated(old, held_out(), step=5, beside=2)
+    metrics, said = evaluated(old, held_out(), step=5, answers_beside=2)
     assert metrics == {} and len(old.calls) == 3 * 2
     assert "step 5" in said[0] and "newer weights" in said[0]
-    _, said = evaluated(Answers({(-1, 0): range(9)}, version=5), held_out(), step=5, beside=2)
+    _, said = evaluated(Answers({(-1, 0): range(9)}, version=5), held_out(), step=5, answers_beside=2)
     assert "missing" in said[0] and "newer weights" not in said[0], "one failed each time"
 
 
@@ -127,7 +127,9 @@ def test_beside_generation_it_asks_for_a_few_answers_at_a_time(beside, most):
             self.running -= 1
 
     rollouter = Counted()
-    evaluated(rollouter, held_out(golds=["right"] * 9, categories=[""] * 9, rollouts_per_prompt=2), beside=beside)
+    evaluated(
+        rollouter, held_out(golds=["right"] * 9, categories=[""] * 9, rollouts_per_prompt=2), answers_beside=beside
+    )
     assert rollouter.most == most
 
 

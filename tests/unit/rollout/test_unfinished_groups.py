@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fleet_fakes import (
     KEEP,
@@ -24,6 +25,7 @@ from loop_fakes import FakeScorer, K, make_rollout
 from megatron_daro.environments.several_environments import Mixed
 from megatron_daro.errors import CheckpointError
 from megatron_daro.rollout.rollouter import SingleTurn
+from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.types import SamplingParams, Verdict
 
 
@@ -176,6 +178,30 @@ def test_a_checkpoint_brings_unfinished_groups_back_exactly():
     assert batches[0].counters == batches[1].counters
     assert parts.sampler.ledger.state_dict() == resumed.sampler.ledger.state_dict()
     assert parts.source.state_dict() == resumed.source.state_dict()
+
+
+def test_answers_of_a_checkpoint_whose_files_of_experts_went_with_a_later_step_are_asked_for_again(tmp_path):
+    rollout, folder = KEEP | {"oversampling": 1.5}, ExpertsFolder(tmp_path)
+    parts = setup(rollout=rollout)
+    state, (record,) = saved(kept_in_part(parts)[0])
+
+    def routed(one):
+        rows = len(one.tokens) - 1
+        stored = folder.store((one.group_id, one.attempt, one.index), np.zeros((rows, 1, 1)), len(one.tokens))
+        return replace(one, routed_experts=stored)
+
+    group = replace(record.group, rollouts=tuple(map(routed, record.group.rollouts)))
+    record = replace(record, group=group, partial=tuple(map(routed, record.partial)))
+    kept, *lost = (*record.group.rollouts, *record.partial)
+    folder.settle({0: (kept.routed_experts,)})
+    resumed = setup(rollout=rollout)
+    resumed.sampler.load_state_dict(state, [record])
+    batch = sample(resumed, 1)
+    (request,) = (one for one in resumed.engine.asked if one.group_id == 0)
+    assert set(request.indices) == {one.index for one in lost} and not request.partial
+    assert [one.index for one in batch.groups[0].rollouts if one.routed_experts] == [kept.index]
+    assert batch.counters["rollout/aborted_tokens"] == sum(one.response_length for one in lost)
+    assert any("experts" in message for message in resumed.progress.messages)
 
 
 def remove(path):

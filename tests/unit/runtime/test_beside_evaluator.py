@@ -43,7 +43,12 @@ def evaluated(servers: Servers, said: list[str]) -> dict[str, float]:
     sets = [HeldOut(EvalSet(name="digits", path=Path("x"), rollouts_per_prompt=2, temperature=1.0), prompts)]
     with RewardPool("exact", workers=0) as pool:
         one = Evaluator(
-            sets, SingleTurn(servers, pool), max_response_tokens=8, stops=Stops((1,)), beside=6, warn=said.append
+            sets,
+            SingleTurn(servers, pool),
+            max_response_tokens=8,
+            stops=Stops((1,)),
+            answers_beside=6,
+            warn=said.append,
         )
         return dict(asyncio.run(one.evaluate(3)))
 
