@@ -108,8 +108,10 @@ class ReplaySource:
             minibatches.append(minibatch)
         if minibatches[0].first_step != first:
             raise DataError(
-                f"{self._run_dir}/rollouts: step {first} belongs to the batch of step {minibatches[0].first_step}, "
-                "whose files are not all there; restore them"
+                f"{self._run_dir}/rollouts: step {first} is in the middle of the batch of step "
+                f"{minibatches[0].first_step}, and a replay that ended there (trainer.steps, or a recording that was "
+                "going on) cannot go on exactly; allowed: from a step that begins a batch; fix: replay into a new "
+                "trainer.run_dir"
             )
         return minibatches
 
@@ -154,6 +156,6 @@ class ReplaySource:
             groups=groups,
             filtered=filtered,
             dropped=dropped,
-            snapshot=Snapshot({REPLAYED_STEP: minibatches[-1].step}, self.ledger.state_dict()),
+            snapshot=Snapshot({REPLAYED_STEP: within[-1].step}, self.ledger.state_dict()),
             recorded=tuple(planned),
         )

@@ -5,7 +5,8 @@ its batches); the policy's ranks hand buckets of weights to every replica.
 
 A replica that was started again gets the weights as they are now, and is asked for all of its requests once more, those
 that it had answered too: rows that are decoded together decide each other's last bits. What was handed on is not handed
-on twice. So the run goes on as if nobody had died. A replica that refuses its weights ends the run.
+on twice. So with `rollout.max_staleness` 0 the run goes on as if nobody had died; else the weights of now may be newer.
+A replica that refuses its weights ends the run.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from megatron_daro.errors import WorkerError
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_keepers import peers_of, sources_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
-from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import StepBatch
 
 _HOUR_S = 3600.0

@@ -63,7 +63,7 @@ class PolicyGroup:
         # so far: the store of a lost node had columns of them.
         self._prepared: dict[tuple[int | None, int], list[Shard]] = {}
         self._numbers = itertools.count()
-        self._version = 0
+        self._version, self._updates = 0, 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
         self.ranks = Ranks(run, settings, algorithm, placement, outlive_groups=healing is not None)
@@ -159,7 +159,7 @@ class PolicyGroup:
             if self._healing:
                 await self._healing.trained(prepared.batch, step)
                 result = dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
-            self._version = step
+            self._version, self._updates = step, self._updates + 1
         return result
 
     async def repeat(self, batch: StepBatch, step: int) -> StepResult:
@@ -244,19 +244,19 @@ class PolicyGroup:
         """
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
-            version, replacements = self._version, self._replacements
+            updates, replacements = self._updates, self._replacements
         captured()
         try:
             await self.ranks.all(lambda worker: worker.finish_save.remote())
         except WorkerError as error:
-            await self._save_again(directory, version, replacements, error)
+            await self._save_again(directory, updates, replacements, error)
 
     async def _start_save(self, directory: Path) -> None:
         if self._healing:  # what an earlier try left behind goes
             await asyncio.to_thread(_empty, directory)
         await self.ranks.all(lambda worker: worker.start_save.remote(directory.absolute()))
 
-    async def _save_again(self, directory: Path, version: int, replacements: int, error: WorkerError) -> None:
+    async def _save_again(self, directory: Path, updates: int, replacements: int, error: WorkerError) -> None:
         """Write the checkpoint anew, if what failed was a rank that was lost, and the weights are still those."""
         healing = self._healing
         if healing is None:
@@ -266,8 +266,8 @@ class PolicyGroup:
                 raise error
 
             async def anew() -> None:
-                if self._version != version:
-                    raise LostSaveError(f"a rank died while step {version} was saved: {error}") from error
+                if self._updates != updates:
+                    raise LostSaveError(f"a rank died while a checkpoint was saved: {error}") from error
                 await self._start_save(directory)
                 await self.ranks.all(lambda worker: worker.finish_save.remote())
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_daro.runtime.train_worker import RankInfo
+from megatron_daro.runtime.rank_info import RankInfo
 
 RATIO, LEAST_S, STEPS = 1.25, 1.0, 10
 """A replica is slow if it takes so many times the others' median and so many seconds longer, so often in a row."""

@@ -11,8 +11,8 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
-from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import MemoryKind
 
 Keeps = Literal["both", "peer", "none"]

@@ -9,7 +9,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from megatron_daro.engine.sglang.client import connect_to_servers
 from megatron_daro.errors import WorkerError
 from megatron_daro.observe import logs
 from megatron_daro.ports import Reservation, in_address, reserve_port
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.ray_calls import remote_class
 from megatron_daro.runtime.ray_sender import RaySender
 from megatron_daro.runtime.shard_export import ShardExport
@@ -47,26 +47,6 @@ if TYPE_CHECKING:
 # "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
 # others ask for, "recover" answers whatever the others do.
 _GROUPS = {"work": 1, "watch": 1, "save": 1, "snapshot": 1, "copies": 1, "recover": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """A rank's part. exports: it takes part in exports; sends: it hands on its stage's. host: address of its node.
-
-    reports: what its tensor and context group computed for a shard comes from this rank, one per data-parallel rank.
-    device: "cuda" or "cpu". remarks: what a person should know about how it computes. weights_key: ranks with the same
-    one have the same weights.
-    """
-
-    data_parallel: int
-    stage: int
-    exports: bool
-    sends: bool
-    reports: bool
-    device: str = "cpu"
-    host: str = ""
-    remarks: tuple[str, ...] = ()
-    weights_key: tuple[int, ...] = ()
 
 
 def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reservation | None]:

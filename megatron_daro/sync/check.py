@@ -51,7 +51,7 @@ class ProbeAnswer:
     fixed: the given text, with the receiver's log-probs at temperature 1; the same tokens in every sync. sampled: an
     answer to it, sampled at `temperature`. dtype: the receiver computes in, such as "bfloat16". verified: checksums
     showed already that it has the weights that were sent. base_R: of a receiver of adapters, its log-probs of the fixed
-    text without them.
+    text without them. fresh: its process had no weights of a sync before.
     """
 
     fixed: Rollout
@@ -60,6 +60,7 @@ class ProbeAnswer:
     dtype: str
     verified: bool = False
     base_R: np.ndarray | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +75,8 @@ class _Report:
 @dataclass(slots=True)
 class _History:
     """Reports of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
-    small to be told in one step add up. first: of its first sync, as whose weights it is after a restart; of a receiver
-    of adapters, without them."""
+    small to be told in one step add up. first: of its first sync, near whose weights it is after a restart, if the run
+    began with those of model.path; of a receiver of adapters, without them."""
 
     last: _Report | None = None
     settled: _Report | None = None
@@ -117,11 +118,6 @@ class UpdateCheck:
     def __init__(self) -> None:
         self._histories: dict[str, _History] = {}
 
-    def restarted(self, name: str | None = None) -> None:
-        """Begin anew with the receiver, or with all, with the weights that it had at first."""
-        for history in self._histories.values() if name is None else filter(None, [self._histories.get(name)]):
-            history.last = history.settled = None
-
     def judge(
         self,
         answers: Mapping[str, ProbeAnswer],
@@ -148,6 +144,8 @@ class UpdateCheck:
             if not reason:
                 now = _Report(answer.fixed.logprobs, fixed_R, received)
                 history = self._histories.setdefault(name, _History())
+                if answer.fresh:
+                    history.last = history.settled = None
                 if answer.base_R is not None and base_R is not None:
                     history.first = _Report(answer.base_R, base_R, {})
                 follows, reason = self._followed(history, now)

@@ -135,7 +135,6 @@ class WeightSync:
             for _ in range(_TRIES - 1):
                 with contextlib.suppress(LostReceiversError):
                     return await self._to_all(version)
-                self._check.restarted()  # all were given up, so those that it meets again were
             return await self._to_all(version)
 
     async def _to_all(self, version: int) -> Mapping[str, float]:
@@ -150,7 +149,6 @@ class WeightSync:
         async with self._one_at_a_time, self._policy.hold() as version:
             update = self._engine.begin_update(version, only=name)
             if update is not None:
-                self._check.restarted(name)
                 with contextlib.suppress(SyncError):  # it was given up again, and the engine knows why
                     await self._run(update)
 

@@ -23,8 +23,9 @@ from virtual_loop import VirtualLoop
 from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import snapshot_store
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_store import SnapshotStore
-from megatron_daro.runtime.train_worker import RankInfo, TrainWorker
+from megatron_daro.runtime.train_worker import TrainWorker
 from megatron_daro.sync.plan import SendReport
 from megatron_daro.types import StepResult
 

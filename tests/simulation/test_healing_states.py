@@ -8,9 +8,9 @@ from random import Random
 from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import healing_states as states
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_keepers import peers_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials
-from megatron_daro.runtime.train_worker import RankInfo
 
 
 class Walk:

@@ -83,8 +83,11 @@ class Receiving:
         """Yield the phases after the ranks sent, up to the first request.
 
         Args:
-            report: of all ranks. fresh: servers that were started since their last update.
+            report: of all ranks. fresh: servers whose process was given no weights before; what others of their name
+                had is forgotten.
         """
+        for name in fresh:
+            self._end.last_checksums.pop(name, None)
         yield "end", self._close
         yield "flush the cache", self._flush
         if self._end.fp8_blocks:
@@ -162,7 +165,7 @@ class Receiving:
         await self._post(server, "/update_weight_version", body)
 
     async def _compare_blocks(self, server: Server, sent: Sequence[str], fresh: Collection[str]) -> None:
-        """Check, of a server that was started since its last update, that it has as blocks what was sent as blocks."""
+        """Check, of a server whose process gets its first weights, that it has as blocks what was sent as blocks."""
         if server.name not in fresh:
             return
         answer = await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)

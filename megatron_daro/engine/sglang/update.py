@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_daro.config.sections import CPU_BUCKET_MIB, GPU_BUCKET_MIB, SGLangSection
@@ -74,7 +74,7 @@ class ServerUpdate:
         self._fleet, self._options = parts.fleet, parts.options
         self.receiving = parts.receiving(version)
         self._report: SendReport | None = None
-        self._joining = {server.name for server in servers if server.state == "joining"}
+        self._fresh: frozenset[str] = frozenset()  # those whose process was given no weights before
 
     def begin(self) -> None:
         """Take the servers out of service: they are asked for nothing until they are accepted."""
@@ -139,7 +139,8 @@ class ServerUpdate:
     async def install(self, report: SendReport) -> None:
         """Everything after the weights arrived, up to the first request."""
         self._report = report
-        async for name, work in self.receiving.installing(report, self._joining):
+        self._fresh = frozenset(server.name for server in self._taking_part() if not server.versions)
+        async for name, work in self.receiving.installing(report, self._fresh):
             await self._phase(name, work)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -147,7 +148,8 @@ class ServerUpdate:
         answers: dict[str, ProbeAnswer] = {}
 
         async def ask(server: Server) -> None:
-            answers[server.name] = await self._parts.probe(server, server.name in self.receiving.verified)
+            answer = await self._parts.probe(server, server.name in self.receiving.verified)
+            answers[server.name] = replace(answer, fresh=server.name in self._fresh)
 
         if self._options.verify:
             await self._phase("probe", ask)
@@ -194,7 +196,6 @@ class ServerUpdate:
         for server in servers:
             if server not in self._servers:
                 self._servers.append(server)
-            self._joining.add(server.name)
             self._fleet.begin_update(server)
 
     def _taking_part(self) -> list[Server]:

@@ -15,7 +15,7 @@ from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller
 from megatron_daro.deadlines import Deadlines
-from megatron_daro.errors import CheckpointError, DeadlineError
+from megatron_daro.errors import CheckpointError, DataError, DeadlineError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.rollout import replay as replay_source
 from megatron_daro.rollout.evaluation import Evaluations
@@ -114,6 +114,18 @@ def test_a_replay_can_be_resumed(tmp_path):
     again.load_state_dict(state)
     assert asyncio.run(again.sample(1)).recorded[0].step == 2
     assert again.ledger.counts()["trained"] == len(first.groups)
+
+
+def test_a_replay_that_ended_within_a_batch_does_not_go_on_without_the_rest_of_it(tmp_path):
+    trainer = {"minibatches_per_batch": 3}
+    run_stack(make_stack(tmp_path / "a", trainer=trainer))
+    source = source_of(tmp_path / "a", TrainerSection(**trainer, steps=2))
+    first = asyncio.run(source.sample(0))
+    state = first.snapshot.to_json({group.group_id: "trained" for group in first.groups})
+    again = source_of(tmp_path / "a", TrainerSection(**trainer))
+    again.load_state_dict(state)
+    with pytest.raises(DataError, match="step 3 is in the middle of the batch of step 1"):
+        asyncio.run(again.sample(2))
 
 
 def test_a_replay_and_a_run_that_generates_do_not_go_on_from_each_other(tmp_path):

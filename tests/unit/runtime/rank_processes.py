@@ -32,8 +32,8 @@ from megatron_daro.runtime import (
     worker_group,
 )
 from megatron_daro.runtime.healing import HealingLimits
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_store import SnapshotStore
-from megatron_daro.runtime.train_worker import RankInfo
 from megatron_daro.types import StepResult
 
 ROOM = 32

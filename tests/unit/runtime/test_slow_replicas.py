@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.slow_replicas import METRIC, STEPS, SlowReplicas
-from megatron_daro.runtime.train_worker import RankInfo
 
 # Two tensor-parallel ranks of each of three replicas, a node each.
 PLACES = [

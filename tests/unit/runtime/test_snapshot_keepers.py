@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from megatron_daro.actor.double_buffer import KINDS_OF_SNAPSHOT
+from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.snapshot_keepers import affordable, kinds_sent, peers_of, sources_of
 from megatron_daro.runtime.snapshot_store import SnapshotSerials, Source
-from megatron_daro.runtime.train_worker import RankInfo
 
 GIB = 2**30
 

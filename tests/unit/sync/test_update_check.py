@@ -68,8 +68,8 @@ def steps(request):
     return request.param, found
 
 
-def judged(check, dtype, policy_R, receiver_R, version, name="server 0"):
-    answer = ProbeAnswer(rollout(receiver_R), rollout(receiver_R), 1.0, dtype)
+def judged(check, dtype, policy_R, receiver_R, version, name="server 0", **of_receiver):
+    answer = ProbeAnswer(rollout(receiver_R), rollout(receiver_R), 1.0, dtype, **of_receiver)
     digests = {"norm.weight": Digest(dtype, str(version), str(version))}
     return check.judge({name: answer}, {name: (policy_R, receiver_R)}, digests)
 
@@ -147,9 +147,8 @@ def test_after_a_restart_it_is_compared_with_the_weights_it_had_at_first(steps):
     check = UpdateCheck()
     for version, (policy_R, receiver_R) in enumerate(found[:-1]):
         judged(check, dtype, policy_R, receiver_R, version)
-    check.restarted("server 0")
-    assert judged(copy.deepcopy(check), dtype, found[-1][0], found[0][1], SYNCS).rejected
-    assert not judged(check, dtype, found[-1][0], found[-1][1], SYNCS).rejected
+    assert judged(copy.deepcopy(check), dtype, found[-1][0], found[0][1], SYNCS, fresh=True).rejected
+    assert not judged(check, dtype, found[-1][0], found[-1][1], SYNCS, fresh=True).rejected
 
 
 @pytest.mark.parametrize(("dtype", "by", "accused"), [("float32", 2e-3, True), ("float32", 5e-4, False)])
