@@ -166,9 +166,8 @@ class Controller:
     def request_stop(self, cause: str) -> None:
         """Once: finish the batch, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
         if not self._stop.is_set():
-            self._parts.progress.notice(
-                f"{cause}: stopping with a checkpoint of what was trained (once more to stop at once)"
-            )
+            running = "stopping with a checkpoint of what was trained (once more to stop at once)"
+            self._parts.progress.notice(f"{cause}: {running if self._task else 'ending the start'}")
             self._stop.set()
         elif self._task and not self._stop_at_once:
             self._parts.progress.notice(f"{cause} again: stopping at once, without a checkpoint")

@@ -7,8 +7,9 @@
 #   bash tests/run.sh --all                    also the heavy proofs: tests marked heavy, tests/parallel under a second
 #                                              Megatron-core, tests/plugins in the environment of verl, and environments
 #                                              of the package verifiers
-#                                              (MEGATRON_DARO_HEAVY_TURN=K/N: one Nth of the tests marked heavy, the Kth;
-#                                              MEGATRON_DARO_HEAVY_MINUTES=N: those that would begin later are skipped;
+#                                              (MEGATRON_DARO_HEAVY_TURN=K/N: one Nth of the tests marked heavy, the Kth,
+#                                              and every second one of the proofs in other environments, by K;
+#                                              MEGATRON_DARO_HEAVY_MINUTES=N: tests that would begin later are skipped;
 #                                              MEGATRON_DARO_PROOF_MINUTES=N: so are the other proofs)
 #   bash tests/run.sh tests/unit -k packing    arguments go to pytest; lint, format and types run as well
 #
@@ -121,21 +122,24 @@ begin_proofs() {
     export MEGATRON_DARO_SECOND=${MEGATRON_DARO_SECOND:-$PWD/.venv-second-megatron}
     set -m
     {
-        proof second_megatron bash tests/second_megatron.sh
-        proof verl bash tests/host_environments.sh verl
-        proof verifiers bash tests/verifiers_hub.sh
-        proof agents bash tests/agents.sh
+        proof 1 second_megatron bash tests/second_megatron.sh
+        proof 2 verl bash tests/host_environments.sh verl
+        proof 1 verifiers bash tests/verifiers_hub.sh
+        proof 2 agents bash tests/agents.sh
     } </dev/null &
     proofs_pid=$!
     set +m
 }
 
-# proof NAME COMMAND...
+# proof HALF NAME COMMAND...
 proof() {
-    local name=$1 start=$SECONDS result=ok
-    shift
-    if [ "$start" -gt $((60 * ${MEGATRON_DARO_PROOF_MINUTES:-600})) ]; then
-        echo "skipped: it would begin after $((start / 60)) minutes" >"$proofs/$name.log"
+    local half=$1 name=$2 start=$SECONDS result=ok turn=${MEGATRON_DARO_HEAVY_TURN:-} skipped=
+    shift 2
+    [ -z "$turn" ] || [ $(((${turn%/*} + half) % 2)) = 0 ] || skipped="its turn is another commit's"
+    [ "$start" -le $((60 * ${MEGATRON_DARO_PROOF_MINUTES:-600})) ] ||
+        skipped="it would begin after $((start / 60)) minutes"
+    if [ -n "$skipped" ]; then
+        echo "skipped: $skipped" >"$proofs/$name.log"
         echo "0 skipped" >"$proofs/$name.end"
         return
     fi

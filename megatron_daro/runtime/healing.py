@@ -285,6 +285,11 @@ class Healing:
         for _, batch, step in steps:
             await self._repeat(batch, step)
         await self.snapshot_now()
+        kept_by: dict[str, list[int]] = {name: [] for name in self._ranks.workers}
+        for rank, peer in enumerate(self._peers):
+            if peer is not None:
+                kept_by[self._name(peer)].append(rank)
+        await gather({name: self._ranks.workers[name].keep_copies.remote(ranks) for name, ranks in kept_by.items()})
         return states.Repeated(len(steps))
 
     def _report(self, ranks: tuple[int, ...], num_steps: int, seconds: float) -> None:

@@ -8,6 +8,7 @@ somebody insists.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -128,14 +129,21 @@ def signals_after() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(controller: Controller) -> Iterator[None]:
-    """Let the three signals ask the controller to stop, in the block; then the handlers before are back.
+    """Let the three signals ask the controller to stop, in the block; then the handlers before are back. INSISTING
+    signals end the process by force.
 
     Needs the running event loop of the main thread.
     """
-    loop = asyncio.get_running_loop()
+    loop, heard = asyncio.get_running_loop(), itertools.count(1)
+
+    def stop(name: str) -> None:
+        if next(heard) >= INSISTING:
+            _end_by_force()
+        controller.request_stop(name)
+
     with kept_handlers():
         for number in SIGNALS:
-            loop.add_signal_handler(number, controller.request_stop, number.name)
+            loop.add_signal_handler(number, stop, number.name)
         try:
             yield
         finally:

@@ -127,6 +127,11 @@ class SnapshotStore:
             raise WorkerError(f"a part of rank {rank}'s snapshot {serial} came late; what is awaited: {incoming}")
         return incoming
 
+    def keep_copies(self, ranks: Collection[int]) -> None:
+        """Forget the copies of all other ranks, whose peer is another process now."""
+        self._copies = {rank: buffer for rank, buffer in self._copies.items() if rank in ranks}
+        self._incoming = {rank: incoming for rank, incoming in self._incoming.items() if rank in ranks}
+
     def describe(self, owner: int | None, serial: int) -> Description:
         """Return what a snapshot is like. Args: owner: the rank of a copy; None: this process's own."""
         slot = self._whole(owner, serial)

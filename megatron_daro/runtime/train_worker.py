@@ -8,7 +8,7 @@ import ipaddress
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -347,6 +347,11 @@ class TrainWorker:
     def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
         """See `SnapshotStore.seal_copy`."""
         self._states.seal_copy(rank, serial, layout, rest)
+
+    @ray.method(concurrency_group="copies")
+    def keep_copies(self, ranks: Collection[int]) -> None:
+        """See `SnapshotStore.keep_copies`."""
+        self._states.keep_copies(ranks)
 
     @ray.method(concurrency_group="copies")
     def describe(self, owner: int | None, serial: int) -> Description:

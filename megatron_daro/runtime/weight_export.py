@@ -30,12 +30,12 @@ _Routing = Callable[[SendPlan, Mapping[int, RankRole]], Routes]
 async def staged(ranks: Ranks, plan: SendPlan, routing: _Routing = one_route) -> SendReport:
     """Have every pipeline stage send its weights, one after the other, since receivers take one bucket at a time; after
     a failure the rest is not sent. Args: routing: which ranks of a stage send to which servers."""
-    report = SendReport()
+    reports: list[SendReport] = []
     for stage in _stages(ranks):
-        report = report.joined(await _send_stages(ranks, [stage], plan, routing))
-        if report.failures:
+        reports.append(await _send_stages(ranks, [stage], plan, routing))
+        if reports[-1].failures:
             break
-    return report
+    return functools.reduce(SendReport.joined, reports)
 
 
 async def staged_by_host(ranks: Ranks, plan: SendPlan) -> SendReport:

@@ -442,6 +442,9 @@ class Process:
     def seal_copy(self, *arguments: Any) -> None:
         self.states.seal_copy(*arguments)
 
+    def keep_copies(self, *arguments: Any) -> None:
+        self.states.keep_copies(*arguments)
+
     def describe(self, *arguments: Any) -> Any:
         return self.states.describe(*arguments)
 

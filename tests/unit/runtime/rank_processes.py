@@ -58,12 +58,12 @@ class Rank:
     no place."""
 
     def __init__(self, world, number):
-        self.world, self.rank = world, number
+        self.world, self.rank, self.host = world, number, world.hosts.get(len(world.started), "a")
         self.alive, self.dies_at, self.waits = True, "", False
         self.states, self.seen, self.log = SnapshotStore(), None, []
         self._open, self.queue = [], []
         self.keep_own_twice, self.adopt = self.states.keep_own_twice, self.states.adopt
-        for name in ("open_copy", "take_block", "seal_copy", "describe", "block"):
+        for name in ("open_copy", "take_block", "seal_copy", "keep_copies", "describe", "block"):
             setattr(self, name, getattr(self.states, name))
 
     def __getattr__(self, name):
@@ -126,7 +126,7 @@ class Rank:
             sends=self.rank % (size * replicas) == 0,
             reports=self.rank % size == 0,
             device=self.world.device,
-            host="a",
+            host=self.host,
             remarks=("slow attention", f"rank {self.rank}") if self.rank < 2 else ("slow attention",),
             weights_key=(self.rank % size, self.rank // size // replicas),
         )
@@ -216,6 +216,7 @@ class World:
         self.folder, self.started, self.meetings, self.warnings = folder, [], [], []
         self.slow, self.device, self.memory, self.snapshots_fail = (), "cpu", 10**6, False
         self.no_place = set()  # of the processes that are started next
+        self.hosts = {}  # of processes, by how many were started before; "a" without
         self.keeper_of = {}  # process of each result: each is a node of its own
         self.actor = ActorSection(tensor_parallel=2, data_parallel=2, micro_batch_tokens=64)
         fake = SimpleNamespace(

@@ -50,6 +50,20 @@ def test_columns_that_were_lost_with_a_rank_are_sent_with_the_batch(world):
     assert len(one.started) == 5
 
 
+def test_each_rank_has_one_copy_when_ranks_came_back_on_other_nodes(world):
+    one = world(LIMITS)
+    one.hosts = {2: "b", 3: "b"}  # the fifth, in the place of rank 2, is on "a"
+
+    async def train():
+        await one.policy.start()
+        one.process(2).dies_at = "train"
+        await steps(one.policy, 1, 2)
+        return [one.process(rank).states.serials.copies for rank in range(4)]
+
+    copies = run(train())
+    assert sorted(rank for of_process in copies for rank in of_process) == [0, 1, 2, 3]
+
+
 def test_where_no_node_has_room_in_time_the_run_ends_and_the_process_is_asked_no_more(world):
     one = world(LIMITS, deadlines=Deadlines(placement=0.01, workers_start=0.01))
 
