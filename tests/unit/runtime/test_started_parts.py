@@ -9,13 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
-from run_configuration import run_context
+from run_configuration import configured, run_context
 from sglang_pool import required_environment
 
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
+from megatron_daro.observe.phases import Phases
 from megatron_daro.runtime import parts, ray_servers
+from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.ray_servers import RayServer
 from megatron_daro.runtime.sglang_engine import TokenizerFacts, sglang_engine
 
@@ -43,6 +45,12 @@ class Actor:
             return answer
 
         return SimpleNamespace(remote=remote)
+
+
+def test_what_waits_for_a_slow_server_waits_longer_than_its_own_limits():
+    engine = {"kind": "sglang", "sglang": {"start_timeout_s": 7200, "request_timeout_s": 9000}}
+    waits = RunContext.of(configured(engine=engine), SimpleNamespace(), Phases()).deadlines
+    assert waits.engine_start > 7200 and waits.next_group > 9000
 
 
 @pytest.fixture
