@@ -182,11 +182,10 @@ class Checkpoints:
         """Remove the oldest beyond `keep`, and what crashes left."""
         directories = step_directories(self._directory)
         kept = [newest, *(path for path in directories if path != newest)][: self._keep]
-        old = [
-            path
-            for path in directories
-            if path not in kept and not (self._keep_every and _step_of(path) % self._keep_every == 0)
-        ]
+        if self._keep_every:  # a batch of several steps may pass a multiple: the first at or after each stays
+            first = {_step_of(path) // self._keep_every: path for path in directories}  # the oldest comes last
+            kept += [path for number, path in first.items() if number]
+        old = [path for path in directories if path not in kept]
         for path in [*old, *self._directory.glob("step_*.tmp")]:
             try:
                 shutil.rmtree(path)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from megatron_daro.errors import DeadlineError
 
 T = TypeVar("T")
 _GRACE_S = 5.0
+_MARGIN_S = 600.0
+"""Of a wait, beyond the limits of what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,14 @@ class Deadlines:
     def scaled(self, factor: float) -> Deadlines:
         """Return the table with every limit multiplied by a factor > 0."""
         return Deadlines(**{limit.name: getattr(self, limit.name) * factor for limit in fields(self)})
+
+    def with_servers(self, *, start_s: float, request_s: float, sync_s: float) -> Deadlines:
+        """Return the table where each wait that servers are part of is longer than what a user allows one of them: to
+        start, for a request, for a part of an update."""
+
+        theirs = dict.fromkeys(("next_group", "engine_free", "turn", "batch", "evaluate"), request_s)
+        theirs |= {"engine_start": start_s, "memory": start_s, "sync": sync_s}
+        return replace(self, **{name: max(getattr(self, name), _MARGIN_S + limit) for name, limit in theirs.items()})
 
     async def within(self, name: str, awaitable: Awaitable[T], *, what: str = "") -> T:
         """Awaits under the deadline of this name.

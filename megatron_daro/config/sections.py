@@ -445,7 +445,7 @@ class TrainerSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk."""
     keep_every_steps: int = Field(default=0, ge=0)
-    """Keep checkpoints of multiples of this many steps for good; 0: none."""
+    """Keep for good the first checkpoint at or after each multiple of this many steps; 0: none."""
     export_hf: bool = False
     """After the last step write the model to RUN/hf (bf16 or fp32). With --resume also for a finished run."""
     export_critic: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_daro.config import Config
@@ -11,8 +11,6 @@ from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe import logs
 from megatron_daro.observe.phases import Phases
 from megatron_daro.rollout.protocol import Progress
-
-_MARGIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +24,12 @@ class RunContext:
 
     @classmethod
     def of(cls, config: Config, progress: Progress, phases: Phases) -> RunContext:
-        """The context of a run whose deadlines are those of the configuration: what waits for servers waits longer than
-        the limits that a user set for one."""
+        """The context of a run whose deadlines are those of the configuration."""
         deadlines = Deadlines().scaled(config.trainer.deadline_scale)
         if config.engine.kind == "sglang":
-            servers = config.engine.sglang
-            deadlines = replace(
-                deadlines,
-                engine_start=max(deadlines.engine_start, servers.start_timeout_s + _MARGIN_S),
-                next_group=max(deadlines.next_group, servers.request_timeout_s + _MARGIN_S),
+            one = config.engine.sglang
+            deadlines = deadlines.with_servers(
+                start_s=one.start_timeout_s, request_s=one.request_timeout_s, sync_s=one.sync_timeout_s
             )
         return cls(config, progress, phases, deadlines)
 

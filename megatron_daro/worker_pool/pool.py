@@ -171,6 +171,8 @@ class WorkerPool:
             raise self._too_slow(len(futures), bound_s) from None
         finally:
             given_up.set()
+            for future in futures:
+                future.cancel()  # those that no worker took yet, where the caller was cancelled
 
     def close(self) -> None:
         """End all workers, busy ones too, and wait for them. Requests that wait raise the program's error."""

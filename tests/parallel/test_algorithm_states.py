@@ -17,7 +17,7 @@ STATEFUL = {
         "name": configured("daro_cells"),
         "options": {"length_edges": [8, 16], "magnitude": "token", "half_life": 3},
     },
-    "daro_environments": {"name": "daro", "options": {"environments": ["a", "b"], "learning_rate": 0.3}},
+    "daro_environments": {"name": "daro", "daro": {"weights_by": "environment_pass_rate", "learning_rate": 0.3}},
     "daro_kernels": {
         "name": configured("daro_cells"),
         "options": {"kernels": 2, "magnitude": "advantage", "learning_rate": 0.3},

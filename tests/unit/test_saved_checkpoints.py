@@ -70,12 +70,15 @@ def test_a_checkpoint_has_everything_and_latest_points_at_it(tmp_path):
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step_000020", "latest"}
 
 
-def test_checkpoints_of_every_so_many_steps_stay(tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "stay"), [(range(1, 11), (10, 9, 8, 4)), (range(3, 28, 3), (27, 24, 21, 18, 12, 9, 6))]
+)
+def test_the_first_checkpoint_at_or_after_every_so_many_steps_stays(tmp_path, steps, stay):
+    """Also where no step is a multiple: batches of three steps are saved at their end."""
     store = Checkpoints(tmp_path, keep=2, keep_every=4)
-    for step in range(1, 11):
+    for step in steps:
         asyncio.run(store.save(step, writer(), {"step": step}, FakeProgress()))
-    names = [path.name for path in step_directories(tmp_path / "checkpoints")]
-    assert names == ["step_000010", "step_000009", "step_000008", "step_000004"]
+    assert [path.name for path in step_directories(tmp_path / "checkpoints")] == [f"step_{i:06d}" for i in stay]
 
 
 def test_what_a_run_is_made_of_is_in_its_checkpoints(tmp_path):

@@ -219,7 +219,7 @@ class Fleet:
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
-                that moves is no reason to give up.
+                that moves is no reason to give up, nor is a start that the run waits for, which has its own limit.
             avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
                 one that has the beginning of the request in its cache.
 
@@ -237,10 +237,12 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
+            if self.awaits() and not self.of("serving", "updating"):
+                return
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(
-                f"deadline 'server': no SGLang server finished a request within {timeout_s:g} s ({states}); raise "
-                "engine.sglang.request_timeout_s if the servers are only slow"
+                f"no SGLang server finished a request within {timeout_s:g} s ({states}), which is "
+                "engine.sglang.request_timeout_s: raise it if the servers are only slow"
             ) from None
 
     def release(self, server: Server, tokens: int) -> None:

@@ -271,8 +271,8 @@ def test_recorder_sees_the_plain_way():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"labels": torch.full((T,), V)}, DataError, ["labels", "50"]),
-        ({"labels": torch.full((T,), -100)}, DataError, ["labels", "-100"]),
+        ({"labels": torch.full((T,), V)}, DataError, ["tokens", "50"]),
+        ({"labels": torch.full((T,), -100)}, DataError, ["tokens", "-100"]),
         ({"labels": torch.zeros(T, dtype=torch.int32)}, DataError, ["labels", "int32"]),
         ({"labels": torch.zeros(T - 1, dtype=torch.long)}, DataError, ["label", "36"]),
         ({"weight": torch.randn(VP, D + 1)}, DataError, ["(53, 17)"]),

@@ -48,9 +48,11 @@ class Actor:
 
 
 def test_what_waits_for_a_slow_server_waits_longer_than_its_own_limits():
-    engine = {"kind": "sglang", "sglang": {"start_timeout_s": 7200, "request_timeout_s": 9000}}
-    waits = RunContext.of(configured(engine=engine), SimpleNamespace(), Phases()).deadlines
-    assert waits.engine_start > 7200 and waits.next_group > 9000
+    limits = {"start_timeout_s": 7200, "request_timeout_s": 36000, "sync_timeout_s": 3600}
+    context = RunContext.of(configured(engine={"kind": "sglang", "sglang": limits}), SimpleNamespace(), Phases())
+    waits = context.deadlines
+    assert min(waits.engine_start, waits.memory) > 7200 and waits.sync > 3600
+    assert min(waits.next_group, waits.engine_free, waits.turn, waits.batch, waits.evaluate) > 36000
 
 
 @pytest.fixture

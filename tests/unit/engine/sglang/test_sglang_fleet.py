@@ -56,6 +56,24 @@ def test_without_a_limit_twice_the_servers_cache_counts():
     run(scenario())
 
 
+def test_a_request_waits_for_the_only_server_as_long_as_that_is_started_again():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        (server,) = fleet.servers
+        fleet.fence(server, "its process ended")
+        server.is_awaited = True
+        fleet.start_again(server)
+        request = asyncio.create_task(fleet.acquire(1, timeout_s=0.01))
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        fleet.hold_back(server)
+        fleet.begin_update(server)
+        fleet.serve(server, 1)
+        assert await request is server
+
+    run(scenario())
+
+
 def test_first_come_first_served_so_that_small_requests_do_not_starve_a_large_one():
     async def scenario():
         fleet, served = fleet_of(count=1), []
