@@ -85,10 +85,10 @@ class Deadlines:
         return Deadlines(**{limit.name: getattr(self, limit.name) * factor for limit in fields(self)})
 
     def with_servers(self, *, start_s: float, request_s: float, sync_s: float) -> Deadlines:
-        """Return the table where each wait that servers are part of is longer than what a user allows one of them: to
-        start, for a request, for a part of an update."""
+        """Return the table where each wait that servers are part of is longer than what a user allows one of them: for
+        a request, or three starts of the only one; to start; for a part of an update."""
 
-        theirs = dict.fromkeys(("next_group", "engine_free", "turn", "batch", "evaluate"), request_s)
+        theirs = dict.fromkeys(("next_group", "engine_free", "turn", "batch", "evaluate"), max(request_s, 3 * start_s))
         theirs |= {"engine_start": start_s, "memory": start_s, "sync": sync_s}
         return replace(self, **{name: max(getattr(self, name), _MARGIN_S + limit) for name, limit in theirs.items()})
 

@@ -41,14 +41,15 @@ _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 
 @dataclass(eq=False)
 class Server:
-    """One server and what is known of it. Its state only the fleet changes; each field is set where it is learned.
+    """One server and what is known of it. Its state only the fleet changes; each field is set where it is learned, and
+    what belongs to a process begins anew with the next (`take_process`).
 
-    By the fleet: version, of its weights while it serves; has_served, ever; restarts. By starting.py, with each
-    process: facts; unserved_starts, since it served last. By receiving.py: versions, all that its process was given;
-    adapter, where versions are adapters the one that new requests name. By generation.py: adapters, that it has ->
-    requests under way that name it; failures, in a row. By memory.py: released, memory that it gave back, by SGLang's
-    names: a joining server lacks weights, memory or both. By supervision.py: is_awaited, it is being started again, and
-    the run may wait for it. reason, why it was given up or what a sending said: by whoever found that.
+    version: of its weights while it serves. has_served: ever. unserved_starts: since it served last. versions: all that
+    its process was given (receiving.py). adapter: where versions are adapters, the one that new requests name;
+    adapters: that it has -> requests under way that name it (receiving.py, generation.py). failures: in a row.
+    released: memory that it gave back, by SGLang's names (memory.py): a joining server lacks weights, memory or both.
+    is_awaited: it is being started again, and the run may wait for it (supervision.py). reason: why it was given up,
+    or what a sending said.
     """
 
     name: str
