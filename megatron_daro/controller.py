@@ -47,7 +47,7 @@ from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.lost_batches import LostBatches
-from megatron_daro.rollout.minibatches import MiniBatch, last_step, passed, plan_minibatches
+from megatron_daro.rollout.minibatches import MiniBatch, passed, plan_minibatches, planned_steps
 from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
@@ -274,7 +274,7 @@ class Controller:
                         batch = await self._parts.source.sample(self._pace.planned_step)
                 if batch is None:
                     break
-                self._pace.sampled(last_step(batch, self._pace.planned_step, self._section))
+                self._pace.sampled(planned_steps(batch, self._pace.planned_step, self._section))
                 self._queue.put_nowait(batch)
                 index += 1
         except asyncio.CancelledError:
@@ -316,8 +316,7 @@ class Controller:
         stale = self._parts.source.stale(batch.groups, self.step)
         minibatches, unused = plan_minibatches(batch, stale, self.step, self._section)
         self._resolve(unused, "dropped")
-        last = minibatches[-1].step if minibatches else self.step
-        self._pace.shortened(last_step(batch, self.step, self._section) - last)
+        self._pace.begun(minibatches[-1].step - self.step if minibatches else 0)
         if not minibatches:
             cause = f"all {len(stale)} groups of a batch were older than rollout.max_staleness"
             self._lost.without_step(batch, cause)
@@ -482,8 +481,8 @@ class Controller:
 
     def _resolve_step(self, minibatch: MiniBatch, *, trained: bool) -> tuple[Group, ...]:
         """Book groups with the first step that trains them, or as dropped with the last that does not; return them."""
-        outcomes, later = self._parts.source.ledger.outcomes, frozenset() if trained else minibatch.again
-        groups = [g for g in minibatch.groups if g.group_id not in outcomes and g.group_id not in later]
+        outstanding, later = self._parts.source.ledger.is_outstanding, frozenset() if trained else minibatch.again
+        groups = [g for g in minibatch.groups if outstanding(g.group_id) and g.group_id not in later]
         self._resolve(groups, "trained" if trained else "dropped")
         return tuple(groups)
 

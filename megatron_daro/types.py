@@ -80,7 +80,8 @@ class GroupRequest:
 
     Rollout i's random numbers follow from (engine seed, group_id, attempt, turn, i), where the engine takes a seed.
 
-    turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before.
+    turn: of a conversation, from 0; `prompt` then holds the tokens of all turns before. answer_seed: names the random
+    numbers in the turn's place, where an agent asks for that.
     partial: index -> what an abort left of that rollout, with at least one response token and fewer than
     max_new_tokens. An engine that can goes on from there (prompt and partial tokens, max_new_tokens less by those that
     are there) and answers with the whole, as `Rollout.extended` puts it together; another one starts over.
@@ -95,12 +96,14 @@ class GroupRequest:
     partial: Mapping[int, Rollout] = field(default_factory=dict, hash=False)
     limits: Mapping[int, int] = field(default_factory=dict, hash=False)
     turn: int = 0
+    answer_seed: int | None = None
 
     @property
     def draw(self) -> int:
         """Attempt and turn as the one number that seeds are made of, with the group and the index: each turn of each
-        attempt has random numbers of its own."""
-        return self.attempt + self.turn * 2**32
+        attempt has random numbers of its own. Below 2**63."""
+        named = self.turn if self.answer_seed is None else 2**30 + self.answer_seed % 2**30
+        return self.attempt + named * 2**32
 
     def room(self, index: int) -> int:
         """Return how many tokens that rollout may get."""

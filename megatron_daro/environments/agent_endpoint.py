@@ -231,7 +231,7 @@ class AgentEndpoint:
                 stop=tuple(dict.fromkeys((*own.stop, *stop))),
             ),
             trained=trained,
-            draw=_whole(given, "seed", None) % 2**31 if "seed" in given else None,
+            seed=_whole(given, "seed", None) if "seed" in given else None,
             count=count,
             stop=tuple(stop),
             calls=bool(tools) and choice == "auto",

@@ -37,15 +37,16 @@ class RefusedRequestError(Exception):
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """messages: as chat templates take them. tools: likewise. sampling: of each answer. trained: whether it is sampled
-    as the run samples. draw: its random numbers' name; None: its own. count: answers. stop: texts that end them, and
-    are not part of their text. calls: whether they may call tools. prompt: text or token ids in the place of messages.
+    as the run samples. seed: of the first answer, each other's is one more; None: their numbers are. count: answers.
+    stop: texts that end them, and are not part of their text. calls: whether they may call tools. prompt: text or token
+    ids in the place of messages.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     sampling: SamplingParams
     trained: bool
-    draw: int | None
+    seed: int | None
     count: int
     stop: tuple[str, ...]
     calls: bool
@@ -96,7 +97,7 @@ class AgentSession:
                 shown,
                 request.sampling,
                 trained=request.trained,
-                draw=None if request.draw is None else request.draw + number,
+                seed=None if request.seed is None else request.seed + number,
             )
         except ConfigError as error:
             raise RefusedRequestError(str(error), "messages" if request.prompt is None else "prompt") from error

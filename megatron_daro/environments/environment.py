@@ -208,14 +208,14 @@ class Conversation:
         sampling: SamplingParams,
         *,
         trained: bool = True,
-        draw: int | None = None,
+        seed: int | None = None,
     ) -> Completion:
         """Show the model tokens at the end of a context, and let it go on there. Several may be on their way at once.
 
         Args:
             context: the first one, or one of `Context()`, which is part of the rollout once the model has answered.
             shown: token ids; only those of an answer that came are kept. sampling: max_new_tokens is that of the answer
-                at most. trained: whether its tokens are. draw: names the random numbers; None: the answer's number.
+                at most. trained: whether its tokens are. seed: names its random numbers; None: its number does.
 
         Raises:
             OutOfRoomError: there is no room for them and a token.
@@ -234,7 +234,7 @@ class Conversation:
             reserved = len(shown) + sampling.max_new_tokens
             self._reserved += reserved
             try:
-                answer = await self._ask(context, tokens, sampling, draw)
+                answer = await self._ask(context, tokens, sampling, seed)
             finally:
                 self._reserved -= reserved
                 self._settled.set()
@@ -250,12 +250,13 @@ class Conversation:
             context.busy = False
 
     async def _ask(
-        self, context: Context, tokens: np.ndarray, sampling: SamplingParams, draw: int | None = None
+        self, context: Context, tokens: np.ndarray, sampling: SamplingParams, seed: int | None = None
     ) -> Rollout:
         """Return the engine's answer to these tokens."""
         request = replace(
             self._request,
-            turn=self._asked if draw is None else draw,
+            turn=self._asked,
+            answer_seed=seed,
             prompt=replace(self._request.prompt, tokens=tuple(tokens.tolist())),
             indices=(self._index,),
             sampling=sampling,

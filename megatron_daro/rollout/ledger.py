@@ -35,6 +35,10 @@ class Ledger:
         """Ids of the groups that are neither trained nor filtered nor dropped, in order."""
         return tuple(sorted(self._attempts))
 
+    def is_outstanding(self, group_id: int) -> bool:
+        """Whether a group is neither trained nor filtered nor dropped."""
+        return group_id in self._attempts
+
     def admit(self, count: int) -> list[int]:
         """Admit `count` new groups; they are outstanding at attempt 0.
 

@@ -52,12 +52,11 @@ class MiniBatch:
         return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, applied)
 
 
-def last_step(batch: SampledBatch, step: int, section: TrainerSection) -> int:
-    """Return the optimizer step at which a batch will be used up, if it begins after `step` and nothing of it is
-    dropped."""
+def planned_steps(batch: SampledBatch, step: int, section: TrainerSection) -> int:
+    """Return how many optimizer steps a batch takes, if it begins after `step` and nothing of it is dropped."""
     if batch.recorded:
-        return batch.recorded[-1].step
-    return step + min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch
+        return batch.recorded[-1].step - step
+    return min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch
 
 
 def plan_minibatches(

@@ -7,6 +7,7 @@ counts batches and optimizer steps, and knows nothing of what is in them.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 
 class Pace:
@@ -19,24 +20,27 @@ class Pace:
         self._steps, self._batches_ahead = steps, batches_ahead
         self._changed = asyncio.Condition()
         self._step = 0
+        self._steps_of: deque[int] = deque()  # of the batches that are sampled and not used up, the oldest first
         self.batches_done = 0
         """Batches that were used up."""
-        self.planned_step = 0
+
+    @property
+    def planned_step(self) -> int:
         """The optimizer step at which every batch that was sampled will be used up."""
+        return self._step + sum(self._steps_of)
 
     def go_on_from(self, step: int, batches_done: int) -> None:
         """Continue where a checkpoint says."""
-        self._step = self.planned_step = step
+        self._step = step
         self.batches_done = batches_done
 
-    def sampled(self, last_step: int) -> None:
-        """Take note of a sampled batch, which will be used up at `last_step` if nothing of it is dropped."""
-        self.planned_step = last_step
+    def sampled(self, steps: int) -> None:
+        """Take note of a sampled batch, which takes so many optimizer steps if nothing of it is dropped."""
+        self._steps_of.append(steps)
 
-    def shortened(self, by: int) -> None:
-        """Take note that a sampled batch has so many steps fewer than was planned. Call before `batch_done`: else
-        generation, which planned with the whole batch, could wait for a step too many."""
-        self.planned_step -= by
+    def begun(self, steps: int) -> None:
+        """Take note of how many steps the oldest batch takes indeed, some of whose groups may be too old by now."""
+        self._steps_of[0] = steps
 
     async def may_generate(self, batch: int) -> bool:
         """Wait until the batch of this number may be generated. False: training needs no more batches."""
@@ -53,5 +57,6 @@ class Pace:
         """One more batch is used up: the run is at this step, and the engine has its weights."""
         async with self._changed:
             self._step = step
+            self._steps_of.popleft()
             self.batches_done += 1
             self._changed.notify_all()

@@ -165,7 +165,18 @@ def test_requests_that_ask_for_what_is_not_served_are_refused_by_name(tokens):
 
     rollouts, engine, _, _ = run(tokens, agent, lambda read, request: "No", indices=(0,))
     assert_exact(rollouts, engine)
-    assert len(engine.asked) == 1 and engine.asked[0].turn == 3
+    assert len(engine.asked) == 1
+
+
+def test_equal_seeds_draw_equal_random_numbers_that_no_other_answer_draws(tokens):
+    async def agent(problem, api):
+        for seed in ({}, {}, {}, {"seed": 2}, {"seed": 2}, {"seed": 3}):
+            await api.say(ASKED, **seed)
+        return "No"
+
+    _, engine, _, _ = run(tokens, agent, lambda read, request: "No", indices=(0,))
+    *others, first, second, third = [one.draw for one in engine.asked]
+    assert first == second and len({*others, first, third}) == 5
 
 
 def test_completions_go_on_from_the_tokens_of_a_text_and_of_ids(tokens):

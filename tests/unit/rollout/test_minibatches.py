@@ -8,7 +8,7 @@ from loop_fakes import K, make_rollout
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.rollout.group_columns import RecordedGroup
-from megatron_daro.rollout.minibatches import epoch_order, last_step, plan_minibatches
+from megatron_daro.rollout.minibatches import epoch_order, plan_minibatches, planned_steps
 from megatron_daro.rollout.recorder import RecordedMiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
 from megatron_daro.types import Group, Prompt, Verdict
@@ -49,8 +49,8 @@ def test_mini_batches_are_consecutive_and_as_even_as_can_be():
     assert [len(one.filtered) for one in minibatches] == [1, 0, 0]
     assert not any(g.group_id in one.again for one in minibatches for g in one.groups)
     assert minibatches[1].record(applied=False) == RecordedMiniBatch(6, 5, 1, (1, 2), False)
-    assert last_step(batch, 4, TrainerSection(minibatches_per_batch=3, epochs_per_batch=2)) == 10
-    assert last_step(batch, 4, TrainerSection(minibatches_per_batch=9)) == 9
+    assert planned_steps(batch, 4, TrainerSection(minibatches_per_batch=3, epochs_per_batch=2)) == 6
+    assert planned_steps(batch, 4, TrainerSection(minibatches_per_batch=9)) == 5
 
 
 def test_further_epochs_take_all_groups_again_in_another_order():
@@ -78,4 +78,4 @@ def test_a_recorded_batch_has_its_recorded_steps():
     ]  # fmt: skip
     assert [[g.group_id for g in one.groups] for one in minibatches] == [[1, 0], [0, 1]]
     assert [one.first for one in minibatches] == [one.last for one in minibatches] == [False, True]
-    assert last_step(batch, 6, TrainerSection()) == 8
+    assert planned_steps(batch, 6, TrainerSection()) == 2

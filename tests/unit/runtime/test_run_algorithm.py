@@ -7,9 +7,11 @@ import pytest
 from run_configuration import configured
 from test_batch import make_group
 
+from megatron_daro.actor.translation import objective_settings
 from megatron_daro.algo.weighting import Daro
+from megatron_daro.config.rules import algorithm as rules
 from megatron_daro.data.batch import build_batch
-from megatron_daro.errors import ConfigError
+from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.runtime.parts import batch_builder
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
 
@@ -35,6 +37,24 @@ def test_the_named_algorithm_gets_its_own_options():
     assert daro.difficulty.clamp == (0.5, 2.0)
     assert daro.kept_bins == set(range(9))
     assert algorithm_of(configured(algorithm={"name": "grpo", "std": "sample"})).std == "sample"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"daro": {"clamp": (1.0, 1.0)}},
+        {"daro": {"clamp": (1.1, 2.0)}},
+        {"daro": {"parameter": "linear", "half_life": 5.0}},
+        {"trust_region": "sapo", "dual_clip": 3.0},
+        {"trust_region": "gspo", "correction": {"kind": "tis", "level": "token"}},
+    ],
+    ids=str,
+)
+def test_the_losses_refuse_by_themselves_what_the_configuration_refuses(section):
+    config = configured(algorithm=section)
+    assert [*rules.loss(config), *rules.daro(config)]
+    with pytest.raises((AlgorithmError, ConfigError)):
+        objective_settings(config.algorithm, algorithm_of(config))
 
 
 def test_a_class_of_ones_own_gets_the_section_daro_if_it_learns_those_weights():
