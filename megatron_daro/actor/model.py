@@ -50,14 +50,11 @@ from megatron_daro.convert.mapping import (
     hf_to_megatron,
     naming_of,
     output_rule,
-    padded_vocab_size,
     value_head_rule,
 )
 from megatron_daro.errors import ConfigError, ModelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Vocabulary rows are padded to a multiple of this (and of TP): checkpoints of TP 1, 2, 4, 8 and 16 have one shape.
-VOCABULARY_MULTIPLE = 16
 _UPSTREAM = {"transformer": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig}
 
 
@@ -75,12 +72,6 @@ def split_megatron_options(options: Mapping[str, Any]) -> dict[str, dict[str, An
     if problems:
         raise config_error(SECTION, problems)
     return {part: {n: v for n, v in options.items() if n in names} for part, names in known.items()}
-
-
-def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up so that TP 1, 2, 4, 8 and 16 give the same number."""
-    multiple = VOCABULARY_MULTIPLE // math.gcd(VOCABULARY_MULTIPLE, tensor_parallel)
-    return padded_vocab_size(vocab_size, tensor_parallel, multiple=multiple)
 
 
 def transformer_config(
@@ -355,7 +346,7 @@ def _bare_chunk(
                 post_norm=shape.post_norm,
                 whole_qk_norm=shape.whole_qk_norm,
             ),
-            vocab_size=padded_vocabulary(shape.vocab, config.tensor_model_parallel_size),
+            vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),

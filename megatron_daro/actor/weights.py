@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_daro.actor import device
 from megatron_daro.actor.megatron import parallel_state
-from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters, padded_vocabulary
+from megatron_daro.actor.model import Chunks, LocalParameter, local_parameters
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.convert.hf_files import HFCheckpoint
 from megatron_daro.convert.mapping import VALUE_HEAD, TensorRule, merge
@@ -43,7 +43,7 @@ def load_hf_weights(chunks: Chunks, shape: ModelShape, tensors: RowReader) -> No
             local.parameter.detach().zero_()  # a policy has none: a critic that is made of it says 0 at first
             continue
         rank, size = tensor_parallel_place(local.rule)
-        vocabulary = padded_vocabulary(shape.vocab, size) if local.rule.kind == "vocab" else None
+        vocabulary = shape.padded_vocab(size) if local.rule.kind == "vocab" else None
         with torch.no_grad():
             read_shard(local.rule, tensors, rank, size, padded_vocab=vocabulary, out=local.parameter.detach())
 

@@ -22,6 +22,8 @@ from megatron_daro.errors import ModelError
 from megatron_daro.families import families
 from megatron_daro.families.table import ExpertKeys, Family
 
+_VOCABULARY_MULTIPLE = 16
+
 
 def names(text: str) -> frozenset[str]:
     """Return the words of a text, as a set of keys."""
@@ -421,6 +423,11 @@ class ModelShape:
     def value_dim(self) -> int:
         """Entries of a head's value."""
         return self.latent.value if self.latent else self.head_dim
+
+    def padded_vocab(self, tensor_parallel: int) -> int:
+        """Rows of the whole embedding: TP 1, 2, 4, 8 and 16 give the same number, so checkpoints have one shape."""
+        multiple = math.lcm(_VOCABULARY_MULTIPLE, tensor_parallel)
+        return -(-self.vocab // multiple) * multiple
 
     def has_role(self, role: str) -> bool:
         """Whether a model of this shape has what the table of its family names for a role."""

@@ -82,7 +82,6 @@ def trainer_layout(
     shape: ModelShape, actor: ActorSection, *, fused_norms: bool, grouped_experts: bool
 ) -> TrainerLayout:
     """Return how the policy of these sizes lies on its ranks. Raises ModelError: Megatron-core alone knows."""
-    from megatron_daro.actor.model import padded_vocabulary
 
     stages, virtual = actor.pipeline_parallel, actor.virtual_pipeline_parallel or 1
     parts = part_layers(shape.layers, stages, virtual, actor.megatron)
@@ -93,7 +92,7 @@ def trainer_layout(
         )
     return TrainerLayout(
         parts=tuple(map(tuple, parts)),
-        padded_vocab=padded_vocabulary(shape.vocab, actor.tensor_parallel),
+        padded_vocab=shape.padded_vocab(actor.tensor_parallel),
         tensor=actor.tensor_parallel,
         context=actor.context_parallel,
         data=actor.data_parallel,

@@ -22,7 +22,6 @@ from megatron_daro.actor.model import (
     LocalParameter,
     bare_model,
     local_parameters,
-    padded_vocabulary,
     transformer_config,
 )
 from megatron_daro.actor.parallel import Layout
@@ -140,7 +139,7 @@ class TensorUse:
         self._wrong += [f"{name} comes {count} times on one rank" for name, count in names.items() if count > 1]
         for local in parameters:
             rule, (rank, size) = local.rule, tensor_parallel_place(local.rule)
-            vocabulary = padded_vocabulary(self._shape.vocab, size) if rule.kind == "vocab" else None
+            vocabulary = self._shape.padded_vocab(size) if rule.kind == "vocab" else None
             wanted, got = rule.local_shape(size, padded_vocab=vocabulary), tuple(local.parameter.shape)
             if got != wanted:
                 self._wrong.append(f"{rule.megatron_name} has shape {got}, its tensors make {wanted}")

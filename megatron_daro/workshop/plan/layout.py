@@ -22,16 +22,8 @@ from megatron_daro.data.schedule import interleaved_group
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.workload import AdaptedWeight, Adapters, Workload, least_budget
 
-VOCABULARY_MULTIPLE = 16
-"""Rows of the embedding are a multiple of this, and of TP (actor/model.py)."""
 _PARAMETER_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128
 # Elements, in the buffers of Megatron's distributed optimizer (distributed/param_and_grad_buffer.py).
-
-
-def padded_vocabulary(vocab: int, tensor: int) -> int:
-    """Return the rows of the whole embedding."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)
-    return -(-vocab // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +110,7 @@ def part_parameters(
     With tied embeddings and several stages the last one holds a copy of the embedding; a critic has one row there.
     adapters: count theirs alone.
     """
-    table = padded_vocabulary(shape.vocab, cut.tensor) // cut.tensor * shape.hidden
+    table = shape.padded_vocab(cut.tensor) // cut.tensor * shape.hidden
     parts, place = cut.pipeline * cut.virtual, part * cut.pipeline + stage
     first, last, own = place == 0, place == parts - 1, shape.layers // parts
     layers = range(place * own, (place + 1) * own)

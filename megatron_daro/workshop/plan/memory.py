@@ -22,7 +22,6 @@ from megatron_daro.workshop.plan.layout import (
     buffer_elements,
     counts,
     own_sides,
-    padded_vocabulary,
 )
 from megatron_daro.workshop.plan.workload import Workload
 
@@ -223,7 +222,7 @@ def logits(workload: Workload, layout: ModelLayout, *, on_cpu: LayerActivations 
         on_cpu: of the layers of a CPU; None: on a GPU.
     """
     shape, tokens = workload.shape, layout.tokens_per_rank
-    rows = padded_vocabulary(shape.vocab, layout.tensor) // layout.tensor
+    rows = shape.padded_vocab(layout.tensor) // layout.tensor
     tile_tokens, tile_columns = LOGPROB_TILES["cpu" if on_cpu else "gpu"]
     tile_tokens = workload.chunk_tokens or tile_tokens
     tile = min(tile_tokens, tokens) * min(tile_columns, rows) * 4

@@ -17,7 +17,7 @@ from megatron_daro.observe.table import prose, table_text
 from megatron_daro.sync.shard_layouts import TrainerLayout, server_layout
 from megatron_daro.sync.shard_plan import Balance, ShardPlan
 from megatron_daro.workshop.plan.gpus import Gpu
-from megatron_daro.workshop.plan.layout import ModelLayout, padded_vocabulary
+from megatron_daro.workshop.plan.layout import ModelLayout
 from megatron_daro.workshop.plan.search import Choice
 
 _GB = 1e9
@@ -89,7 +89,7 @@ def _row(name: str, sizes: _Sizes, config: Config, shape: ModelShape, gpu: Gpu) 
     try:
         trainer = TrainerLayout(
             parts=tuple(map(tuple, parts)),
-            padded_vocab=padded_vocabulary(shape.vocab, layout.tensor),
+            padded_vocab=shape.padded_vocab(layout.tensor),
             tensor=layout.tensor,
             context=layout.context,
             data=sizes.data,

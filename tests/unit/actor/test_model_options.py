@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -100,18 +101,19 @@ def test_all_problems_at_once_and_of_an_unknown_name_the_nearest():
 
 @given(vocab=st.integers(1, 200_000), tensor=st.sampled_from([1, 2, 4, 8, 16]))
 def test_the_padded_vocabulary_is_the_same_for_tp_1_to_16(vocab, tensor):
-    padded = model.padded_vocabulary(vocab, tensor)
-    assert padded == model.padded_vocabulary(vocab, 1)
-    assert 0 <= padded - vocab < model.VOCABULARY_MULTIPLE
+    shape = dataclasses.replace(read_model_shape(GPT_OSS_20B), vocab=vocab)
+    padded = shape.padded_vocab(tensor)
+    assert padded == shape.padded_vocab(1)
+    assert 0 <= padded - vocab < 16
     assert padded % tensor == 0
 
 
 @pytest.mark.parametrize("tensor", [3, 6, 24, 32])
 def test_other_tp_sizes_divide_it_too(tensor):
-    padded = model.padded_vocabulary(151_936, tensor)
+    padded = dataclasses.replace(read_model_shape(GPT_OSS_20B), vocab=151_936).padded_vocab(tensor)
     assert padded >= 151_936
     assert padded % tensor == 0
-    assert padded % model.VOCABULARY_MULTIPLE == 0
+    assert padded % 16 == 0
 
 
 def test_clamped_experts_refuse_a_kernel_that_clamps_too_early():
