@@ -11,9 +11,9 @@ environments (`engine.sglang`, `reward`, `environment`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from megatron_daro.errors import DeadlineError
@@ -21,7 +21,34 @@ from megatron_daro.errors import DeadlineError
 T = TypeVar("T")
 _GRACE_S = 5.0
 _MARGIN_S = 600.0
-"""Of a wait, beyond the limits of what it waits for."""
+"""Of a wait, beyond the longest limit of what runs inside it."""
+_TRIES = 3
+"""Starts in a row that the only server is given, and times that a conversation is begun."""
+
+INSIDE: Mapping[str, tuple[str, ...]] = {
+    "collective": ("update_call",),  # the other ranks gather the next bucket of weights while a server takes one
+    "heal": ("leave", "placement", "workers_start", "collective"),
+    "verifier_start": ("workers_start",),
+    "policy_start": ("collective",),
+    "engine_start": ("workers_start", "server_start", "update_call"),
+    "memory": ("server_start", "update_call"),
+    "sync": ("engine_start", "only_server", "memory", "heal"),
+    "load": ("collective",),
+    "logprob": ("heal",),
+    "train": ("heal",),
+    "save": ("heal",),
+    "export": ("heal",),
+    "score": ("workers_start", "verdicts"),
+    "next_group": ("engine_start", "only_server", "request", "conversation", "score", "abort"),
+    "evaluate": ("engine_start", "only_server", "request", "conversation", "verdicts"),
+    "batch": ("next_group", "write"),
+    "engine_free": ("next_group", "write", "sync", "evaluate"),
+    "turn": ("build", "logprob", "train", "sync", "evaluate", "save", "write"),
+}
+"""Wait -> what runs inside it and may take all of its own time: other waits, in lines above, and what users allow (see
+`Deadlines.of`). What is inside those is inside as well. `abort` and `close` have nothing: they cut short what they end.
+Not counted: after the loss of a rank or the only server, something may wait for an optimizer step, or repeat one; where
+a step takes hours that may end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +59,13 @@ class Deadlines:
     """Until the Ray cluster has room for every rank and server."""
     policy_start: float = 3600.0
     """Until every rank of the policy has its weights."""
-    verifier_start: float = 600.0
+    verifier_start: float = 900.0
     """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     workers_start: float = 300.0
     """Until processes that ask servers, hold one, or verify are ready: each time they are started."""
-    next_group: float = 7200.0
+    next_group: float = 7800.0
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
     """Until an engine acknowledged an abort."""
@@ -58,7 +85,7 @@ class Deadlines:
     """One optimizer step."""
     collective: float = 1800.0
     """One collective operation of the ranks."""
-    sync: float = 1800.0
+    sync: float = 4200.0
     """Moving the weights to the engines."""
     memory: float = 1800.0
     """Moving the policy's memory to the host or back, or having servers give theirs back."""
@@ -66,31 +93,44 @@ class Deadlines:
     """One evaluation."""
     write: float = 600.0
     """Writing the rollouts of a step to disk."""
-    save: float = 3600.0
+    save: float = 4200.0
     """Saving a checkpoint."""
     load: float = 3600.0
     """Loading a checkpoint, or in a replay the rollouts of a batch."""
     leave: float = 120.0
     """Until a rank has aborted its collective calls, and then until it has left its groups, when another one died."""
     heal: float = 3600.0
-    """Replacing ranks that died, and repeating what came after the snapshot; in the middle of a sync no longer than
-    the rest of `sync`."""
+    """Replacing ranks that died, and repeating what came after the snapshot."""
     export: float = 7200.0
     """Writing the trained model as a Hugging Face directory."""
     close: float = 60.0
     """Closing one component."""
 
-    def scaled(self, factor: float) -> Deadlines:
-        """Return the table with every limit multiplied by a factor > 0."""
-        return Deadlines(**{limit.name: getattr(self, limit.name) * factor for limit in fields(self)})
+    @classmethod
+    def of(
+        cls,
+        scale: float,
+        *,
+        server_start: float = 0.0,
+        request: float = 0.0,
+        update_call: float = 0.0,
+        conversation: float = 0.0,
+        verdicts: float = 0.0,
+    ) -> Deadlines:
+        """Return the table times a factor > 0, where each wait is longer than all that runs inside it.
 
-    def with_servers(self, *, start_s: float, request_s: float, sync_s: float) -> Deadlines:
-        """Return the table where each wait that servers are part of is longer than what a user allows one of them: for
-        a request, or three starts of the only one; to start; for a part of an update."""
-
-        theirs = dict.fromkeys(("next_group", "engine_free", "turn", "batch", "evaluate"), max(request_s, 3 * start_s))
-        theirs |= {"engine_start": start_s, "memory": start_s, "sync": sync_s}
-        return replace(self, **{name: max(getattr(self, name), _MARGIN_S + limit) for name, limit in theirs.items()})
+        Args:
+            scale: `trainer.deadline_scale`. The others are seconds that users allow, which it leaves alone.
+            server_start: for one start of a server. request: for one. update_call: for one call of a weight update.
+            conversation: for those of one group, once. verdicts: for all that may be waited for at once.
+        """
+        waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
+        allowed = {"server_start": server_start, "only_server": _TRIES * server_start, "request": request}
+        allowed |= {"update_call": update_call, "conversation": _TRIES * conversation, "verdicts": verdicts}
+        for outer, inside in INSIDE.items():
+            longest = max((waits | allowed)[name] for name in inside)
+            waits[outer] = max(waits[outer], longest + _MARGIN_S * scale)
+        return cls(**waits)
 
     async def within(self, name: str, awaitable: Awaitable[T], *, what: str = "") -> T:
         """Awaits under the deadline of this name.

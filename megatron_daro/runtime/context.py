@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_daro.config import Config
 from megatron_daro.config.base import filled
+from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe import logs
 from megatron_daro.observe.phases import Phases
@@ -25,12 +27,19 @@ class RunContext:
     @classmethod
     def of(cls, config: Config, progress: Progress, phases: Phases) -> RunContext:
         """The context of a run whose deadlines are those of the configuration."""
-        deadlines = Deadlines().scaled(config.trainer.deadline_scale)
-        if config.engine.kind == "sglang":
-            one = config.engine.sglang
-            deadlines = deadlines.with_servers(
-                start_s=one.start_timeout_s, request_s=one.request_timeout_s, sync_s=one.sync_timeout_s
-            )
+        one, rollout, reward = config.engine.sglang, config.rollout, config.reward
+        of_servers = {
+            "server_start": one.start_timeout_s,
+            "request": one.request_timeout_s,
+            "update_call": one.sync_timeout_s,
+        }
+        size, environments = rollout.rollouts_per_prompt, [e for e in config.all_environments if e.has_turns]
+        deadlines = Deadlines.of(
+            config.trainer.deadline_scale,
+            **(of_servers if config.engine.kind == "sglang" else {}),
+            conversation=max((_conversations_s(environment, size) for environment in environments), default=0.0),
+            verdicts=math.ceil(rollout.prompts_requested * size / reward.workers) * reward.timeout_s,
+        )
         return cls(config, progress, phases, deadlines)
 
     @property
@@ -42,3 +51,9 @@ class RunContext:
     def log_dir(self) -> Path:
         """Where every process of the run has its log; absolute."""
         return self.run_dir.absolute() / logs.FOLDER
+
+
+def _conversations_s(section: EnvironmentSection, size: int) -> float:
+    """Return what `size` conversations may take that begin together, beside the answers of the model."""
+    rounds = math.ceil(size / section.workers) if section.has_agent_workers else 1
+    return rounds * (section.timeout_s + (section.max_turns + 1) * section.step_timeout_s)

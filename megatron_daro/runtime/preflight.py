@@ -154,7 +154,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
             replay,
             section=config.trainer,
             rollouts_per_prompt=config.rollout.rollouts_per_prompt,
-            deadlines=Deadlines().scaled(config.trainer.deadline_scale),
+            deadlines=Deadlines(),
         )
         lines.notice(f"replay: {replay}")
     else:

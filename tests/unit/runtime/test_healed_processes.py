@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_leave_its_groups_in_time_is_replaced_as_well(world
 
 
 def test_the_limit_of_collective_calls_follows_the_deadlines(world):
-    one = world(deadlines=Deadlines().scaled(2))
+    one = world(deadlines=Deadlines(collective=3600.0))
     run(one.policy.start())
     assert [process.collective_s for process in one.started] == [3600.0] * 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from run_configuration import configured, run_context
 from sglang_pool import required_environment
 
-from megatron_daro.deadlines import Deadlines
+from megatron_daro.deadlines import INSIDE, Deadlines
 from megatron_daro.engine.sglang.engine import SGLangEngine
 from megatron_daro.errors import EngineError
 from megatron_daro.observe.phases import Phases
@@ -47,12 +48,24 @@ class Actor:
         return SimpleNamespace(remote=remote)
 
 
-def test_what_waits_for_a_slow_server_waits_longer_than_its_own_limits():
-    limits = {"start_timeout_s": 7200, "request_timeout_s": 36000, "sync_timeout_s": 3600}
-    context = RunContext.of(configured(engine={"kind": "sglang", "sglang": limits}), SimpleNamespace(), Phases())
-    waits = context.deadlines
-    assert min(waits.engine_start, waits.memory) > 7200 and waits.sync > 3600
-    assert min(waits.next_group, waits.engine_free, waits.turn, waits.batch, waits.evaluate) > 36000
+@pytest.mark.parametrize(
+    ("section", "limits", "allowed"),
+    [
+        ("sglang", {"start_timeout_s": 1e6}, {"server_start": 1e6, "only_server": 3e6}),
+        ("sglang", {"request_timeout_s": 1e6}, {"request": 1e6}),
+        ("sglang", {"sync_timeout_s": 1e6}, {"update_call": 1e6}),
+        ("environment", {"kind": "agent", "timeout_s": 1e6, "workers": 4}, {"conversation": 6e6}),
+        ("environment", {"kind": "m:C", "step_timeout_s": 1e6, "max_turns": 9}, {"conversation": 3e7}),
+        ("reward", {"timeout_s": 1e5, "workers": 4}, {"verdicts": 8e5}),
+    ],
+)
+def test_a_wait_is_longer_than_all_that_runs_inside_it(section, limits, allowed):
+    sections = {"engine": {"kind": "sglang", "sglang": limits}} if section == "sglang" else {section: limits}
+    rollout, trainer = {"prompts_per_batch": 4, "rollouts_per_prompt": 8}, {"deadline_scale": 0.001}
+    config = configured(rollout=rollout, trainer=trainer, **sections)
+    waits = asdict(RunContext.of(config, SimpleNamespace(), Phases()).deadlines)
+    inner = waits | allowed
+    assert not [(wait, name) for wait in INSIDE for name in INSIDE[wait] if waits[wait] <= inner.get(name, 0.0)]
 
 
 @pytest.fixture
