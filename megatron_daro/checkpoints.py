@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from megatron_daro import durable
 from megatron_daro.config.data_file import why_no_file
-from megatron_daro.errors import CheckpointError, ConfigError, disk_fault
+from megatron_daro.errors import CheckpointError, ConfigError, LostSaveError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
@@ -197,12 +197,25 @@ class Checkpoints:
 
 
 class BackgroundSave:
-    """One checkpoint at a time, written while the training goes on."""
+    """One checkpoint at a time, written while the training goes on, and the step of the newest."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Notices) -> None:
+        """Begin without a checkpoint. Args: notices: warned of one that was lost."""
+        self._notices = notices
+        self._written_step = 0
+        self._writing_step = 0
         self._task: asyncio.Future[object] | None = None
 
-    async def begin(self, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
+    @property
+    def step(self) -> int:
+        """Step of the newest checkpoint, also while it is being written; 0: there is none."""
+        return self._written_step if self._task is None else self._writing_step
+
+    def go_on_from(self, step: int) -> None:
+        """Continue from the checkpoint of this step."""
+        self._written_step = step
+
+    async def begin(self, step: int, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
         """Wait for the one before, start `save(captured)`, and return when it has called `captured` or is done.
 
         Raises:
@@ -210,7 +223,7 @@ class BackgroundSave:
         """
         await self.finished()
         captured = asyncio.Event()
-        self._task = asyncio.ensure_future(save(captured.set))
+        self._writing_step, self._task = step, asyncio.ensure_future(save(captured.set))
         waiting = asyncio.ensure_future(captured.wait())
         try:
             await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -219,10 +232,17 @@ class BackgroundSave:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong with a checkpoint that is not being written any more."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
+        """Take note of how the writing ended, if it did. One that was lost with a rank is a warning, and `step` is that
+        of the one before again. Raises CheckpointError: it could not be written."""
+        if self._task is None or not self._task.done():
+            return
+        task, self._task = self._task, None
+        try:
             task.result()
+        except LostSaveError as error:
+            self._notices.warn(f"{error}; another one takes its place, at the latest after the next batch")
+        else:
+            self._written_step = self._writing_step
 
     async def finished(self) -> None:
         """Wait until nothing is being written. Raises CheckpointError: it could not be."""
@@ -230,7 +250,7 @@ class BackgroundSave:
             await asyncio.wait({self._task})
             self.check()
 
-    async def end(self, notices: Notices, *, at_once: bool) -> None:
+    async def end(self, *, at_once: bool) -> None:
         """Wait until nothing is being written, whatever became of it; `at_once`: give it up."""
         task, self._task = self._task, None
         if task is not None:
@@ -238,7 +258,7 @@ class BackgroundSave:
                 task.cancel()
             await asyncio.wait({task})
             if not task.cancelled() and task.exception() is not None:
-                notices.warn(str(task.exception()))
+                self._notices.warn(str(task.exception()))
 
 
 def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
