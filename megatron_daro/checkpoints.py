@@ -18,14 +18,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from megatron_daro import durable
 from megatron_daro.config.data_file import why_no_file
-from megatron_daro.errors import CheckpointError, ConfigError, disk_fault
+from megatron_daro.errors import CheckpointError, ConfigError, LostSaveError, disk_fault
 from megatron_daro.rollout.protocol import Notices
 
 MANIFEST = "manifest.json"
@@ -33,79 +32,27 @@ STATE = "state.json"
 PROVENANCE = "made_with.json"
 LATEST = "latest"
 STATE_FORMAT = 2
+"""Of state.json and made_with.json. It goes up when a key of theirs goes, comes or changes its meaning."""
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 4
 
 
-class _Shape(BaseModel):
-    """What a JSON file of a checkpoint must be like; "3" is no number. Further keys are left alone."""
+class _Strict(BaseModel):
+    """Values of these types only: "3" is no number."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-_ShapeT = TypeVar("_ShapeT", bound=_Shape)
-
-
-class _FileEntry(_Shape):
+class _FileEntry(_Strict):
     bytes: NonNegativeInt
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Manifest(_Shape):
+class _Manifest(_Strict):
+    """manifest.json, which nothing vouches for: the other files are as they were written where they fit to it."""
+
     format: Literal[1]
     files: dict[str, _FileEntry]
-
-
-class _Ledger(_Shape):
-    next_id: NonNegativeInt
-    admitted: NonNegativeInt
-    outstanding: list[list[int]]
-    finished: dict[str, NonNegativeInt]
-    retries: NonNegativeInt
-    late_refused: NonNegativeInt
-
-
-class _Sampler(_Shape):
-    """What each sampler has; what its source keeps is not looked at here."""
-
-    source: Annotated[dict[str, Any], Field(min_length=1)]
-    ledger: _Ledger
-    counters: dict[str, int]
-
-
-class _State(_Shape):
-    """state.json of format 2."""
-
-    step: NonNegativeInt
-    batches_done: NonNegativeInt
-    skipped_steps: NonNegativeInt
-    sampler: _Sampler
-
-
-class _Named(_Shape):
-    name: str
-
-
-class _DataSection(_Shape):
-    eval: list[_Named]
-
-
-class _ProvenanceConfig(_Shape):
-    data: _DataSection
-    environments: list[_Named] = []
-
-
-class _Provenance(_Shape):
-    """made_with.json, as the restart audit reads it (runtime/provenance.py writes it)."""
-
-    config: _ProvenanceConfig
-    model: dict[str, Any]
-    bound_files: dict[str, str]
-    free_files: dict[str, str]
-    train_files: list[str]
-    eval_files: dict[str, str]
-    packages: dict[str, str]
-    machine: dict[str, Any]
 
 
 class Checkpoints:
@@ -122,8 +69,6 @@ class Checkpoints:
             keep_every: those of multiples of so many steps stay as well; 0: none.
             provenance: what the run is made of (runtime/provenance.py), written into every checkpoint.
         """
-        if keep < 1:
-            raise CheckpointError(f"trainer.keep_checkpoints: {keep}; allowed: >= 1")
         self._directory = Path(run_dir) / "checkpoints"
         self._keep = keep
         self._keep_every = keep_every
@@ -197,12 +142,25 @@ class Checkpoints:
 
 
 class BackgroundSave:
-    """One checkpoint at a time, written while the training goes on."""
+    """One checkpoint at a time, written while the training goes on, and the step of the newest."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: Notices) -> None:
+        """Begin without a checkpoint. Args: notices: warned of one that was lost."""
+        self._notices = notices
+        self._written_step = 0
+        self._writing_step = 0
         self._task: asyncio.Future[object] | None = None
 
-    async def begin(self, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
+    @property
+    def step(self) -> int:
+        """Step of the newest checkpoint, also while it is being written; 0: there is none."""
+        return self._written_step if self._task is None else self._writing_step
+
+    def go_on_from(self, step: int) -> None:
+        """Continue from the checkpoint of this step."""
+        self._written_step = step
+
+    async def begin(self, step: int, save: Callable[[Callable[[], None]], Awaitable[object]]) -> None:
         """Wait for the one before, start `save(captured)`, and return when it has called `captured` or is done.
 
         Raises:
@@ -210,7 +168,7 @@ class BackgroundSave:
         """
         await self.finished()
         captured = asyncio.Event()
-        self._task = asyncio.ensure_future(save(captured.set))
+        self._writing_step, self._task = step, asyncio.ensure_future(save(captured.set))
         waiting = asyncio.ensure_future(captured.wait())
         try:
             await asyncio.wait({self._task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -219,10 +177,17 @@ class BackgroundSave:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong with a checkpoint that is not being written any more."""
-        if self._task is not None and self._task.done():
-            task, self._task = self._task, None
+        """Take note of how the writing ended, if it did. One that was lost with a rank is a warning, and `step` is that
+        of the one before again. Raises CheckpointError: it could not be written."""
+        if self._task is None or not self._task.done():
+            return
+        task, self._task = self._task, None
+        try:
             task.result()
+        except LostSaveError as error:
+            self._notices.warn(f"{error}; another one takes its place, at the latest after the next batch")
+        else:
+            self._written_step = self._writing_step
 
     async def finished(self) -> None:
         """Wait until nothing is being written. Raises CheckpointError: it could not be."""
@@ -230,7 +195,7 @@ class BackgroundSave:
             await asyncio.wait({self._task})
             self.check()
 
-    async def end(self, notices: Notices, *, at_once: bool) -> None:
+    async def end(self, *, at_once: bool) -> None:
         """Wait until nothing is being written, whatever became of it; `at_once`: give it up."""
         task, self._task = self._task, None
         if task is not None:
@@ -238,7 +203,7 @@ class BackgroundSave:
                 task.cancel()
             await asyncio.wait({task})
             if not task.cancelled() and task.exception() is not None:
-                notices.warn(str(task.exception()))
+                self._notices.warn(str(task.exception()))
 
 
 def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
@@ -259,6 +224,7 @@ def find_latest_valid(run_dir: Path, notices: Notices) -> tuple[Path, dict[str, 
         try:
             verify(path)
             state = read_state(path)
+            _check_name(path, state)
         except CheckpointError as error:
             notices.warn(f"checkpoint refused: {error}")
             continue
@@ -294,8 +260,7 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> None:
         CheckpointError: names the first file that is missing, of another size, of other content, or not in the
             manifest.
     """
-    path = checkpoint / MANIFEST
-    files = _shaped(_Manifest, _read_json(path), path).files
+    path, files = checkpoint / MANIFEST, _read_manifest(checkpoint).files
     if STATE not in files:
         raise CheckpointError(f"{path}: does not name {STATE}: torn or edited; use another checkpoint")
     for name, entry in files.items():
@@ -322,42 +287,25 @@ def verify(checkpoint: Path, *, hashes: bool = True) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the controller's state in a checkpoint.
-
-    Raises:
-        CheckpointError: it is no JSON object, of another step than its directory, or misses what its format has.
-    """
-    state = _read_json(checkpoint / STATE)
-    if state.get("step") != _step_of(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint / STATE}: step {state.get('step')!r} in {checkpoint.name}: renamed or edited"
-        )
-    if state.get("format") == STATE_FORMAT:  # `check_format` refuses the others
-        _shaped(_State, state, checkpoint / STATE)
+    """Return the controller's state in a checkpoint that `verify` accepted."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
     return state
 
 
 def read_provenance(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what the run was made of when it wrote this checkpoint; None for one that does not say.
-
-    Raises:
-        CheckpointError: it cannot be read, or misses what every description has.
-    """
+    """Return what the run was made of when it wrote this checkpoint, which `verify` accepted; None for one that does
+    not say. Use `check_format` first."""
     path = checkpoint / PROVENANCE
-    if not path.exists():
-        return None
-    content = _read_json(path)
-    _shaped(_Provenance, content, path)
-    return content
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def check_format(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a state that another version of the package wrote. Args: checkpoint: its directory, for the message.
-    state: its state.json. Raises CheckpointError."""
+    """Refuse a state, and the provenance beside it, that another version of the package wrote. Args: checkpoint: its
+    directory, for the message. state: its state.json. Raises CheckpointError."""
     if state.get("format") != STATE_FORMAT:
         raise CheckpointError(
             f"{checkpoint}/state.json: format {state.get('format')!r}; allowed: {STATE_FORMAT}. "
-            "Resume with the version of the package that wrote it"
+            "Use the version of the package that wrote it"
         )
 
 
@@ -368,7 +316,7 @@ def step_directories(directory: Path) -> list[Path]:
 
 
 def require_fresh(run_dir: Path) -> None:
-    """Refuses to start a new run over an old one.
+    """Refuse to start a new run over an old one.
 
     Raises:
         ConfigError: the directory holds checkpoints or metrics.
@@ -380,6 +328,11 @@ def require_fresh(run_dir: Path) -> None:
             f"trainer.run_dir: {run_dir} already holds a run; allowed: an empty directory. "
             "Use --resume to continue it, or another run_dir"
         )
+
+
+def _check_name(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    if state["step"] != _step_of(checkpoint):
+        raise CheckpointError(f"{checkpoint / STATE}: step {state['step']} in {checkpoint.name}: it was renamed")
 
 
 def _check_pointer(directory: Path, newest: Path, notices: Notices) -> None:
@@ -429,29 +382,21 @@ def _digests(directory: Path, names: list[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_manifest(checkpoint: Path) -> _Manifest:
+    """Return the manifest. Raises CheckpointError: says what stands where something else belongs."""
+    path = checkpoint / MANIFEST
     if why := why_no_file(path):
         raise CheckpointError(f"{path}: {why}; use another checkpoint")
     try:
-        # Not json.loads: that one ends in a RecursionError where arrays are nested thousands deep.
-        content = pydantic_core.from_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return _Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; use another checkpoint") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: no JSON object; use another checkpoint")
-    return content
-
-
-def _shaped(shape: type[_ShapeT], content: Mapping[str, Any], path: Path) -> _ShapeT:
-    """Return a file's content by name. Raises CheckpointError, which says what stands where something else belongs."""
-    try:
-        return shape.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        got = "nothing" if first["type"] == "missing" else f"{first['input']!r:.80}"
+        place = ".".join(map(str, first["loc"])) or "the file"
         raise CheckpointError(
-            f"{path}: {place}: got {got}; {first['msg']}: edited, or of another version; use another checkpoint"
+            f"{path}: {place}: {first['msg']}, got {first['input']!r:.80}: torn, edited, or of another version; use "
+            "another checkpoint"
         ) from error
 
 

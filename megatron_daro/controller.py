@@ -20,9 +20,9 @@ evaluates them, then has three coroutines under one task group:
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
 each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
-A checkpoint follows a batch; with shared GPUs it comes before the next one, when the policy has them again. The weight
-version of the policy is the number of the last step, also where a step was skipped. `shutdown` closes all parts.
-Policy, engine and source of batches are Protocols.
+A checkpoint follows a batch, or with shared GPUs comes before the next one, when the policy has them again; its files
+are written while the training goes on (`BackgroundSave`). The weight version of the policy is the number of the last
+step, also where a step was skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
 
 Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
 comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
@@ -41,7 +41,7 @@ from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
-from megatron_daro.errors import LostSaveError, NonFiniteError
+from megatron_daro.errors import NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
@@ -130,15 +130,14 @@ class Controller:
         self._lines = StepLines(self._write_line)
         self._signal = SignalWatch()
         self._lost = LostBatches()
-        self._saved_step, self._save_due = 0, False
-        self._saving = BackgroundSave()
+        self._saving = BackgroundSave(parts.progress)
         self._last_batch: SampledBatch | None = None
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
         self._queue: asyncio.Queue[SampledBatch | None] = asyncio.Queue()
         self._engine_lock = asyncio.Lock()
         self._stop = asyncio.Event()
         self._stop_at_once = False
-        self._task: asyncio.Task | None = None
+        self._run_task: asyncio.Task | None = None
 
     async def resume(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: policy, prompts, books and files go back to its step. Call before `run`.
@@ -149,9 +148,10 @@ class Controller:
         await self._within("load", self._parts.policy.load(checkpoint), what=str(checkpoint))
         waiting = await self._within("load", asyncio.to_thread(read_waiting, checkpoint), what=str(checkpoint))
         self._parts.source.load_state_dict(state["sampler"], waiting)
-        self.step = self._saved_step = int(state["step"])
-        self._pace.go_on_from(self.step, int(state["batches_done"]))
-        self._lost.skipped_steps = int(state["skipped_steps"])
+        self.step = state["step"]
+        self._saving.go_on_from(self.step)
+        self._pace.go_on_from(self.step, state["batches_done"])
+        self._lost.skipped_steps = state["skipped_steps"]
         await self.truncate_files()
 
     async def truncate_files(self) -> None:
@@ -167,12 +167,12 @@ class Controller:
         """Once: finish the batch, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
         if not self._stop.is_set():
             running = "stopping with a checkpoint of what was trained (once more to stop at once)"
-            self._parts.progress.notice(f"{cause}: {running if self._task else 'ending the start'}")
+            self._parts.progress.notice(f"{cause}: {running if self._run_task else 'ending the start'}")
             self._stop.set()
-        elif self._task and not self._stop_at_once:
+        elif self._run_task and not self._stop_at_once:
             self._parts.progress.notice(f"{cause} again: stopping at once, without a checkpoint")
             self._stop_at_once = True
-            self._task.cancel()
+            self._run_task.cancel()
 
     async def run(self) -> RunOutcome:
         """Train up to `steps`, then close everything, whatever happened.
@@ -180,7 +180,7 @@ class Controller:
         Raises:
             DaroError: the first cause of a failure. Everything is closed by then.
         """
-        self._task = asyncio.current_task()
+        self._run_task = asyncio.current_task()
         try:
             finished = await self.unless_stopped(self._start()) and await self._loop()
         except BaseExceptionGroup as group:
@@ -213,16 +213,16 @@ class Controller:
 
     async def unless_stopped(self, work: Awaitable[None]) -> bool:
         """Do the work, and say whether it got to the end: a stop ends it at once, with nothing there to be saved."""
-        start, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if start.done():
-                start.result()
-            return start.done()
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return task.done()
         finally:
-            start.cancel()
+            task.cancel()
             stop.cancel()
-            await asyncio.wait({start, stop})
+            await asyncio.wait({task, stop})
 
     async def _start(self) -> None:
         stage = self._parts.progress.stage
@@ -250,7 +250,7 @@ class Controller:
             finally:
                 generator.cancel()
                 watcher.cancel()
-                await self._saving.end(self._parts.progress, at_once=self._stop_at_once)
+                await self._saving.end(at_once=self._stop_at_once)
         if self._stop.is_set() and self.step < self._section.steps:
             return False
         export, what = self._parts.export, "training is done and saved"
@@ -296,10 +296,7 @@ class Controller:
                 break
             await self._give_gpus_to_policy()
             await self._checkpoint_if_due()
-            before = self.step
             await self._train_batch(batch)
-            self._saving.check()
-            self._save_due |= passed(before, self.step, self._section.save_every_steps)
             await self._checkpoint_if_due()
         if self._parts.recorder and (lost := self._lost.unrecorded_groups):
             self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
@@ -340,10 +337,10 @@ class Controller:
             await self._train_step(minibatch, prepared, {**of_batch, **metrics})
 
     async def _measure(self, batch: SampledBatch, rollouts_per_prompt: int) -> Mapping[str, float]:
-        """Return what all steps of a batch say alike, in numbers."""
+        """Return the metrics that all steps of a batch share."""
         with self._parts.phases.measure("build"):
-            of_batch = asyncio.to_thread(batch_metrics, batch, rollouts_per_prompt, self._parts.environment_of_source)
-            return await self._within("build", of_batch, what="metrics of a batch")
+            work = asyncio.to_thread(batch_metrics, batch, rollouts_per_prompt, self._parts.environment_of_source)
+            return await self._within("build", work, what="metrics of a batch")
 
     async def _with_logprobs(self, minibatch: MiniBatch) -> tuple[PreparedBatch, Mapping[str, float]]:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs, and their
@@ -356,12 +353,12 @@ class Controller:
     async def _build_columns(
         self, minibatch: MiniBatch, first_epoch: Sequence[StepBatch] = ()
     ) -> tuple[StepBatch, Mapping[str, float]]:
-        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and what
-        they say in numbers."""
+        """Return the columns of one optimizer step, in a later epoch with log-probs and values of the first, and their
+        metrics."""
         with self._parts.phases.measure("build"):
             # In a thread: gigabytes are copied, while the event loop has other groups' answers to take in.
-            columns = asyncio.to_thread(self._make_columns, minibatch, first_epoch)
-            return await self._within("build", columns, what=f"step {minibatch.step}")
+            work = asyncio.to_thread(self._make_columns, minibatch, first_epoch)
+            return await self._within("build", work, what=f"step {minibatch.step}")
 
     def _make_columns(
         self, minibatch: MiniBatch, first_epoch: Sequence[StepBatch]
@@ -372,8 +369,8 @@ class Controller:
         return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
     async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch, of_batch: Mapping[str, float]) -> None:
-        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch
-        and its columns."""
+        """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch and its
+        columns."""
         with self._parts.phases.measure("train"):
             result = await self._optimizer_step(prepared, minibatch)
         resolved = self._resolve_step(minibatch, trained=not result.skipped)
@@ -409,6 +406,7 @@ class Controller:
         return result
 
     async def _publish(self, what: str) -> Mapping[str, float]:
+        """Give the engine the policy's weights; return the metrics of that."""
         if self._weight_sync is None:
             return {}
         return await self._within("sync", self._parts.gpus.publish(self._weight_sync, self.step), what=what)
@@ -420,9 +418,9 @@ class Controller:
             async with self._engine_use():
                 await self._parts.gpus.to_policy()
 
-    async def _sync_weights(self, before: int) -> Mapping[str, float]:
+    async def _sync_weights(self, old_version: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
-        the sync. Args: before: the weight version that the batch began with."""
+        the sync. Args: old_version: the weight version that the batch began with."""
         metrics: Mapping[str, float] = {}
         async with AsyncExitStack() as engine:
             with self._parts.phases.measure("sync_wait"):
@@ -431,7 +429,7 @@ class Controller:
             if self._weight_sync:
                 with self._parts.phases.measure("sync"):
                     metrics = await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(before, self.step):
+            if self._parts.evaluations.due(old_version, self.step):
                 if self._stop.is_set():
                     self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
                 else:
@@ -440,7 +438,7 @@ class Controller:
         return metrics
 
     async def _write_rollouts(self, minibatch: MiniBatch, resolved: Sequence[Group], *, applied: bool) -> None:
-        """Before the metrics: a line in metrics.jsonl means that its rollouts are on disk."""
+        """Record what became of the groups. Before the metrics: a line of these means that its rollouts are on disk."""
         if self._parts.recorder:
             groups = {"trained": resolved if applied else (), "filtered": minibatch.filtered}
             groups["dropped"] = (*(() if applied else resolved), *minibatch.dropped)
@@ -499,40 +497,33 @@ class Controller:
 
     async def _checkpoint_if_due(self) -> None:
         """Save at once, or with shared GPUs when the policy has them again."""
-        if self._save_due and self._parts.gpus.policy_is_ready:
+        self._saving.check()
+        is_due = passed(self._saving.step, self.step, self._section.save_every_steps)
+        if is_due and self._parts.gpus.policy_is_ready:
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
         """Save the state after the last trained batch, if that is not saved yet."""
-        self._save_due = False
         await self._parts.evaluations.ended()
-        if self._parts.checkpoints is None or self._last_batch is None or self.step == self._saved_step:
+        checkpoints, batch, step = self._parts.checkpoints, self._last_batch, self.step
+        if checkpoints is None or batch is None or step == self._saving.step:
             return
         state = {
             "format": STATE_FORMAT,
-            "step": self.step,
+            "step": step,
             "batches_done": self._pace.batches_done,
             "skipped_steps": self._lost.skipped_steps,
-            "sampler": self._last_batch.snapshot.to_json(self._parts.source.ledger.outcomes),
+            "sampler": batch.snapshot.to_json(self._parts.source.ledger.outcomes),
         }
-        save, waiting, step = self._parts.checkpoints.save, self._last_batch.snapshot.waiting(), self.step
+        waiting = batch.snapshot.waiting()
 
-        def begin(captured: Callable[[], None]) -> Awaitable[object]:
+        def save(captured: Callable[[], None]) -> Awaitable[object]:
             async def fill(directory: Path) -> None:
                 await self._parts.policy.save(directory, captured)
                 await asyncio.to_thread(write_waiting, directory, waiting)
 
-            work = self._save_again_if_lost(save(step, fill, state, self._parts.progress))
+            work = checkpoints.save(step, fill, state, self._parts.progress)
             return self._within("save", work, what=f"checkpoint of step {step}")
 
         with self._parts.phases.measure("checkpoint"):
-            await self._saving.begin(begin)
-        self._saved_step = step
-
-    async def _save_again_if_lost(self, save: Awaitable[object]) -> None:
-        """Save, and again before or after the next batch where this checkpoint was lost with a rank."""
-        try:
-            await save
-        except LostSaveError as error:
-            self._parts.progress.warn(f"{error}; it is saved again before or after the next batch")
-            self._saved_step, self._save_due = -1, True
+            await self._saving.begin(step, save)

@@ -82,18 +82,12 @@ def test_the_first_checkpoint_at_or_after_every_so_many_steps_stays(tmp_path, st
 
 
 def test_what_a_run_is_made_of_is_in_its_checkpoints(tmp_path):
-    provenance = {
-        "config": {"data": {"eval": [{"name": "d"}]}}, "model": {}, "bound_files": {}, "free_files": {},
-        "train_files": ["x"], "eval_files": {}, "packages": {}, "machine": {},
-    }  # fmt: skip
+    provenance = {"train_files": ["x"]}
     store = Checkpoints(tmp_path, keep=2, provenance=provenance)
     path = asyncio.run(store.save(1, writer(), {"step": 1}, FakeProgress()))
     assert read_provenance(path) == provenance
     assert "made_with.json" in json.loads((path / "manifest.json").read_text())["files"]
     assert read_provenance(save(tmp_path, 2)) is None
-    (path / "made_with.json").write_text(json.dumps(provenance | {"train_files": "x"}))
-    with pytest.raises(CheckpointError, match=r"made_with\.json.*train_files"):
-        read_provenance(path)
 
 
 def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):

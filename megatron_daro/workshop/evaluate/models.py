@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_daro import durable
-from megatron_daro.checkpoints import MANIFEST, read_provenance, verify
+from megatron_daro.checkpoints import MANIFEST, check_format, read_provenance, read_state, verify
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import ConfigError, EngineError, ModelError
@@ -98,7 +98,9 @@ def _read_note(note: Path) -> object:
 
 
 def _check_tokenizer(checkpoint: Path, config: Path) -> None:
-    """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError."""
+    """Refuse a folder whose tokenizer is not the one that the checkpoint's run had. Raises ModelError; CheckpointError:
+    another version of the package wrote the checkpoint."""
+    check_format(checkpoint, read_state(checkpoint))
     saved = read_provenance(checkpoint)
     if saved is None:
         return

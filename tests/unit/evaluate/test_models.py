@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,10 +12,14 @@ from model_servers import serving
 from safetensors.torch import load_file, save_file
 from weightless import save_tiny_model
 
+from megatron_daro.checkpoints import Checkpoints
 from megatron_daro.cli import main
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.convert.mapping import hf_tensor_shapes
+from megatron_daro.errors import CheckpointError
+from megatron_daro.observe.progress import Progress
 from megatron_daro.workshop.evaluate import measuring
+from megatron_daro.workshop.evaluate.models import of_checkpoint
 
 
 @pytest.fixture
@@ -73,6 +78,17 @@ def test_a_checkpoint_is_converted_once_and_again_when_it_changes(plans, problem
     assert evaluated(1) != first
     assert plans[0].config.model.path == tmp_path / "out" / "model"
     assert plans[0].weights == plans[1].weights != plans[2].weights
+
+
+def test_a_checkpoint_of_another_version_of_the_package_is_refused(tmp_path):
+    async def write(directory):
+        (directory / "weights").write_text("x")
+
+    notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
+    store = Checkpoints(tmp_path, keep=1, provenance={})
+    checkpoint = asyncio.run(store.save(1, write, {"format": 1, "step": 1}, notices))
+    with pytest.raises(CheckpointError, match="format 1"):
+        of_checkpoint(checkpoint, save_tiny_model(tmp_path / "base"), tmp_path / "out", notices)
 
 
 def test_a_directory_without_weights_is_refused(plans, problems, tmp_path, capsys):

@@ -300,22 +300,14 @@ def test_a_run_directory_that_is_a_link_to_nowhere_is_found_before_anything_star
 
 
 def save_checkpoint(config: Config, *, known: bool = True, **state: object) -> Path:
-    """One of step 3, with this state beside what each has; `known`: it says what its run was made of."""
+    """One of step 3, with this state beside its format; `known`: it says what its run was made of."""
     checkpoints = Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config) if known else None)
 
     async def write(directory: Path) -> None:
         (directory / "weights").write_text("x")
 
-    ledger = {"next_id": 0, "admitted": 0, "outstanding": [], "finished": {}, "retries": 0, "late_refused": 0}
-    whole = {
-        "format": STATE_FORMAT,
-        "step": 3,
-        "batches_done": 3,
-        "skipped_steps": 0,
-        "sampler": {"source": {"drawn": 0}, "ledger": ledger, "counters": {}},
-    }
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
-    return asyncio.run(checkpoints.save(3, write, whole | state, notices))
+    return asyncio.run(checkpoints.save(3, write, {"format": STATE_FORMAT, "step": 3} | state, notices))
 
 
 def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_starts(configured):
