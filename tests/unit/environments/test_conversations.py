@@ -245,10 +245,28 @@ def test_a_failed_conversation_comes_back_as_abort_and_is_counted(wrong, timeout
     assert other.counters() == counters, "an evaluation's conversations are not in the counts of training"
 
 
+class Skipping(asyncio.SelectorEventLoop):
+    """Its clock can be put forward."""
+
+    skipped_s = 0.0
+
+    def time(self):
+        return super().time() + self.skipped_s
+
+
 @pytest.mark.parametrize(("wrong", "words"), [("raises", "no such move"), ("exits", "SystemExit")])
-def test_an_environment_that_never_works_is_refused(wrong, words):
-    with pytest.raises(RolloutError, match=words):
-        held(Engine(), requests(groups=10, size=8), wrong=wrong)
+def test_an_environment_that_never_works_for_a_minute_is_refused(wrong, words):
+    async def run():
+        rollouter = talks(Engine(), wrong=wrong)
+        asked = requests(groups=10, size=8)
+        outcomes = {one.finish_reason async for some in rollouter.generate(asked) for one in some}
+        asyncio.get_running_loop().skipped_s += 61
+        with pytest.raises(RolloutError, match=words):
+            await collected(rollouter, asked)
+        return outcomes
+
+    with asyncio.Runner(loop_factory=Skipping) as runner:
+        assert runner.run(run()) == {"abort"}, "a moment in which all fail ends no run"
 
 
 class Quick(asyncio.SelectorEventLoop):
