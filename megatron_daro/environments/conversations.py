@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.environments.environment import (
     Conversation,
@@ -35,6 +36,8 @@ _GRACE_S = 5.0
 _MOST_FAILURES, _FAILING_S = 64, 60.0
 """The environment is broken, and not some of its tasks, once so many conversations failed one after the other, over so
 many seconds: a moment in which a tool's service refuses everything under way at once is no reason to end a run."""
+_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 10.0
+"""Before a conversation is begun again while all fail: what they need may be back soon."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
@@ -64,14 +67,21 @@ class _Running:
         conversation: Conversation,
         environment: Environment,
         section: EnvironmentSection,
+        pause_s: float,
     ) -> None:
         self._thread, self._conversation, self._section = thread, conversation, section
         self.ended: asyncio.Future[Rollout] = thread.run_loop.create_future()
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
-        self._timer = thread.run_loop.call_later(section.timeout_s, self._check_time)
         self.ended.add_done_callback(lambda _: self._timer.cancel())
-        thread.to_environment.post(self._start, environment)
+        if pause_s:
+            self._timer = thread.run_loop.call_later(pause_s, self._begin, environment)
+        else:
+            self._begin(environment)
+
+    def _begin(self, environment: Environment) -> None:
+        self._timer = self._thread.run_loop.call_later(self._section.timeout_s, self._check_time)
+        self._thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
         """Cancel it where its own time is over; else look again when it may be."""
@@ -253,8 +263,12 @@ class Conversations:
                 await asyncio.wait(waiting, timeout=_GRACE_S)
 
     def _run(self, call: _Call, conversation: Conversation, outcome: asyncio.Future[Rollout]) -> _Running:
-        """Begin a conversation. outcome: what becomes of it."""
-        running = _Running(call.thread, conversation, self._environment, self._section)
+        """Begin a conversation, after a pause where others failed and none has succeeded since. outcome: what becomes
+        of it."""
+        tried, pause_s = conversation.request.attempt, 0.0
+        if tried and self._failures_in_a_row:
+            pause_s = backoff_s(tried - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        running = _Running(call.thread, conversation, self._environment, self._section, pause_s)
         call.running[conversation] = running
 
         def end(_: object) -> None:
