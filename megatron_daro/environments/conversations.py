@@ -36,8 +36,9 @@ _GRACE_S = 5.0
 _MOST_FAILURES, _FAILING_S = 64, 60.0
 """The environment is broken, and not some of its tasks, once so many conversations failed one after the other, over so
 many seconds: a moment in which a tool's service refuses everything under way at once is no reason to end a run."""
-_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 10.0
-"""Before a conversation is begun again while all fail: what they need may be back soon."""
+_PAUSE_S, _LONGEST_PAUSE_S = 8.0, 16.0
+"""Before a conversation is begun again while all fail: what they need may be back soon. Three tries each in three empty
+batches, after which a run ends, take longer than _FAILING_S, so that it ends with what the last conversation raised."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
