@@ -142,7 +142,7 @@ class OneUpdate:
         target = Target("engine", actor=cast(Any, self._engine))  # called as it is, not by Ray
         return SendPlan(transport="ray", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
-    async def blame(self, report: SendReport, *, again: bool = True) -> None:
+    async def blame(self, report: SendReport) -> None:
         """Not called: nothing is sent that could fail by itself."""
         raise SyncError(str(report.failures))
 

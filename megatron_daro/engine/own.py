@@ -296,7 +296,7 @@ class _OwnUpdate:
         remedy = "free space on the disk of trainer.run_dir"
         return WeightFiles(directory=self._directory, file_bytes=_FILE_BYTES, remedy=remedy)
 
-    async def blame(self, report: SendReport, *, again: bool = True) -> None:
+    async def blame(self, report: SendReport) -> None:
         """Raise SyncError: files are written, or the run ends."""
         raise SyncError(f"weights of version {self._version} were not written: {report.failures}")
 

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from megatron_daro.backoff import backoff_s
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.environments.environment import (
     Conversation,
@@ -32,8 +33,12 @@ from megatron_daro.types import GroupRequest, Prompt, Rollout, Verdict
 
 _GRACE_S = 5.0
 """Time that an environment has to end once it is cancelled."""
-_MOST_FAILURES = 64
-"""Conversations that may fail one after the other; then the environment is broken, and not some of its tasks."""
+_MOST_FAILURES, _FAILING_S = 64, 60.0
+"""The environment is broken, and not some of its tasks, once so many conversations failed one after the other, over so
+many seconds: a moment in which a tool's service refuses everything under way at once is no reason to end a run."""
+_PAUSE_S, _LONGEST_PAUSE_S = 8.0, 16.0
+"""Before a conversation is begun again while all fail: what they need may be back soon. Three tries each in three empty
+batches, after which a run ends, take longer than _FAILING_S, so that it ends with what the last conversation raised."""
 _RESTARTED, _FAILED, _TIMEOUTS = "environment/restarted", "environment/failed", "environment/timeouts"
 _TOOL_CALLS, _TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
 _POOLS = "environment/pool_restarts"
@@ -63,14 +68,21 @@ class _Running:
         conversation: Conversation,
         environment: Environment,
         section: EnvironmentSection,
+        pause_s: float,
     ) -> None:
         self._thread, self._conversation, self._section = thread, conversation, section
         self.ended: asyncio.Future[Rollout] = thread.run_loop.create_future()
         self._task: asyncio.Task[Rollout] | None = None
         self._cancelled = False
-        self._timer = thread.run_loop.call_later(section.timeout_s, self._check_time)
         self.ended.add_done_callback(lambda _: self._timer.cancel())
-        thread.to_environment.post(self._start, environment)
+        if pause_s:
+            self._timer = thread.run_loop.call_later(pause_s, self._begin, environment)
+        else:
+            self._begin(environment)
+
+    def _begin(self, environment: Environment) -> None:
+        self._timer = self._thread.run_loop.call_later(self._section.timeout_s, self._check_time)
+        self._thread.to_environment.post(self._start, environment)
 
     def _check_time(self) -> None:
         """Cancel it where its own time is over; else look again when it may be."""
@@ -166,14 +178,14 @@ class Conversations:
         self._counts = dict.fromkeys((*names, *reasons), 0)
         # Of evaluations, whose group ids are negative: apart, since a resumed run does not have them all.
         self._counts_of_evaluations = dict(self._counts)
-        self._failures_in_a_row = 0
+        self._failures_in_a_row, self._failing_since = 0, 0.0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Yield the conversations of each request once all have ended; those to be begun again are "abort".
 
         Raises:
             RolloutError: the environment returned what cannot be trained on, does not end, or failed 64 times in a
-            row. EngineError, RewardError.
+            row over 60 s or more. EngineError, RewardError.
         """
         self._thread = thread = self._thread or EnvironmentThread()
         conversations = sum(len(request.indices) for request in requests)
@@ -252,8 +264,12 @@ class Conversations:
                 await asyncio.wait(waiting, timeout=_GRACE_S)
 
     def _run(self, call: _Call, conversation: Conversation, outcome: asyncio.Future[Rollout]) -> _Running:
-        """Begin a conversation. outcome: what becomes of it."""
-        running = _Running(call.thread, conversation, self._environment, self._section)
+        """Begin a conversation, after a pause where others failed and none has succeeded since. outcome: what becomes
+        of it."""
+        tried, pause_s = conversation.request.attempt, 0.0
+        if tried and self._failures_in_a_row:
+            pause_s = backoff_s(tried - 1, first_s=_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        running = _Running(call.thread, conversation, self._environment, self._section, pause_s)
         call.running[conversation] = running
 
         def end(_: object) -> None:
@@ -301,15 +317,19 @@ class Conversations:
         return conversation.ended("abort")
 
     def _failed(self, counts: dict[str, int], counter: str, what: str) -> None:
-        """Count; warn of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other."""
+        """Count; warn of the 1st, 2nd, 4th... Raises RolloutError: too many, one after the other, for too long."""
         counts[counter] += 1
+        now = asyncio.get_running_loop().time()
+        if not self._failures_in_a_row:
+            self._failing_since = now
         self._failures_in_a_row += 1
+        failing_s = now - self._failing_since
         count = counts[counter]
         text = f"environment.kind: {self._section.kind}: a conversation {what}"
-        if self._failures_in_a_row >= _MOST_FAILURES:
+        if self._failures_in_a_row >= _MOST_FAILURES and failing_s >= _FAILING_S:
             raise RolloutError(
-                f"{text}; {self._failures_in_a_row} failed one after the other, so none will succeed; fix: correct the "
-                "class, or raise environment.timeout_s"
+                f"{text}; {self._failures_in_a_row} failed in a row, for {failing_s:.0f} s; fix: correct the class or "
+                "the service that it needs, or raise environment.timeout_s"
             )
         if count.bit_count() == 1:
             self._notices.warn(f"{text}; it is begun again. {counter} is {count}; said again at {2 * count}")

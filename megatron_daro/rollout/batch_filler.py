@@ -7,6 +7,7 @@ and which of them are one call of the engine is decided in `filling.py`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ class BatchFiller:
         flight.stopping = True
         ids, deadlines = flight.group_ids(), self._parts.deadlines
         await deadlines.within("abort", self._parts.rollouter.abort(ids), what=f"{len(ids)} groups in flight")
+        aborted = time.monotonic()
         _, late = await asyncio.wait(flight.calls, timeout=deadlines.abort)
         scoring = {call for call in late if any(entry.unscored for entry in flight.calls[call].values())}
         if scoring:  # All that is left of it is verification, which has its own deadline, and a teacher.
@@ -193,9 +195,9 @@ class BatchFiller:
         stuck = [call for call in flight.calls if not call.done()]
         if stuck:
             self._parts.notices.warn(
-                f"{len(stuck)} groups did not end within {deadlines.abort:g} s of their abort (the first: group "
-                f"{min(flight.calls[stuck[0]])}); they are left behind with what is finished and scored. Look at the "
-                "log of the engine, or of the teacher"
+                f"{len(stuck)} groups did not end within {time.monotonic() - aborted:.0f} s of their abort (the "
+                f"first: group {min(flight.calls[stuck[0]])}); they are left behind with what is finished and scored. "
+                "Look at the log of the engine, or of the teacher"
             )
             await self._cancel(stuck)
         while not flight.arrivals.empty():

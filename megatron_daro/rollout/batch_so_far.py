@@ -16,7 +16,7 @@ LOWEST_KEEP_RATE = 0.25
 
 
 class BatchSoFar:
-    """The groups of one batch so far, by what became of them."""
+    """The groups of one batch so far, by what became of them. incomplete: so many were dropped because they failed."""
 
     def __init__(self, ledger: Ledger, *, rollouts_per_prompt: int, kept_bins: Collection[int]) -> None:
         """Empty.
@@ -30,6 +30,7 @@ class BatchSoFar:
         self.kept: list[Group] = []
         self.filtered: list[Group] = []
         self.dropped: list[Group] = []
+        self.incomplete = 0
         self.rounds = 0
         self.fresh_kept = 0
         self.fresh_total = 0
@@ -38,6 +39,7 @@ class BatchSoFar:
         """Put a group whose generation ended where it belongs."""
         self.fresh_total += 1
         if not complete:
+            self.incomplete += 1
             self.drop([group])
         elif group.bin not in self._kept_bins:
             self._ledger.finish([group.group_id], "filtered")

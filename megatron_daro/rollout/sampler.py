@@ -145,10 +145,15 @@ class Sampler:
             self._collector.counters.batches_empty += 1
             where = await self._record_skipped(batch, use_version + 1)
             self._notices.warn(f"no trainable group in this batch ({batch.why_empty()}); it is skipped; {where}")
+        if batch.incomplete > len(batch.filtered):
+            remedy = "Most of these groups failed at every attempt: correct what the warnings before this name"
+        else:
+            remedy = (
+                f"{describe(batch.filtered)} Use prompts the model solves sometimes, raise "
+                "rollout.rollouts_per_prompt or rollout.prompts_per_batch, or switch the filter off"
+            )
         raise DataError(
-            f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). "
-            f"{describe(batch.filtered)} Use prompts the model solves sometimes, raise rollout.rollouts_per_prompt or "
-            f"rollout.prompts_per_batch, or switch the filter off; {where}"
+            f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). {remedy}; {where}"
         )
 
     async def _record_skipped(self, batch: BatchSoFar, step: int) -> str:

@@ -390,7 +390,7 @@ class _GroupUpdate:
             timeout_s=_RECEIVE_S,
         )
 
-    async def blame(self, report: SendReport, *, again: bool = True) -> None:
+    async def blame(self, report: SendReport) -> None:
         """Give up those that did not answer. Raises SyncError, with what each said: one refused what it got."""
         refused = {name: failure for name, failure in report.failures.items() if failure.kind == "refused"}
         if refused:

@@ -56,9 +56,9 @@ class ReceiverUpdate(Protocol):
         """Stop generation and open the update; what is to be sent to whom, or written. None: no receiver is left."""
         ...
 
-    async def blame(self, report: SendReport, *, again: bool = True) -> None:
+    async def blame(self, report: SendReport) -> None:
         """Give up the receivers whose fault a failed sending is; the others are prepared and sent all again, unless
-        failures are apart: then these have everything. Args: again: false after the last try."""
+        failures are apart: then these have everything."""
         ...
 
     async def install(self, report: SendReport) -> None:
@@ -181,7 +181,7 @@ class WeightSync:
                 continue
             if not report.failures:
                 return report
-            await update.blame(report, again=tried < _TRIES - 1)
+            await update.blame(report)
             if report.apart and len(report.failures) < len(plan.targets):
                 return report
         return None

@@ -88,7 +88,6 @@ class WorkerPool:
         self._workers, self._timeout_s, self._memory_mib = workers, timeout_s, memory_mib
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._pids: dict[int, int] = {}
         self._lock = threading.Lock()
         self._counters = PoolCounters()
         self._closing = threading.Event()
@@ -104,12 +103,6 @@ class WorkerPool:
     def failed_starts(self) -> int:
         """Starts of workers that were tried again so far."""
         return self.counters["failed_starts"]
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that are alive now."""
-        with self._lock:
-            return tuple(self._pids.values())
 
     def __enter__(self) -> Self:
         self.start()
@@ -131,9 +124,7 @@ class WorkerPool:
             ready: list[Future[None]] = [Future() for _ in range(self._workers)]
             for slot, future in enumerate(ready):
                 name = f"{self._program.name}-worker-{slot}"
-                self._threads.append(
-                    threading.Thread(target=self._dispatch, args=(slot, future), name=name, daemon=True)
-                )
+                self._threads.append(threading.Thread(target=self._dispatch, args=(future,), name=name, daemon=True))
             for thread in self._threads:
                 thread.start()
         try:
@@ -232,24 +223,24 @@ class WorkerPool:
         for _ in range(num_stops):
             self._tasks.put(None)
 
-    def _dispatch(self, slot: int, ready: Future[None]) -> None:
+    def _dispatch(self, ready: Future[None]) -> None:
         """Body of one dispatcher thread: owns one worker for the life of the pool."""
         worker: WorkerProcess | None = None
         try:
-            worker = self._new_worker(slot, attempts=1)
+            worker = self._new_worker(attempts=1)
             ready.set_result(None)
             while (task := self._tasks.get()) is not None:
                 request, future, given_up = task
                 if not future.set_running_or_notify_cancel():
                     continue  # nobody waits for it any more
                 try:
-                    reply, worker = self._serve(slot, worker, request, given_up)
+                    reply, worker = self._serve(worker, request, given_up)
                     future.set_result(reply)
                 except Exception as error:
                     future.set_exception(error)
                     raise
                 # Replaced before the next job is taken: a job never waits for a worker to load while another is idle.
-                worker = worker or self._replacement(slot)
+                worker = worker or self._replacement()
         except Exception as fault:  # The border of the thread: whoever waits for it must hear of it.
             broken = fault if isinstance(fault, self._program.error) else self._error(f"{fault!r}; report this")
             self._broken = broken
@@ -257,10 +248,11 @@ class WorkerPool:
                 ready.set_exception(broken)
             self._fail_waiting(broken)
         finally:
-            self._discard(slot, worker)
+            if worker is not None:
+                worker.kill()
 
     def _serve(
-        self, slot: int, worker: WorkerProcess | None, request: dict[str, Any], given_up: threading.Event
+        self, worker: WorkerProcess | None, request: dict[str, Any], given_up: threading.Event
     ) -> tuple[dict[str, Any], WorkerProcess | None]:
         """Return the reply to one request and the worker for the next one (None: to be started then)."""
         crashes = unreached = 0
@@ -273,7 +265,7 @@ class WorkerPool:
         while crashes < most_crashes and unreached < _MAX_UNREACHED:
             if self._closing.is_set():
                 raise self._error("closed while a request was under way; close it after the last reply")
-            worker = worker or self._replacement(slot)
+            worker = worker or self._replacement()
             try:
                 reply = worker.ask(request, stopping)
             except WorkerTimeoutError:
@@ -283,11 +275,11 @@ class WorkerPool:
             except WorkerUnreachedError:
                 unreached += 1
                 self._count(asked_again=unreached < _MAX_UNREACHED)
-                self._discard(slot, worker)
+                worker.kill()
                 worker = None
                 continue
             except WorkerCrashError:
-                self._discard(slot, worker)
+                worker.kill()
                 worker = None
                 if once and given_up.is_set():
                     return {"reason": "given_up"}, None
@@ -297,7 +289,7 @@ class WorkerPool:
                 continue
             reason = reply["reason"]
             if reason == REFUSED:
-                self._discard(slot, worker)
+                worker.kill()
                 raise self._program.error(str(reply["error"]))
             self._count(
                 answered=1,
@@ -305,19 +297,19 @@ class WorkerPool:
                 memory_kills=reason == "memory",
             )
             if reason in ("timeout", "memory"):
-                self._discard(slot, worker)
+                worker.kill()
                 worker = None
             return reply, worker
         if self._closing.is_set():
             raise self._error("closed while a request was under way; close it after the last reply")
         return {"reason": "crash" if crashes == most_crashes else "unreached"}, None
 
-    def _replacement(self, slot: int) -> WorkerProcess:
-        worker = self._new_worker(slot, attempts=_RESTART_ATTEMPTS)
+    def _replacement(self) -> WorkerProcess:
+        worker = self._new_worker(attempts=_RESTART_ATTEMPTS)
         self._count(restarts=1)
         return worker
 
-    def _new_worker(self, slot: int, *, attempts: int) -> WorkerProcess:
+    def _new_worker(self, *, attempts: int) -> WorkerProcess:
         """Return a worker that is ready. One that ends by itself is started `attempts` times, one that a signal ends
         more often: the next start may well succeed."""
         attempt = 0
@@ -334,15 +326,7 @@ class WorkerPool:
                     raise
                 self._count(failed_starts=1)
                 continue
-            with self._lock:
-                self._pids[slot] = worker.pid or 0
             return worker
-
-    def _discard(self, slot: int, worker: WorkerProcess | None) -> None:
-        with self._lock:
-            self._pids.pop(slot, None)
-        if worker is not None:
-            worker.kill()
 
     def _count(self, **amounts: int) -> None:
         with self._lock:

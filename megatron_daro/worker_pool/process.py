@@ -87,11 +87,6 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker, closed by kill()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id, None before start and after kill."""
-        return None if self._process is None else self._process.pid
-
     def start(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Start and wait until the worker is ready.
 

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from heavy_cases import mostly_heavy
+from worker_processes import worker_pids
 
 from megatron_daro.errors import RewardError
 from megatron_daro.reward import ScreenLimits, VerifierSpec
@@ -79,29 +79,22 @@ def in_thread(pool: RewardPool, pairs: list[tuple[str, str]]) -> tuple[threading
     return thread, result
 
 
-@pytest.fixture(scope="module")
-def unscreened() -> Iterator[RewardPool]:
-    with RewardPool(UNSCREENED, workers=2, timeout_s=4.0) as pool:
-        yield pool
-
-
 PATHOLOGICAL = ["9^{9^{9^9}}", "x+3^{3^{3^{3^3}}}", "x+" + "{" * 3000 + "5" + "}" * 3000]
 
 
 @pytest.mark.parametrize("answer", mostly_heavy(PATHOLOGICAL, "9^{9^{9^9}}"))
-def test_a_pathological_answer_times_out_and_the_others_come_right(unscreened: RewardPool, answer: str) -> None:
-    pids, before = set(unscreened.worker_pids), unscreened.counters
-    assert len(pids) == 2
-    pairs = [GOOD, (f"\\boxed{{{answer}}}", "5 x"), *[(f"\\boxed{{y+{i}}}", "y+3") for i in range(8)], WRONG]
-    verdicts = unscreened.score(pairs)
-    assert verdicts[1] == Verdict(False, 0.0, "timeout")
-    others = ["match", *["match" if i == 3 else "no_match" for i in range(8)], "no_match"]
-    assert [v.reason for v in verdicts[:1] + verdicts[2:]] == others
-    assert unscreened.counters["timeouts"] - before["timeouts"] == 1
-    until(lambda: unscreened.counters["restarts"] == before["restarts"] + 1, "the killed worker is replaced")
-    killed = pids - set(unscreened.worker_pids)
-    assert len(killed) == 1
-    assert gone(killed.pop())
+def test_a_pathological_answer_times_out_and_the_others_come_right(answer: str) -> None:
+    with RewardPool(UNSCREENED, workers=2, timeout_s=4.0) as pool:
+        pids = worker_pids()
+        assert len(pids) == 2
+        pairs = [GOOD, (f"\\boxed{{{answer}}}", "5 x"), *[(f"\\boxed{{y+{i}}}", "y+3") for i in range(8)], WRONG]
+        verdicts = pool.score(pairs)
+        assert verdicts[1] == Verdict(False, 0.0, "timeout")
+        others = ["match", *["match" if i == 3 else "no_match" for i in range(8)], "no_match"]
+        assert [v.reason for v in verdicts[:1] + verdicts[2:]] == others
+        assert pool.counters["timeouts"] == 1
+        until(lambda: pool.counters["restarts"] == 1, "the killed worker is replaced")
+        assert len(pids - worker_pids()) == 1
 
 
 def test_other_answers_are_done_before_a_pathological_one_times_out() -> None:
@@ -127,21 +120,22 @@ MATRIX_ROWS = " \\\\ ".join([" & ".join(["x+1"] * 30)] * 300)
     ],
 )
 def test_an_answer_that_eats_memory_is_refused_and_its_worker_replaced(hungry: tuple[str, str]) -> None:
-    with RewardPool(UNSCREENED, workers=1) as pool:
-        status = Path(f"/proc/{pool.worker_pids[0]}/status").read_text()
+    with RewardPool(UNSCREENED, workers=1):
+        (pid,) = worker_pids()
+        status = Path(f"/proc/{pid}/status").read_text()
     base_mib = int(status.split("VmHWM:")[1].split()[0]) // 1024
     with RewardPool(UNSCREENED, workers=1, timeout_s=120.0, memory_mib=base_mib + 12) as pool:
-        first = pool.worker_pids
+        first = worker_pids()
         assert [v.reason for v in pool.score([hungry, WRONG])] == ["memory", "no_match"]
         assert pool.counters["memory_kills"] == 1
         assert pool.counters["timeouts"] == 0
         assert pool.counters["crashes"] == 0, "the next answer met a worker that had ended"
-        assert pool.worker_pids != first
+        assert worker_pids() != first
 
 
 def test_a_worker_killed_once_costs_nothing() -> None:
     with RewardPool("math", workers=1, timeout_s=60.0) as pool:
-        (pid,) = pool.worker_pids
+        (pid,) = worker_pids()
         os.kill(pid, signal.SIGSTOP)
         thread, result = in_thread(pool, [GOOD])
         os.kill(pid, signal.SIGKILL)
@@ -153,7 +147,7 @@ def test_a_worker_killed_once_costs_nothing() -> None:
 
 def test_a_worker_stopped_while_idle_costs_no_verdict() -> None:
     with RewardPool("math", workers=1, timeout_s=2.0) as pool:
-        (pid,) = pool.worker_pids
+        (pid,) = worker_pids()
         os.kill(pid, signal.SIGSTOP)
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "a stopped worker")
         assert [v.reason for v in pool.score([GOOD, WRONG])] == ["match", "no_match"]
@@ -163,7 +157,7 @@ def test_a_worker_stopped_while_idle_costs_no_verdict() -> None:
 
 def test_a_worker_stopped_in_the_middle_of_an_answer_is_no_timeout() -> None:
     with RewardPool(UNSCREENED, workers=1, timeout_s=3.0) as pool:
-        (pid,) = pool.worker_pids
+        (pid,) = worker_pids()
         before_s = sum(psutil.Process(pid).cpu_times()[:2])
         thread, result = in_thread(pool, [SLOW])
         until(lambda: sum(psutil.Process(pid).cpu_times()[:2]) > before_s + 0.2, "a worker that has begun")
@@ -193,8 +187,9 @@ def test_an_answer_that_no_worker_ever_takes_is_said_so(monkeypatch: pytest.Monk
 
     def stopped_worker(*args: Any, **options: Any) -> Any:
         worker = start(*args, **options)
-        os.kill(worker.pid, signal.SIGSTOP)
-        stopped.append(worker.pid)
+        (pid,) = worker_pids().difference(stopped)
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
         return worker
 
     with monkeypatch.context() as patch:
@@ -209,11 +204,12 @@ def test_an_answer_that_no_worker_ever_takes_is_said_so(monkeypatch: pytest.Monk
 
 def test_an_answer_that_kills_two_workers_is_a_crash_and_the_pool_goes_on() -> None:
     with RewardPool(UNSCREENED, workers=1, timeout_s=120.0) as pool:
-        (first,) = pool.worker_pids
+        (first,) = worker_pids()
         thread, result = in_thread(pool, [SLOW])
         os.kill(first, signal.SIGSEGV)
-        until(lambda: pool.worker_pids not in ((), (first,)), "a second worker")
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        until(lambda: pool.counters["restarts"] == 1, "a second worker")
+        (second,) = worker_pids()
+        os.kill(second, signal.SIGKILL)
         thread.join(90)
         assert result == [Verdict(False, 0.0, "crash")]
         assert pool.counters["crashes"] == 2
@@ -222,7 +218,8 @@ def test_an_answer_that_kills_two_workers_is_a_crash_and_the_pool_goes_on() -> N
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_workers() -> None:
     with RewardPool("math", workers=1, timeout_s=60.0) as pool:
-        os.kill(pool.worker_pids[0], signal.SIGINT)
+        (pid,) = worker_pids()
+        os.kill(pid, signal.SIGINT)
         assert pool.score([GOOD])[0].correct
         assert pool.counters["crashes"] == 0
 
@@ -231,7 +228,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_workers() -> None:
 def test_close_leaves_no_process_behind(busy: bool) -> None:
     pool = RewardPool(UNSCREENED, workers=2, timeout_s=120.0)
     pool.start()
-    pids = pool.worker_pids
+    pids = worker_pids()
     assert len(pids) == 2
     thread, result = in_thread(pool, [SLOW] if busy else [GOOD])
     if busy:
@@ -249,13 +246,14 @@ def test_close_leaves_no_process_behind(busy: bool) -> None:
 PARENT = """
 import sys, threading, time
 sys.path[:0] = {path!r}
+import psutil
 from megatron_daro.reward import ScreenLimits, VerifierSpec
 from megatron_daro.reward.pool import RewardPool
 pool = RewardPool(VerifierSpec(limits=ScreenLimits(max_exponent=10**300, max_tower=10**6)), workers=2, timeout_s=300.0)
 pool.start()
 if {busy}:
     threading.Thread(target=pool.score, args=([("\\\\boxed{{9^{{9^{{9^9}}}}}}", "5 x")],), daemon=True).start()
-print(*pool.worker_pids, flush=True)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
 time.sleep(300)
 """
 
@@ -297,8 +295,9 @@ def test_a_pool_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_workers_that_no_longer_start_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        (pid,) = worker_pids()
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(RewardError, match="could not start"):
             pool.score([GOOD, WRONG])
         with pytest.raises(RewardError):
@@ -325,15 +324,16 @@ class KilledAsTheyStart:
 def test_workers_killed_while_the_pool_starts_are_started_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = KilledAsTheyStart(monkeypatch, 5)
     with RewardPool("math", workers=2, timeout_s=60.0) as pool:
-        assert len(faults.pids) == 5 and not set(faults.pids) & set(pool.worker_pids)
+        assert len(faults.pids) == 5 and not set(faults.pids) & worker_pids()
         assert pool.failed_starts == 5
         assert pool.score([GOOD, WRONG]) == [Verdict(True, 1.0, "match"), Verdict(False, 0.0, "no_match")]
 
 
 def test_replacements_killed_while_they_start_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardPool("math", workers=1, timeout_s=60.0) as pool:
+        (pid,) = worker_pids()
         faults = KilledAsTheyStart(monkeypatch, 5)
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         assert pool.score([GOOD])[0].correct
         assert len(faults.pids) == 5
         assert (pool.failed_starts, pool.counters["restarts"]) == (5, 1)

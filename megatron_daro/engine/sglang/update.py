@@ -103,7 +103,7 @@ class ServerUpdate:
         )
         return await self.receiving.planned(plan)
 
-    async def blame(self, report: SendReport, *, again: bool = True) -> None:
+    async def blame(self, report: SendReport) -> None:
         """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only
         saw the group end; from shards to shards they have everything."""
         if report.apart:
@@ -123,8 +123,7 @@ class ServerUpdate:
         await asyncio.gather(*map(judge, self._taking_part()))
         others = ", ".join(server.name for server in self._taking_part()) or "none"
         all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
-        follows = f"sent again from the beginning to: {others}" if again else "that was the last try"
-        self._parts.warn(f"a weight update failed while sending ({all_said}); {follows}")
+        self._parts.warn(f"a weight update failed while sending ({all_said}); still taking part: {others}")
         for server in self._taking_part():
             server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
 

@@ -245,10 +245,58 @@ def test_a_failed_conversation_comes_back_as_abort_and_is_counted(wrong, timeout
     assert other.counters() == counters, "an evaluation's conversations are not in the counts of training"
 
 
+class Skipping(asyncio.SelectorEventLoop):
+    """Its clock can be put forward."""
+
+    skipped_s = 0.0
+
+    def time(self):
+        return super().time() + self.skipped_s
+
+
 @pytest.mark.parametrize(("wrong", "words"), [("raises", "no such move"), ("exits", "SystemExit")])
-def test_an_environment_that_never_works_is_refused(wrong, words):
-    with pytest.raises(RolloutError, match=words):
-        held(Engine(), requests(groups=10, size=8), wrong=wrong)
+def test_an_environment_that_never_works_for_a_minute_is_refused(wrong, words):
+    async def run():
+        rollouter = talks(Engine(), wrong=wrong)
+        asked = requests(groups=10, size=8)
+        outcomes = {one.finish_reason async for some in rollouter.generate(asked) for one in some}
+        asyncio.get_running_loop().skipped_s += 61
+        with pytest.raises(RolloutError, match=words):
+            await collected(rollouter, asked)
+        return outcomes
+
+    with asyncio.Runner(loop_factory=Skipping) as runner:
+        assert runner.run(run()) == {"abort"}, "a moment in which all fail ends no run"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_while_all_fail_a_conversation_is_begun_again_after_a_pause_unless_it_is_aborted(aborted):
+    class Service(toy_environment.SecondTry):
+        down, asked = True, 0
+
+        async def rollout(self, prompt, conversation):
+            Service.asked += 1
+            if Service.down:
+                raise ConnectionRefusedError
+            return await super().rollout(prompt, conversation)
+
+    async def run():
+        rollouter = talks(Engine(), environment=Service)
+        assert {one.finish_reason async for some in rollouter.generate(requests()) for one in some} == {"abort"}
+        Service.down = False
+        again = asyncio.create_task(collected(rollouter, [replace(one, attempt=1) for one in requests()]))
+        await asyncio.sleep(0.2)
+        assert Service.asked == 12
+        if aborted:
+            await rollouter.abort()
+        else:
+            asyncio.get_running_loop().skipped_s += 20
+        async with asyncio.timeout(10):
+            return {one.finish_reason for one in await again}
+
+    with asyncio.Runner(loop_factory=Skipping) as runner:
+        assert runner.run(run()) == ({"abort"} if aborted else {"stop"})
+    assert Service.asked == (12 if aborted else 24)
 
 
 class Quick(asyncio.SelectorEventLoop):

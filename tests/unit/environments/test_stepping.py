@@ -12,6 +12,7 @@ import pytest
 import sandboxed
 from loop_fakes import FakeProgress
 from test_conversations import Engine, Pool, collected, requests
+from worker_processes import workers
 
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.environments.conversations import Conversations
@@ -58,13 +59,6 @@ def held(engine, **options):
             return await collected(rollouter, requests())
 
     return asyncio.run(within_a_deadline()), rollouter
-
-
-def workers():
-    """The worker processes of these tests; forks of them keep their command line, wherever they went."""
-    mine = f'"parent_pid": {os.getpid()}'
-    lines = [(one, one.info["cmdline"] or [""]) for one in psutil.process_iter(["cmdline"])]
-    return [one for one, line in lines if mine in line[-1] and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def workers_left():

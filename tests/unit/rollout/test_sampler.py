@@ -134,6 +134,14 @@ def test_batches_without_a_trainable_group_are_skipped_and_then_an_error():
     assert len(parts.engine.requests) == 3 * 2
 
 
+def test_batches_whose_groups_all_fail_end_in_an_error_that_does_not_blame_the_prompts():
+    parts = setup(rollout={"max_refill_rounds": 0})
+    parts.engine.lose_groups = {(group, attempt) for group in range(99) for attempt in range(3)}
+    with pytest.raises(DataError, match="3 batches") as failed:
+        sample(parts)
+    assert "failed" in str(failed.value) and "prompts" not in str(failed.value)
+
+
 def test_an_empty_batch_is_counted_and_its_groups_are_handed_on():
     parts = setup(rollout={"max_refill_rounds": 0, "prompts_per_batch": 2, "oversampling": 1.0})
     parts.source.next = lambda n, give=parts.source.next: [

@@ -63,7 +63,7 @@ class Engine:
         self.steps.append("prepare")
         return self.plans.pop(0) if self.plans else PLAN
 
-    async def blame(self, report, *, again):
+    async def blame(self, report):
         self.steps.append(f"blame {', '.join(report.failures)}")
 
     async def install(self, report):

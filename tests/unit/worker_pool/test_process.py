@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+from worker_processes import worker_pids
 from worker_program import PROGRAM
 
 from megatron_daro.worker_pool.process import (
@@ -41,7 +42,8 @@ def test_who_worked_up_to_the_limit_is_not_waited_for(worker):
 def test_a_request_may_be_larger_than_a_pipe_and_a_stopped_worker_that_takes_none_holds_nobody(worker):
     text = "x" * 10**6
     assert worker.ask({"says": text}) == {"reason": text}
-    os.kill(worker.pid, signal.SIGSTOP)
+    (pid,) = worker_pids()
+    os.kill(pid, signal.SIGSTOP)
     with pytest.raises(WorkerUnreachedError):
         worker.ask({"says": text})
 
