@@ -3,12 +3,12 @@
 The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights,
 evaluates them, then has three coroutines under one task group:
 
-    _generate --batches, then None--> _queue --> _train --> _sync_weights --> engine
+    _generate --batches, then None--> _queue --> _train --> _end_batch -----> engine
         ^                                          |
         +------------- Pace.batch_done ------------+          _watch: a stop ends _generate
 
     coroutine   waits for                                          unblocked by
-    _generate   its turn: batch m needs m - 1 - batches_ahead      `_sync_weights`, once the engine has the weights
+    _generate   its turn: batch m needs m - 1 - batches_ahead      `_end_batch`, once the engine has the weights
                 trained, so 0 is synchronous training, and 1       of a batch, or a batch trained nothing
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
@@ -41,7 +41,7 @@ from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
-from megatron_daro.errors import NonFiniteError
+from megatron_daro.errors import DaroError, NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
@@ -377,10 +377,10 @@ class Controller:
         self.step = minibatch.step
         metrics = {**result.metrics, **of_batch, **self._book_metrics()}
         if minibatch.last:
-            metrics |= await self._sync_weights(minibatch.version)
+            metrics |= await self._end_batch(minibatch.version)
         with self._parts.phases.measure("write"):
             await self._write_rollouts(minibatch, resolved, applied=not result.skipped)
-            await self._write_metrics(minibatch, metrics, len(prepared.batch.tokens_T))
+            await self._write_metrics(minibatch, metrics, prepared.batch)
 
     async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> StepResult:
         """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
@@ -418,7 +418,7 @@ class Controller:
             async with self._engine_use():
                 await self._parts.gpus.to_policy()
 
-    async def _sync_weights(self, old_version: int) -> Mapping[str, float]:
+    async def _end_batch(self, old_version: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
         the sync. Args: old_version: the weight version that the batch began with."""
         metrics: Mapping[str, float] = {}
@@ -426,16 +426,25 @@ class Controller:
             with self._parts.phases.measure("sync_wait"):
                 await self._parts.evaluations.ended()  # its answers are all of the version that the engine has
                 await engine.enter_async_context(self._engine_use())
-            if self._weight_sync:
-                with self._parts.phases.measure("sync"):
-                    metrics = await self._publish(f"step {self.step}")
-            if self._parts.evaluations.due(old_version, self.step):
-                if self._stop.is_set():
-                    self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
-                else:
-                    await self._parts.evaluations.run(self.step, self._lines)
+            try:
+                if self._weight_sync:
+                    with self._parts.phases.measure("sync"):
+                        metrics = await self._publish(f"step {self.step}")
+            except DaroError as error:
+                if self.step < self._section.steps and not self._stop.is_set():
+                    raise
+                self._parts.progress.warn(f"{error}; the run ends here, and what was trained is saved")
+            else:
+                await self._evaluate_if_due(old_version)
         await self._pace.batch_done(self.step)
         return metrics
+
+    async def _evaluate_if_due(self, old_version: int) -> None:
+        if self._parts.evaluations.due(old_version, self.step):
+            if self._stop.is_set():
+                self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
+            else:
+                await self._parts.evaluations.run(self.step, self._lines)
 
     async def _write_rollouts(self, minibatch: MiniBatch, resolved: Sequence[Group], *, applied: bool) -> None:
         """Record what became of the groups. Before the metrics: a line of these means that its rollouts are on disk."""
@@ -448,11 +457,11 @@ class Controller:
             work = asyncio.to_thread(self._settle_experts, self._parts.experts, minibatch)
             await self._within("write", work, what=f"experts of step {minibatch.step}")
 
-    async def _write_metrics(self, minibatch: MiniBatch, metrics: dict[str, float], num_tokens: int) -> None:
+    async def _write_metrics(self, minibatch: MiniBatch, metrics: dict[str, float], columns: StepBatch) -> None:
         metrics |= self._parts.phases.collect()
         if train_s := metrics.get("timing/train_s", 0.0):
-            metrics["throughput/train_tokens_per_s"] = num_tokens / train_s
-        self._show(minibatch, metrics)
+            metrics["throughput/train_tokens_per_s"] = len(columns.tokens_T) / train_s
+        self._show(minibatch, metrics, columns)
         await self._lines.add(minibatch.step, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
@@ -463,11 +472,11 @@ class Controller:
         )
         folder.settle(nothing | {group.group_id: tuple(r.routed_experts for r in group.rollouts) for group in kept})
 
-    def _show(self, minibatch: MiniBatch, metrics: Mapping[str, float]) -> None:
+    def _show(self, minibatch: MiniBatch, metrics: Mapping[str, float], columns: StepBatch) -> None:
         """Show the step, and what a person should look at."""
         self._parts.progress.step(minibatch.step, metrics)
         drift = self._parts.drift.observe(minibatch.step, metrics)
-        for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups))):
+        for warning in filter(None, (drift, self._signal.observe(minibatch.step, minibatch.groups, columns))):
             self._parts.progress.warn(warning)
 
     async def _write_line(self, step: int, metrics: Mapping[str, float]) -> None:

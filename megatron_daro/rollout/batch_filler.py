@@ -1,7 +1,7 @@
 """Fills a batch: begins groups and takes in those that end, until the batch is complete. When that is, how many begin,
 and which of them are one call of the engine is decided in `filling.py`.
 
-`fill` waits for the next arrival of all calls; each call waits for its engine, and its verdicts are made meanwhile.
+`fill` waits for the next call that ends; each call waits for its engine, and its verdicts are made meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_daro.deadlines import Deadlines, first_cause, mark_as_seen
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
-from megatron_daro.rollout.filling import FILLINGS
+from megatron_daro.rollout.filling import FILLINGS, old_and_new
 from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight, UnfinishedGroup, admit
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
@@ -73,13 +73,10 @@ class BatchFiller:
         try:
             await self._begin_groups(batch, flight)
             while flight.calls:
-                call = await self._next_arrival(flight)
-                if call is not None:
-                    self._take_groups(batch, flight, call)
+                self._take_groups(batch, flight, await self._next_ended(flight))
                 if self._filling.is_enough(batch, flight):
                     break
-                if call is not None:
-                    await self._begin_groups(batch, flight)
+                await self._begin_groups(batch, flight)
             if flight.calls:
                 await self._abort_in_flight(batch, flight)
         finally:
@@ -96,12 +93,7 @@ class BatchFiller:
         if wanted <= 0:
             return
         flight.times_begun += 1
-        waiting = len(flight.to_resume)
-        if self._section.segment_tokens is not None:  # all go on, beside new prompts
-            resumed, prompts = waiting, wanted
-        else:
-            resumed = min(waiting, wanted)
-            prompts = wanted - resumed
+        resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
         for together in self._filling.calls(groups):
             task = asyncio.create_task(self._generate(flight, together))
@@ -146,7 +138,7 @@ class BatchFiller:
         iterator = self._parts.rollouter.generate(requests)
         try:
             async with asyncio.TaskGroup() as scoring:
-                # No deadline of its own: it may wait behind others. `_next_arrival` waits for the next of them all.
+                # No deadline of its own: it may wait behind others. `_next_ended` waits for the next of them all.
                 async for rollouts in iterator:
                     finished = collector.accept(rollouts, groups)
                     if len(requests) == 1:  # nothing is generated meanwhile, and its end is its arrival
@@ -159,10 +151,12 @@ class BatchFiller:
         finally:
             await collector.close(iterator)
 
-    async def _next_arrival(self, flight: Flight) -> asyncio.Task[None] | None:
-        """Wait for the end of a call, or for all rollouts of one of its groups (None)."""
-        what = f"the engine, with {len(flight.calls)} calls in flight"
-        return await self._parts.deadlines.within("next_group", flight.arrivals.get(), what=what)
+    async def _next_ended(self, flight: Flight) -> asyncio.Task[None]:
+        """Wait for the end of a call. A group of one that goes on (None) only shows that it lives."""
+        what, call = f"the engine, with {len(flight.calls)} calls in flight", None
+        while call is None:
+            call = await self._parts.deadlines.within("next_group", flight.arrivals.get(), what=what)
+        return call
 
     def _take_groups(self, batch: BatchSoFar, flight: Flight, call: asyncio.Task[None]) -> None:
         """Take the groups of a call that ended, by id. Raises what ended it."""

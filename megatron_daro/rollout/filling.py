@@ -18,10 +18,9 @@ filtered group at the beginning would look like a filter that keeps nothing, and
 
 
 class Filling(Protocol):
-    """A way to fill a batch. Each `flight` begins with `wanted`. Whenever answers have come or a call has ended it is
-    asked `is_enough`, and `wanted` if not and a call has ended. It is asked nothing while nothing comes, so one that
-    ends a batch by the clock gives `BatchFiller`'s wait for the next arrival a limit. Groups that are one call are in
-    the batch when all of them have ended."""
+    """A way to fill a batch. Each `flight` begins with `wanted`. Whenever a call has ended, and its groups are in the
+    batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile, so one that ends a batch by the
+    clock gives `BatchFiller`'s wait for the next end of a call a limit."""
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
         """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
@@ -43,6 +42,13 @@ class Filling(Protocol):
         """Return how many rounds of prompts a batch that is complete took, for metrics and messages. Called once, so a
         way may learn here what it kept."""
         ...
+
+
+def old_and_new(section: RolloutSection, waiting: int, wanted: int) -> tuple[int, int]:
+    """Return how many of the groups that the batch before left go on, and how many prompts begin, of so many that are
+    wanted. Where answers are made in segments all go on, beside new prompts."""
+    old = waiting if section.segment_tokens is not None else min(waiting, wanted)
+    return old, wanted if section.segment_tokens is not None else wanted - old
 
 
 class InRounds:

@@ -153,8 +153,8 @@ class Flight:
     """What is in flight of one batch.
 
     to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
-    that each generates. arrivals: a call that has ended, or None: the rollouts of one group of a call of several came
-    in. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the
+    that each generates. arrivals: calls that have ended, and a None for each group of one that goes on: a sign of life.
+    unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the
     last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is asked
     of the engine.
     """

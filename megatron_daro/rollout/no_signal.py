@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_daro.observe.logs import safe_text
-from megatron_daro.types import Group, Verdict
+from megatron_daro.types import Group, StepBatch, Verdict
 
 NO_ANSWER = "no_answer"
 
@@ -56,28 +56,31 @@ def _sample(group: Group, text: str, verdict: Verdict) -> str:
 
 @dataclass(slots=True)
 class SignalWatch:
-    """Warns when step after step no group has both right and wrong answers, which only a filter would end the run for.
+    """Warns when step after step no group has both right and wrong answers, nor any answer an advantage, which only a
+    filter would end the run for. What ranks learn of beside it, such as a critic or a KL, is not looked at.
 
     Not part of a checkpoint: a resumed run counts anew.
     """
 
     _silent: int = 0
 
-    def observe(self, step: int, groups: Sequence[Group]) -> str | None:
-        """Take in the groups of one step.
+    def observe(self, step: int, groups: Sequence[Group], columns: StepBatch) -> str | None:
+        """Take in one step. Args: columns: of its groups, with the advantages that the driver made.
 
         Returns:
             A warning at the 3rd step in a row without signal, the 6th, the 12th...; None otherwise.
         """
         wrong = sum(group.bin == 0 for group in groups)
         right = sum(0 < group.bin == len(group.verdicts) for group in groups)
-        self._silent = self._silent + 1 if wrong + right == len(groups) else 0
+        of_tokens_R = columns.token_advantages_R
+        advantages = columns.advantages_N if of_tokens_R is None else of_tokens_R
+        self._silent = self._silent + 1 if wrong + right == len(groups) and not advantages.any() else 0
         rounds, rest = divmod(self._silent, PATIENCE)
         if rest or rounds.bit_count() != 1:
             return None
         return (
             f"step {step}: for {self._silent} steps no group had both right and wrong answers (now {right} all right, "
-            f"{wrong} all wrong), so there was nothing to learn from. {describe(groups)} Use prompts the model solves "
-            "sometimes; look at the samples of `megatron-daro report`, and at reward.verifier if right answers are "
-            "judged wrong"
+            f"{wrong} all wrong), nor was any answer better rewarded than others. {describe(groups)} Use prompts the "
+            "model solves sometimes; look at the samples of `megatron-daro report`, and at reward.verifier if right "
+            "answers are judged wrong"
         )

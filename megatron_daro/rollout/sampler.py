@@ -144,7 +144,8 @@ class Sampler:
             empty += 1
             self._collector.counters.batches_empty += 1
             where = await self._record_skipped(batch, use_version + 1)
-            self._notices.warn(f"no trainable group in this batch ({batch.why_empty()}); it is skipped; {where}")
+            batches = "a batch" if empty == 1 else f"{empty} batches in a row"
+            self._notices.warn(f"no trainable group in {batches} ({batch.why_empty()}): skipped; {where}")
         if batch.incomplete > len(batch.filtered):
             remedy = "Most of these groups failed at every attempt: correct what the warnings before this name"
         else:
