@@ -46,6 +46,7 @@ PROVENANCE = {
     "free_files": {},
     "train_files": ["cd34"],
     "eval_files": {"held_out": "ef56"},
+    "recording": "0178",
     "packages": {"torch": "2.11.0"},
     "machine": {"kind": "cpu", "count": 2, "fp8": None, "memory_bytes": 2**30},
 }
