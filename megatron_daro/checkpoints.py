@@ -26,6 +26,7 @@ from megatron_daro import durable
 from megatron_daro.config.data_file import why_no_file
 from megatron_daro.errors import CheckpointError, ConfigError, LostSaveError, disk_fault
 from megatron_daro.rollout.protocol import Notices
+from megatron_daro.rollout.recorder import recorded_steps
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -415,15 +416,15 @@ def _named_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         run_dir = path.parent.parent
         cause, advice = disk_fault(error, run_dir)
-        if not run_dir.is_dir():
-            raise CheckpointError(f"{path}: checkpoint not saved, {cause}; {advice}") from error
         if step_directories(path.parent):
             rest = f"earlier checkpoints are untouched; {advice}; trainer.keep_checkpoints says how many stay"
-        else:
+        elif recorded_steps(run_dir):
             rest = (
                 f"there is no earlier one, so --resume would begin again at step 0 and discard {run_dir}/rollouts. To "
                 f"use them: free disk space, and train with another trainer.run_dir and --replay {run_dir}"
             )
+        else:
+            raise CheckpointError(f"{path}: checkpoint not saved, {cause}; {advice}") from error
         raise CheckpointError(f"{path}: checkpoint not saved, {cause}. Nothing of it was kept and {rest}") from error
 
 

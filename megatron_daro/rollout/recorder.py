@@ -112,13 +112,18 @@ def recorded_steps(run_dir: Path) -> list[int]:
     return sorted(number for number, _ in _step_files(Path(run_dir)))
 
 
+def step_file(run_dir: Path, step: int) -> Path:
+    """Return the file of a recorded step."""
+    return Path(run_dir) / "rollouts" / _file_name(step)
+
+
 def read_step(run_dir: Path, step: int) -> list[tuple[Group, Outcome]]:
     """Return the groups of one step with what became of them: trained ones first, in batch order.
 
     Raises:
         DataError: the file is missing, torn, or not what `Recorder` writes; names the file and the row.
     """
-    return read_groups(Path(run_dir) / "rollouts" / _file_name(step))
+    return read_groups(step_file(run_dir, step))
 
 
 def read_minibatch(run_dir: Path, step: int) -> RecordedMiniBatch:
@@ -127,7 +132,7 @@ def read_minibatch(run_dir: Path, step: int) -> RecordedMiniBatch:
     Raises:
         DataError: as `read_step`.
     """
-    path = Path(run_dir) / "rollouts" / _file_name(step)
+    path = step_file(run_dir, step)
     with _reading(path):
         text = (pq.read_metadata(path).metadata or {}).get(MINIBATCH.encode())
         if text is None:

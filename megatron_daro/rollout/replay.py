@@ -3,7 +3,7 @@
 RUN/rollouts -> ReplaySource -> controller, in the sampler's place. Gives the groups of every recorded batch that
 trained, with its mini-batches and epochs at their recorded steps, so training is bit for bit that of the recorded run.
 Filtered and dropped groups come with them, since accuracy counts them; they train nothing.
-It refuses gaps (a run that was recorded in part), and to go on where a run that generates stopped.
+It refuses gaps: a run that was recorded in part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.deadlines import Deadlines
-from megatron_daro.errors import CheckpointError, DataError
+from megatron_daro.errors import DataError
 from megatron_daro.rollout.group_columns import RecordedGroup
 from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import RecordedMiniBatch, read_minibatch, read_step, recorded_steps
-from megatron_daro.rollout.sampled_batch import REPLAYED_STEP, SampledBatch, Snapshot, is_replay, reading_state
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, reading_state
 from megatron_daro.types import Group
+
+_STEP = "last_step"
+"""The key of the source's state: the recorded step that it is at."""
 
 
 class ReplaySource:
@@ -60,15 +63,10 @@ class ReplaySource:
         """Continues after the recorded step in `state`.
 
         Raises:
-            CheckpointError: the state is of a run that generates, or torn.
+            CheckpointError: the state is torn.
         """
-        if not is_replay(state):
-            raise CheckpointError(
-                "the checkpoint is of a run that generates its rollouts; resume it without --replay, or replay into a "
-                "new trainer.run_dir"
-            )
         with reading_state():
-            self._last_step = int(state["source"][REPLAYED_STEP])
+            self._last_step = int(state["source"][_STEP])
             self.ledger.load_state_dict(state["ledger"])
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
@@ -156,6 +154,6 @@ class ReplaySource:
             groups=groups,
             filtered=filtered,
             dropped=dropped,
-            snapshot=Snapshot({REPLAYED_STEP: within[-1].step}, self.ledger.state_dict()),
+            snapshot=Snapshot({_STEP: within[-1].step}, self.ledger.state_dict()),
             recorded=tuple(planned),
         )

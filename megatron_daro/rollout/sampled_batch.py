@@ -19,9 +19,6 @@ from megatron_daro.rollout.ledger import Ledger, Outcome
 from megatron_daro.rollout.recorder import RecordedMiniBatch
 from megatron_daro.types import Group
 
-REPLAYED_STEP = "last_step"
-"""The key of a replay's source state: the recorded step that it is at."""
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -83,12 +80,6 @@ class SampledBatch:
     response_tokens: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     recorded: tuple[RecordedMiniBatch, ...] = ()
-
-
-def is_replay(state: Mapping[str, Any]) -> bool:
-    """Whether a source's saved state is that of a replay."""
-    source = state.get("source")
-    return isinstance(source, Mapping) and REPLAYED_STEP in source
 
 
 @contextmanager

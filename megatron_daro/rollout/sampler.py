@@ -21,7 +21,7 @@ from megatron_daro.rollout.ledger import Outcome
 from megatron_daro.rollout.no_signal import describe
 from megatron_daro.rollout.protocol import Scorer
 from megatron_daro.rollout.recorder import Recorder
-from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, is_replay, reading_state
+from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot, reading_state
 from megatron_daro.types import Group
 
 _UNFINISHED = "rollout/groups_unfinished"
@@ -73,14 +73,9 @@ class Sampler:
         """Continue where `Snapshot.to_json` says: same prompts, same group ids, same groups that wait.
 
         Raises:
-            CheckpointError: the state is of a replay, torn, or does not add up, or a group that waits has an answer
-                that is longer than answers may be now.
+            CheckpointError: the state is torn or does not add up, or a group that waits has an answer that is
+                longer than answers may be now.
         """
-        if is_replay(state):
-            raise CheckpointError(
-                "the checkpoint is of a replay, which knows no prompts to go on with; resume it with --replay and the "
-                "recorded run, or start in a new run_dir"
-            )
         with reading_state():
             self._load(state, waiting)
         answers = [r for record in waiting for r in (*record.group.rollouts, *record.partial)]

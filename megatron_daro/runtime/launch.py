@@ -66,7 +66,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
     """
     config = with_template_date(config, resume=resume)
     algorithm = algorithm_of(config)
-    check_start(config, resume=resume, generates=replay is None)
+    check_start(config, resume=resume, replay=replay)
     run_dir, phases = filled(config.trainer.run_dir), Phases()
     with interruptible() as interrupts, taken_back_if_it_fails(run_dir), ExitStack() as stack:
         stack.enter_context(owned(run_dir, resume=resume))
@@ -88,7 +88,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
             )
         else:
             inputs = read_inputs(config, progress)
-        start = begin(run, resume=resume, width=progress.width)
+        start = begin(run, resume=resume, replay=replay, width=progress.width)
         progress.resume(start.step)
         progress.stage("start")
         if start.step >= config.trainer.steps:

@@ -1,9 +1,15 @@
 """Everything before the first process of a run: a start or a resume prepared, and all that can fail tried.
 
-A run starts at step 0, or at the newest whole checkpoint that the restart audit accepts. A configuration, model or
-data that the checkpoint does not belong to is rejected, and config.yaml stays as it was; otherwise it is written.
-RUN/restarts.txt says what a restart changes, or why it was rejected. `train --dry-run` calls the same functions as a
-start, reads only the first and last rows of training files, starts nothing and writes nothing.
+Where a run starts, from prompts as from a recording, which is never that of its own directory:
+
+    without --resume                 at step 0, in a directory that holds no run
+    --resume, there is a checkpoint  there, if the restart audit accepts it; what came after it is written again
+    --resume, there is none          at step 0; all is written again
+
+A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
+it was; otherwise it is written. RUN/restarts.txt says what a restart changes, or why it was rejected.
+`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files, starts
+nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -80,19 +86,20 @@ def with_template_date(config: Config, *, resume: bool) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"template_date": date})})
 
 
-def begin(run: RunContext, *, resume: bool, width: int) -> Start:
+def begin(run: RunContext, *, resume: bool, replay: Path | None, width: int) -> Start:
     """Find the place to start from and say what a restart changes.
 
     Args:
         run: its directory is owned by this process.
         resume: go on from the newest whole checkpoint, if there is one.
+        replay: the run whose recording is trained on; None: the run generates.
         width: columns of the terminal, for the table of changes.
 
     Raises:
         CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint; restarts.txt says why.
     """
     run_dir, progress = run.run_dir, run.progress
-    made_of = provenance(run.config)
+    made_of = provenance(run.config, replay)
     start = Start(made_of)
     newest = find_latest_valid(run_dir, progress) if resume else None
     if newest:
@@ -146,7 +153,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
         lines.warn(remark)
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
-    check_start(config, resume=resume, generates=replay is None and not elsewhere)
+    check_start(config, resume=resume, replay=replay, elsewhere=elsewhere)
     if replay is None and elsewhere and config.engine.kind == "sglang":
         _look_for_servers(config, lines)
     if replay:
@@ -160,7 +167,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     else:
         _read_inputs(config, lines)
     if resume:
-        _compare_with_checkpoint(config, lines)
+        _compare_with_checkpoint(config, replay, lines)
     return list(lines)
 
 
@@ -193,28 +200,35 @@ def _read_inputs(config: Config, lines: _Lines) -> None:
         read_inputs(config, lines)
 
 
-def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
+def _compare_with_checkpoint(config: Config, replay: Path | None, lines: _Lines) -> None:
     newest = find_latest_valid(filled(config.trainer.run_dir), lines)
-    audit = compared(*newest, provenance(config), lines) if newest else None
+    audit = compared(*newest, provenance(config, replay), lines) if newest else None
     if audit:
         audit.raise_refused()
         lines += audit.text().splitlines()
 
 
-def check_start(config: Config, *, resume: bool, generates: bool) -> None:
+def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere: bool = False) -> None:
     """Refuse what a start refuses before it reads or writes anything.
 
     Args:
         config: checked.
         resume: whether the run directory must hold a run; else it must not.
-        generates: whether an engine will run.
+        replay: the run whose recording is trained on; None: an engine generates.
+        elsewhere: whether engines will run on other machines than this one.
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
         EngineError: a server that runs already does not answer. ModelError: weights that are not those of config.json,
             or `sync: shards` between layouts without a plan.
     """
-    require_usable(filled(config.trainer.run_dir), resume=resume)
+    run_dir, generates = filled(config.trainer.run_dir), replay is None and not elsewhere
+    if replay and replay.resolve() == run_dir.resolve():
+        raise ConfigError(
+            f"--replay: got {str(replay)!r}, which is trainer.run_dir, so this run would write over its recording; "
+            "allowed: a run in another directory; fix: set another trainer.run_dir, or name the other run"
+        )
+    require_usable(run_dir, resume=resume)
     run_directory.require_replaceable_export(config.trainer)
     _look_at_weights(config)
     if config.engine.is_own:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_daro.config import Config, detect
 from megatron_daro.config.model_shape import read_json
 from megatron_daro.errors import DataError
+from megatron_daro.rollout.recorder import step_file
 
 ABSENT = "(absent)"
 _PACKAGES = ("megatron-daro", "torch", "megatron-core", "transformers", "tokenizers", "numpy", "ray", "math-verify")
@@ -24,8 +25,11 @@ FREE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_co
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 20
 
 
-def provenance(config: Config) -> dict[str, Any]:
+def provenance(config: Config, replay: Path | None = None) -> dict[str, Any]:
     """Return what a run is made of, as plain values fit for JSON.
+
+    Args:
+        config: checked. replay: the run whose recording it trains on, known by its first step; None: it generates.
 
     Raises:
         DataError: a file cannot be read. ModelError: config.json cannot.
@@ -39,6 +43,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "free_files": {name: digest(path / name) for name in FREE_FILES if (path / name).is_file()},
         "train_files": [digest(file) for file in config.data.train],
         "eval_files": {one.name: digest(one.path) for one in config.data.eval},
+        "recording": digest(step_file(replay, 1)) if replay else None,
         "packages": packages | {"python": platform.python_version()},
         "machine": {name: getattr(hardware, name) for name in ("kind", "count", "fp8", "memory_bytes")},
     }

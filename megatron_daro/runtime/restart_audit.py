@@ -38,6 +38,7 @@ file, which may lie elsewhere; what it holds is compared."""
 
 _NO_COMPUTATION_READS = ("transformers_version", "_name_or_path", "use_cache")
 _PROMPTS, _ORDER = "the prompts would be others", "the order of the prompts would be another"
+_REPLAY = "--replay RUN content"
 _STEPS = "the checkpoint counts batches of that many steps"
 _ALGORITHM = (
     "the checkpoint holds the state of that algorithm, and a critic or none; export the weights and start a new run "
@@ -51,6 +52,7 @@ _MAY_CHANGE: tuple[tuple[str, ChangeClass, str], ...] = (
     ("data.shuffle, data.order, data.curriculum.*, data.prioritised.*", "refused", _ORDER),
     ("data.answer_field", "refused", "the right answers would be others"),
     ("data.*", "refused", _PROMPTS),
+    (_REPLAY, "refused", "a replay goes on with the recording that it began with, any other run without one"),
     ("rollout.rollouts_per_prompt", "refused", "DARO's weights belong to K"),
     ("rollout.prompts_per_batch", "refused", "groups that wait in the checkpoint belong to batches of that size"),
     ("algorithm.name", "refused", _ALGORITHM),
@@ -165,6 +167,8 @@ def _values(description: Mapping[str, Any]) -> dict[str, str]:
             values[path] = _at(config, path)
     values["data.train content"] = _shown(description["train_files"])
     values |= {f"data.eval.{name} content": _shown(digest) for name, digest in description["eval_files"].items()}
+    if recording := description.get("recording"):
+        values[_REPLAY] = _shown(recording)
     parts = {"model": "model config.json", "bound_files": "model file", "free_files": "model file"}
     for part, what in (parts | {"packages": "packages", "machine": "machine"}).items():
         values |= {f"{what} {key}": _shown(value) for key, value in description[part].items()}

@@ -31,6 +31,7 @@ from megatron_daro.checkpoints import (
     verify,
 )
 from megatron_daro.errors import CheckpointError, ConfigError, DeadlineError
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 
 
 def writer(size=2000, error=None):
@@ -318,6 +319,15 @@ def test_a_removed_run_directory_is_not_called_a_full_disk(tmp_path):
     with pytest.raises(CheckpointError, match="run") as raised:
         asyncio.run(store.save(1, write, {"step": 1}, FakeProgress()))
     assert "full" not in str(raised.value)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_disk_that_is_full_at_the_first_checkpoint_names_the_replay_of_what_was_recorded(tmp_path, recorded):
+    if recorded:
+        Recorder(tmp_path).write_step(1, {}, RecordedMiniBatch(1, 1, 1, (), applied=True))
+    with pytest.raises(CheckpointError, match=r"step_000001.*No space") as raised:
+        save(tmp_path, 1, error=OSError(28, "No space"))
+    assert ("--replay" in str(raised.value)) == recorded
 
 
 def test_a_file_size_limit_is_named_too(tmp_path):

@@ -11,11 +11,10 @@ import pytest
 from books import check_books
 from loop_fakes import FakePolicy, FakeProgress, K, make_stack, run_stack
 
-from megatron_daro.checkpoints import find_latest_valid
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller
 from megatron_daro.deadlines import Deadlines
-from megatron_daro.errors import CheckpointError, DataError, DeadlineError
+from megatron_daro.errors import DataError, DeadlineError
 from megatron_daro.observe.metrics import MetricsLog, read_metrics
 from megatron_daro.rollout import replay as replay_source
 from megatron_daro.rollout.evaluation import Evaluations
@@ -126,19 +125,6 @@ def test_a_replay_that_ended_within_a_batch_does_not_go_on_without_the_rest_of_i
     again.load_state_dict(state)
     with pytest.raises(DataError, match="step 3 is in the middle of the batch of step 1"):
         asyncio.run(again.sample(2))
-
-
-def test_a_replay_and_a_run_that_generates_do_not_go_on_from_each_other(tmp_path):
-    generated = make_stack(tmp_path / "a")
-    run_stack(generated)
-    source = source_of(tmp_path / "a")
-    first = asyncio.run(source.sample(0))
-    state = first.snapshot.to_json({group.group_id: "trained" for group in first.groups})
-    with pytest.raises(CheckpointError, match="--replay"):
-        make_stack(tmp_path / "c").sampler.load_state_dict(state)
-    _, of_run = find_latest_valid(tmp_path / "a", generated.progress)
-    with pytest.raises(CheckpointError, match="--replay"):
-        source.load_state_dict(of_run["sampler"])
 
 
 def test_groups_that_end_long_after_later_ones_can_be_replayed(tmp_path):

@@ -21,6 +21,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from loop_fakes import make_rollout
 from safetensors.torch import load_file, save_file
 from stub_server import StubServer
 from weightless import save_weights
@@ -33,6 +34,7 @@ from megatron_daro.controller import RunOutcome
 from megatron_daro.errors import CheckpointError, ConfigError, DaroError
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
+from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.placement import Placement
@@ -40,6 +42,7 @@ from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
 from megatron_daro.runtime.provenance import provenance
 from megatron_daro.runtime.run_directory import owned
+from megatron_daro.types import Group, Prompt, Verdict
 
 SHAPE = {
     "model_type": "qwen2",
@@ -94,15 +97,15 @@ def zipped(content: bytes) -> bytes:
     return sink.getvalue()
 
 
-def ends_with_the_same_error(config: Config, *, resume: bool = False) -> str:
+def ends_with_the_same_error(config: Config, *, resume: bool = False, replay: Path | None = None) -> str:
     """The error of the dry run, which must be that of the start; neither leaves anything."""
     from megatron_daro.runtime.launch import train
 
     before = sorted(config.trainer.run_dir.parent.parent.rglob("*"))
     with pytest.raises(DaroError) as dry:
-        dry_run(config, resume=resume, replay=None)
+        dry_run(config, resume=resume, replay=replay)
     with pytest.raises(DaroError) as started:
-        train(config, resume=resume)
+        train(config, resume=resume, replay=replay)
     assert (type(dry.value), str(dry.value)) == (type(started.value), str(started.value))
     assert sorted(config.trainer.run_dir.parent.parent.rglob("*")) == before
     return str(started.value)
@@ -299,9 +302,10 @@ def test_a_run_directory_that_is_a_link_to_nowhere_is_found_before_anything_star
     assert "is a link to what is not there" in ends_with_the_same_error(config)
 
 
-def save_checkpoint(config: Config, *, known: bool = True, **state: object) -> Path:
+def save_checkpoint(config: Config, *, known: bool = True, replay: Path | None = None, **state: object) -> Path:
     """One of step 3, with this state beside its format; `known`: it says what its run was made of."""
-    checkpoints = Checkpoints(config.trainer.run_dir, keep=1, provenance=provenance(config) if known else None)
+    made_of = provenance(config, replay) if known else None
+    checkpoints = Checkpoints(config.trainer.run_dir, keep=1, provenance=made_of)
 
     async def write(directory: Path) -> None:
         (directory / "weights").write_text("x")
@@ -317,7 +321,7 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_st
         dry_run(config, resume=True, replay=None)
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
     with pytest.raises(CheckpointError, match=says):
-        begin(RunContext.of(config, notices, Phases()), resume=True, width=80)
+        begin(RunContext.of(config, notices, Phases()), resume=True, replay=None, width=80)
     assert not (config.trainer.run_dir / "config.yaml").exists()
 
 
@@ -331,6 +335,40 @@ def test_a_restart_that_the_audit_refuses_is_refused_by_a_dry_run_too(configured
     assert sorted(config.trainer.run_dir.rglob("*")) == before
 
 
+def recorded(run: Path, length: int) -> Path:
+    """A run that recorded one step, with groups of this size."""
+    prompt = Prompt("p", "4", "unit", tokens=(1, 2))
+    rollouts = tuple(make_rollout(1, 0, i, prompt, 0, length) for i in range(8))
+    group = Group(1, prompt, rollouts, (Verdict(True, 1.0, "m"),) * 8)
+    Recorder(run).write_step(1, {"trained": [group]}, RecordedMiniBatch(1, 1, 1, (1,), applied=True))
+    return run
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_is_not_replayed_into_its_own_directory(configured, resume):
+    config = configured()
+    run_dir = recorded(config.trainer.run_dir, 2)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "--replay" in ends_with_the_same_error(config, resume=resume, replay=run_dir / ".." / run_dir.name)
+
+
+@pytest.mark.parametrize(("was", "now"), [("a", "b"), ("a", None), (None, "a"), ("a", "copy")])
+def test_a_replay_goes_on_with_its_own_recording_and_another_run_without_one(configured, tmp_path, was, now):
+    config = with_template_date(configured(), resume=False)
+    runs = {None: None, "a": recorded(tmp_path / "a", 2), "b": recorded(tmp_path / "b", 3)}
+    runs["copy"] = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    save_checkpoint(config, replay=runs[was])
+    run = RunContext.of(config, Progress(total_steps=1, rollouts_per_prompt=2, mode="off"), Phases())
+    if now == "copy":
+        assert dry_run(config, resume=True, replay=runs[now])
+        assert begin(run, resume=True, replay=runs[now], width=80).step == 3
+        return
+    with pytest.raises(CheckpointError, match="--replay"):
+        dry_run(config, resume=True, replay=runs[now])
+    with pytest.raises(CheckpointError, match="--replay"):
+        begin(run, resume=True, replay=runs[now], width=80)
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configured, monkeypatch, known):
     config, changed = configured(), configured("trainer.keep_checkpoints=7")
@@ -340,14 +378,14 @@ def test_a_run_begins_at_its_newest_checkpoint_and_says_what_was_changed(configu
     run_dir.mkdir(parents=True)
     notices = Progress(total_steps=1, rollouts_per_prompt=2, mode="off")
     run = RunContext.of(config, notices, Phases())
-    start = begin(run, resume=False, width=notices.width)
+    start = begin(run, resume=False, replay=None, width=notices.width)
     assert (start.step, start.checkpoint, start.begins_again) == (0, None, False)
     assert (run_dir / "config.yaml").read_text() == to_yaml(config)
-    start = begin(run, resume=True, width=notices.width)
+    start = begin(run, resume=True, replay=None, width=notices.width)
     assert start.begins_again and start.checkpoint is None
     assert "step 0" in said.pop()
     save_checkpoint(config, known=known)
-    start = begin(RunContext.of(changed, notices, Phases()), resume=True, width=notices.width)
+    start = begin(RunContext.of(changed, notices, Phases()), resume=True, replay=None, width=notices.width)
     assert start.step == 3 and start.checkpoint.name == "step_000003" and not start.begins_again
     assert (run_dir / "config.yaml").read_text() == to_yaml(changed)
     assert said and ("trainer.keep_checkpoints" in "\n".join(said)) == known
