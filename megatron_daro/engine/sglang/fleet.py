@@ -7,8 +7,9 @@ for servers when all are gone. A server's state changes in these methods alone:
     begin_update   serving, joining                     -> updating
     serve          updating; as loaded also joining     -> serving
     suspect        serving                              -> suspect
-    fence          any                                  -> fenced
-    start_again    fenced, starting                     -> starting
+    fence          any                                  -> fenced, for ever
+    start_failed   starting                             -> fenced, for ever
+    start_again    fenced                               -> another takes its place: starting
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_daro.errors import DeadlineError, EngineError
 State = Literal["starting", "joining", "serving", "updating", "suspect", "fenced"]
 """starting: its process loads; joining: it answers, and lacks the policy's weights or has given its memory to the
 trainer; serving: it gets requests; updating: its weights change; suspect: its requests fail, and it is looked why;
-fenced: given up until it was started again."""
+fenced: given up."""
 
 # Before any answer came, one is taken to be this part of the longest.
 _FIRST_GUESS = 0.25
@@ -37,40 +38,43 @@ _MARGIN = 1.5
 # A server is given up when so many requests failed with no success between, over so many seconds: a moment in which
 # everything under way at once is refused is no reason to start a server again.
 _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
+# So many starts in a row after which a server served nobody, and the run waits for it no longer.
+_UNSERVED_STARTS = 3
 
 
 @dataclass(eq=False)
 class Server:
-    """One server and what is known of it. Its state only the fleet changes; each field is set where it is learned, and
-    what belongs to a process begins anew with the next (`take_process`).
+    """One process of a server and what is known of it. The next process is another object (`start_again`): whoever
+    began with this one, and goes on when that one runs, changes nothing of it. Its state only the fleet changes; other
+    fields are set where they are learned.
 
-    version: of its weights while it serves. has_served: ever. unserved_starts: since it served last. versions: all that
-    its process was given (receiving.py). adapter: where versions are adapters, the one that new requests name;
-    adapters: that it has -> requests under way that name it (receiving.py, generation.py). failures: in a row.
-    released: memory that it gave back, by SGLang's names (memory.py): a joining server lacks weights, memory or both.
-    is_awaited: it is being started again, and the run may wait for it (supervision.py). reason: why it was given up,
-    or what a sending said.
+    facts: once it answered. version: of its weights while it serves. versions: all that it was given (receiving.py).
+    adapter: where versions are adapters, the one that new requests name; adapters: that it has -> requests under way
+    that name it (receiving.py, generation.py). released: memory that it gave back, by SGLang's names (memory.py): a
+    joining server lacks weights, memory or both. failures: in a row.
+
+    Of the processes before it, too: restarts: how many they were. awaited_restarts: for how many the run waits at most.
+    served_at: at how many restarts one served last. reason: why the last was given up, or what a sending said.
     """
 
     name: str
-    client: SGLangClient
+    client: SGLangClient = field(default_factory=lambda: SGLangClient("http://not-started"))
     facts: ServerFacts | None = None
     state: State = "starting"
     version: int | None = None
     versions: set[int] = field(default_factory=set)
     adapter: str = ""
     adapters: Counter[str] = field(default_factory=Counter)
+    released: frozenset[str] = frozenset()
     tokens_in_flight: int = 0
     last_progress: float = field(default_factory=time.monotonic)
     failures: int = 0
     failing_since: float = 0.0
-    restarts: int = 0
-    reason: str = ""
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
-    released: frozenset[str] = frozenset()
-    has_served: bool = False
-    unserved_starts: int = 0
-    is_awaited: bool = False
+    restarts: int = 0
+    awaited_restarts: int = 0
+    served_at: int | None = None
+    reason: str = ""
 
     @property
     def url(self) -> str:
@@ -82,11 +86,19 @@ class Server:
         """Whether it is taken to answer."""
         return self.state not in ("starting", "fenced")
 
-    def take_process(self, client: SGLangClient) -> None:
-        """Take in that it has a new process: what the one before had is gone."""
-        self.client = client
-        self.versions, self.version, self.released = set(), None, frozenset()
-        self.adapter, self.adapters = "", Counter()
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it may come to serve, so that the run waits for it where no other server is left.
+
+        One that joins or is suspect is awaited. One that was given up or starts is where it served before (else what
+        kept it from that will be there again), through three starts in a row after which it served nobody and as far
+        as `max_restarts` allows; not where somebody else would have to start it, or the trainer to leave its GPUs first
+        (`awaited_restarts` is 0).
+        """
+        if self.is_up or self.served_at is None:
+            return self.state in ("joining", "suspect")
+        start = self.restarts + (self.state == "fenced")  # the one that goes on, or comes next
+        return start <= min(self.awaited_restarts, self.served_at + _UNSERVED_STARTS)
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""
@@ -129,10 +141,18 @@ class Fleet:
         """Return the servers in one of these states."""
         return [server for server in self.servers if server.state in states]
 
-    def start_again(self, server: Server) -> None:
-        """Note that another process of a server is started."""
-        server.restarts += 1
-        self._set_state(server, "starting")
+    def start_again(self, server: Server) -> Server:
+        """Put another process in the place of one that was given up; returns it."""
+        successor = Server(
+            server.name,
+            restarts=server.restarts + 1,
+            awaited_restarts=server.awaited_restarts,
+            served_at=server.served_at,
+            reason=server.reason,
+        )
+        self.servers[self.servers.index(server)] = successor
+        self._notify()
+        return successor
 
     def hold_back(self, server: Server) -> None:
         """Give a server no request until an update: it was started and lacks weights, or the trainer has its memory."""
@@ -145,10 +165,8 @@ class Fleet:
 
     def serve(self, server: Server, version: int | None) -> None:
         """Let a server that has its weights get requests. version: of the weights; None: those that it loaded."""
-        server.version = version
-        server.given_up.clear()
+        server.version, server.served_at = version, server.restarts
         server.succeeded()
-        server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._set_state(server, "serving")
 
     def suspect(self, server: Server) -> None:
@@ -159,22 +177,22 @@ class Fleet:
         """Give a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
         if server.state == "fenced":
             return
-        server.reason, server.version = reason, None
+        server.reason = reason
         server.given_up.set()
         self.fenced_count += 1
         self._set_state(server, "fenced")
         self._on_fenced(server)
-        self.end_if_all_gone()
+        self._end_if_all_gone()
 
-    def end_if_all_gone(self) -> None:
-        """End the fleet where no server answers and none is awaited."""
-        if not any(server.is_up for server in self.servers) and not self.awaits():
-            last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
-            self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
+    def start_failed(self, server: Server, reason: str) -> None:
+        """Give up a server that did not come up."""
+        server.reason = reason
+        self._set_state(server, "fenced")
+        self._end_if_all_gone()
 
     def awaits(self) -> bool:
-        """Whether there is a server that the run may wait for: it is being started again, or may be."""
-        return bool(self.of("suspect")) or any(server.is_awaited for server in self.of("fenced", "starting"))
+        """Whether a server may come back that the run waits for (`Server.is_awaited`)."""
+        return any(server.is_awaited for server in self.servers)
 
     async def returned(self) -> list[Server]:
         """Wait until a server that is awaited can take weights; empty where none is awaited. EngineError: all are
@@ -211,6 +229,12 @@ class Fleet:
         self._closed = reason
         self._notify()
 
+    def _end_if_all_gone(self) -> None:
+        """End the fleet where no server is left, and none is awaited."""
+        if not self.of("serving", "updating") and not self.awaits():
+            last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
+            self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
+
     async def acquire(
         self, tokens: int, *, timeout_s: float, avoid: Server | None = None, prefer: Server | None = None
     ) -> Server:
@@ -220,7 +244,7 @@ class Fleet:
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
-                that moves is no reason to give up, nor is a start that the run waits for, which has its own limit.
+                that moves is no reason to give up, nor is a server that the run waits for, which has its own limits.
             avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
                 one that has the beginning of the request in its cache.
 
@@ -238,7 +262,7 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            if self.awaits() and not self.of("serving", "updating"):
+            if self.awaits():
                 return
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(

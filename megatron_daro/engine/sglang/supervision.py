@@ -1,6 +1,6 @@
 """Supervision of the servers: starts them, watches their progress, restarts those that are fenced.
 
-One watcher per server, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
+One watcher per process, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
 update), its process is ended and started again, and it returns as "joining": it gets no request until it has the
 policy's weights. Progress means that a token came out, not that a port is open; an idle server is asked for one.
 
@@ -27,8 +27,6 @@ _WATCH_S = 2.0
 _CLOSE_S = 10.0
 _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
-# So many starts in a row after which a server served nobody, and the run waits for it no longer.
-_UNSERVED_STARTS = 3
 # How long a process may take to be seen as gone after its connections broke.
 _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
 _SETTLE_POLL_S = 0.05
@@ -83,8 +81,8 @@ class Supervision:
         for server, failure in zip(self._fleet.servers, failures, strict=True):
             if failure:
                 self._fleet.fence(server, str(failure))
-        for server in self._fleet.servers:
-            self._run(self._watch(server))
+            else:
+                self._run(self._watch(server))
 
     def _say_what_loads(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
         """Say which server is loading: the first that is still to come."""
@@ -110,7 +108,6 @@ class Supervision:
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
-        server.is_awaited = self._may_be_awaited(server)
         self._unsettled.add(server.name)
         self._run(self._restart(server))
 
@@ -166,17 +163,6 @@ class Supervision:
             await asyncio.sleep(_DEATH_POLL_S)
         return reason
 
-    def _may_be_awaited(self, server: Server) -> bool:
-        """Whether the run may go on without any other server until this one is back. Not where it waits for the
-        trainer to leave the GPUs, nor where it never served: what kept it from that will be there again."""
-        return (
-            server.has_served
-            and self._handles[server.name].restartable
-            and not self._expected.shares_gpus
-            and server.restarts < self._options.max_restarts
-            and server.unserved_starts < _UNSERVED_STARTS
-        )
-
     def _run(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -199,7 +185,7 @@ class Supervision:
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""
         limit = self._options.stall_timeout_s
-        while True:
+        while server.state != "fenced":
             await asyncio.sleep(min(_WATCH_S, limit / 4))
             if server.state not in ("serving", "joining"):
                 continue
@@ -221,22 +207,22 @@ class Supervision:
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
                 return
-            self._fleet.start_again(server)
+            server = self._fleet.start_again(server)
             self._unsettled.add(server.name)
             try:
                 await self._bring_up(server)
                 self._unsettled.discard(server.name)
                 break
             except EngineError as error:
-                server.reason = f"{given_up_for}; then it could not be started again: {error}"
                 self._warn(f"SGLang {server.name} could not be started again: {error}")
-                server.is_awaited = self._may_be_awaited(server)
-                self._fleet.end_if_all_gone()
+                self._fleet.start_failed(server, f"{given_up_for}; then it could not be started again: {error}")
             await self._end_process(server)
             await asyncio.sleep(backoff_s(failed_starts, first_s=_RESTART_PAUSE_S, longest_s=_LONGEST_RESTART_PAUSE_S))
             failed_starts += 1
+        self._run(self._watch(server))
         await self._join(server)
 
     async def _end_process(self, server: Server) -> None:
+        await server.client.close()
         await self._handles[server.name].stop()
         self._unsettled.discard(server.name)

@@ -84,7 +84,7 @@ class ServerUpdate:
     async def prepare(self) -> SendPlan | WeightFiles | None:
         """Pause the servers and open the update on them; what is to be sent to whom, or written."""
         servers = await self._opened()
-        while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
+        while not servers and self._awaits_others and self._fleet.awaits():
             self._take_in(await self._fleet.returned())
             servers = await self._opened()
         if not servers:
@@ -139,7 +139,7 @@ class ServerUpdate:
         """Everything after the weights arrived, up to the first request."""
         self._report = report
         self._fresh = frozenset(server.name for server in self._taking_part() if not server.versions)
-        async for name, work in self.receiving.installing(report, self._fresh):
+        async for name, work in self.receiving.installing(report):
             await self._phase(name, work)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -170,8 +170,7 @@ class ServerUpdate:
             self._fleet.serve(server, self._version)
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
-            may_return = self._awaits_others and not self._taking_part() and self._fleet.awaits()
-            kind = LostReceiversError if may_return else SyncError
+            kind = LostReceiversError if self._fleet.awaits() else SyncError
             raise kind(f"no SGLang server took the weights of version {self._version} ({reasons})")
         return {
             "sync/bytes": float(report.num_bytes),
@@ -193,12 +192,11 @@ class ServerUpdate:
 
     def _take_in(self, servers: Sequence[Server]) -> None:
         for server in servers:
-            if server not in self._servers:
-                self._servers.append(server)
+            self._servers.append(server)
             self._fleet.begin_update(server)
 
     def _taking_part(self) -> list[Server]:
-        """Those that were not fenced since the update began (one that was may be starting again by now)."""
+        """Those that were not fenced since the update began."""
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:

@@ -60,9 +60,10 @@ def test_a_request_waits_for_the_only_server_as_long_as_that_is_started_again():
     async def scenario():
         fleet = fleet_of(count=1)
         (server,) = fleet.servers
-        server.is_awaited = True
+        server.awaited_restarts = 1
+        fleet.serve(server, 0)
         fleet.fence(server, "its process ended")
-        fleet.start_again(server)
+        server = fleet.start_again(server)
         request = asyncio.create_task(fleet.acquire(1, timeout_s=0.2))
         await asyncio.sleep(0.5)
         assert not request.done()
