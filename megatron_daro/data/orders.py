@@ -333,11 +333,11 @@ class Prioritised(_Draws):
 
         Args:
             prompts: at least one. pass_rates: prompt id -> rate in [0, 1], where a file has one; a prompt without one
-                counts as failed until it was tried.
+                has priority 1 until it was tried.
             section: the configuration's. seed: 0 or more.
         """
         self._section = section
-        failure = [1.0 - pass_rates.get(prompt.id, 0.0) for prompt in prompts]
+        failure = [1.0 - pass_rates.get(prompt.id, np.nan) for prompt in prompts]
         self._failure_N = np.array(failure, dtype=np.float64)
         self._since_N = np.zeros(len(prompts), np.bool_)
         self._place = {prompt.id: index for index, prompt in enumerate(prompts)}
@@ -349,7 +349,8 @@ class Prioritised(_Draws):
         for group in groups:
             place = self._place.get(group.prompt.id)
             if place is not None and group.verdicts:
-                self._failure_N[place] = (self._failure_N[place] + (1 - group.pass_rate)) / 2
+                known, failure = self._failure_N[place], 1 - group.pass_rate
+                self._failure_N[place] = failure if np.isnan(known) else (known + failure) / 2
         self._since_N[:] = False
         self._weights_N = self._weights(self._failure_N)
 
@@ -362,6 +363,7 @@ class Prioritised(_Draws):
             "signal": lambda: 4 * failure_N * (1 - failure_N),
             "gaussian": lambda: np.exp(-(((failure_N - 0.5) / 0.1) ** 2) / 2),
         }[section.by]()
+        need_N = np.where(np.isnan(failure_N), 1.0, need_N)  # what was never tried
         weights_N = ((section.floor + (1 - section.floor) * need_N) * _UNIT).astype(np.int64)
         return np.where((section.floor == 0) & (need_N == 0), 0, np.maximum(1, weights_N))
 

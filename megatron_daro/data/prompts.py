@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -31,10 +31,20 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def normalized_text(text: str) -> str:
-    """Return what counts as the same problem: Unicode NFC without white space, but between digits. Case stays: x and X
-    differ in mathematics."""
+    """Return Unicode NFC without white space, but between digits. Case stays: x and X differ in mathematics."""
     words = " ".join(unicodedata.normalize("NFC", text).split())
     return re.sub(r"(?<!\d) | (?!\d)", "", words)
+
+
+def problem_key(text: str, environment: str = "", answers: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return what only repeats of a problem have in common.
+
+    Args:
+        text: the problem.
+        environment: name of its environment, of several: each has problems of its own.
+        answers: of an environment with turns, where they make the problem: a game hides another word behind one text.
+    """
+    return environment, normalized_text(text), *answers
 
 
 def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prompt]]) -> dict[str, list[str]]:
@@ -48,13 +58,14 @@ def find_overlap(prompts: Sequence[Prompt], held_out: Mapping[str, Sequence[Prom
         For each name, the ids of the training prompts found in it, in training order.
     """
     # By the statement: a chat that only adds a system message asks the same problem.
-    held_out_keys = {name: {normalized_text(prompt.statement) for prompt in rows} for name, rows in held_out.items()}
-    keys = [(prompt.id, normalized_text(prompt.statement)) for prompt in prompts]
+    held_out_keys = {name: {problem_key(prompt.statement) for prompt in rows} for name, rows in held_out.items()}
+    keys = [(prompt.id, problem_key(prompt.statement)) for prompt in prompts]
     return {name: [prompt_id for prompt_id, key in keys if key in rows] for name, rows in held_out_keys.items()}
 
 
 _PLACES_SHOWN = 5
 _FIELDS_SHOWN = 20
+_Rated = tuple[Prompt, PassRate | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,8 @@ def load_problems(
     *,
     strict: bool = False,
     repeats: Literal["drop", "keep"] = "drop",
+    environment_of_source: Mapping[str, str] | None = None,
+    with_turns: Collection[str] = (),
     ends: int | None = None,
     held_out: Mapping[str, Sequence[Prompt]] | None = None,
 ) -> tuple[list[Prompt], LoadReport]:
@@ -116,6 +129,9 @@ def load_problems(
         strict: a bad row is an error instead of a counted drop.
         repeats: "drop" keeps the first of equal problems and none of those with conflicting answers (for training);
             "keep" takes every row (for evaluation sets, whose size is part of the score).
+        environment_of_source: data source -> name of its environment, of several: repeats are looked for in each.
+        with_turns: names of environments in which problems with different answers are different problems; one that is
+            alone is called "".
         ends: only so many first and as many last rows of each file, for a quick look.
         held_out: evaluation sets by name; problems found in them are reported, not dropped.
 
@@ -127,34 +143,35 @@ def load_problems(
     """
     if not paths:
         raise DataError("data.train: no file given; give at least one file of problems")
-    prompts: list[Prompt] = []
+    rows: list[_Rated] = []
     dropped: dict[str, list[str]] = {}
-    rates: dict[str, PassRate] = {}
     for path in map(Path, paths):
-        own_prompts, bad, fields = _load_file(path, format, problem_field, answer_field, ends, rates)
+        own_rows, bad, fields = _load_file(path, format, problem_field, answer_field, ends)
         if bad and strict:
             raise DataError(f"{path}: {_reasons(bad)}; repair the rows, or turn strict off to drop and count them")
-        if not own_prompts:
+        if not own_rows:
             hint = (
                 f"; the fields are {', '.join(fields)}: name two with problem_field and answer_field" if fields else ""
             )
             raise DataError(f"{path}: no usable row among {sum(map(len, bad.values()))}: {_reasons(bad)}{hint}")
-        prompts += own_prompts
+        rows += own_rows
         for reason, places in bad.items():
             dropped.setdefault(reason, []).extend(places)
-    usable = len(prompts)
-    report = LoadReport(rows=usable + sum(map(len, dropped.values())), kept=usable, dropped=dropped)
-    if repeats == "keep":
-        prompts = unique_ids(prompts)
-    else:
-        prompts, report = _without_repeats(prompts, report)
-    if not prompts:
+    report = LoadReport(rows=len(rows) + sum(map(len, dropped.values())), kept=len(rows), dropped=dropped)
+    problems = [[row] for row in rows]
+    if repeats == "drop":
+        problems, report = _without_repeats(rows, environment_of_source or {}, with_turns, report)
+    if not problems:
         raise DataError(
             f"no problem is left of {', '.join(map(str, paths))}: {'; '.join(report.summary().splitlines())}"
         )
-    contaminated = find_overlap(prompts, held_out or {})
-    known_rates = {prompt.id: rates[prompt.id] for prompt in prompts if prompt.id in rates}
-    return prompts, replace(report, kept=len(prompts), contaminated=contaminated, pass_rates=known_rates)
+    prompts = unique_ids([same[0][0] for same in problems])
+    rates = [next((rate for _, rate in same if rate), None) for same in problems]
+    return prompts, replace(
+        report,
+        contaminated=find_overlap(prompts, held_out or {}),
+        pass_rates={prompt.id: rate for prompt, rate in zip(prompts, rates, strict=True) if rate},
+    )
 
 
 def _load_file(
@@ -163,10 +180,9 @@ def _load_file(
     problem_field: str | None,
     answer_field: str | None,
     ends: int | None,
-    rates: dict[str, PassRate],
-) -> tuple[list[Prompt], dict[str, list[str]], list[str]]:
-    """Prompts; the places of bad rows by reason; the field names of the first row that has some. Adds to `rates`."""
-    prompts: list[Prompt] = []
+) -> tuple[list[_Rated], dict[str, list[str]], list[str]]:
+    """Usable rows; the places of bad rows by reason; the field names of the first row that has some."""
+    rows: list[_Rated] = []
     bad: dict[str, list[str]] = {}
     fields: list[str] = []
     for number, row in read_rows(path, data_format, ends=ends):
@@ -175,12 +191,10 @@ def _load_file(
         if isinstance(parsed, RowProblem):
             bad.setdefault(parsed.reason, []).append(f"{path.name}:{number}")
         else:
-            prompts.append(prompt_of(parsed, path.stem))
-            if parsed.pass_rate is not None:
-                rates.setdefault(prompts[-1].id, parsed.pass_rate)
-    if not prompts and not bad:
+            rows.append((prompt_of(parsed, path.stem), parsed.pass_rate))
+    if not rows and not bad:
         raise DataError(f"{path}: the file has no rows; give a file with at least one problem")
-    return prompts, bad, fields
+    return rows, bad, fields
 
 
 def prompt_of(parsed: ParsedRow, stem: str) -> Prompt:
@@ -214,17 +228,22 @@ def unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
     return named
 
 
-def _without_repeats(prompts: Sequence[Prompt], report: LoadReport) -> tuple[list[Prompt], LoadReport]:
-    same: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        same.setdefault(normalized_text(prompt_text(prompt)), []).append(prompt)
-    agreeing = [rows for rows in same.values() if all(_same_answers(rows[0], r) for r in rows)]
+def _without_repeats(
+    rows: Sequence[_Rated], names: Mapping[str, str], with_turns: Collection[str], report: LoadReport
+) -> tuple[list[list[_Rated]], LoadReport]:
+    """Return the rows of each problem that is kept. names: environments by data source."""
+    same: dict[tuple[str, ...], list[_Rated]] = {}
+    for prompt, rate in rows:
+        name = names.get(prompt.source, "")
+        key = problem_key(prompt_text(prompt), name, prompt.answers if name in with_turns else ())
+        same.setdefault(key, []).append((prompt, rate))
+    agreeing = [own for own in same.values() if all(_same_answers(own[0][0], prompt) for prompt, _ in own)]
     in_agreement = sum(map(len, agreeing))
-    return [rows[0] for rows in agreeing], replace(
+    return agreeing, replace(
         report,
         kept=len(agreeing),
         duplicates=in_agreement - len(agreeing),
-        conflicting=len(prompts) - in_agreement,
+        conflicting=len(rows) - in_agreement,
         conflicting_problems=len(same) - len(agreeing),
     )
 

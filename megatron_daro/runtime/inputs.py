@@ -163,7 +163,8 @@ def training_prompts(
         section.format,
         section.problem_field,
         section.answer_field,
-        repeats="keep" if any(one.of_verifiers for one in config.all_environments) else "drop",
+        environment_of_source=config.environment_of_source,
+        with_turns={getattr(one, "name", "") for one in config.all_environments if one.has_turns},
         ends=ends,
         held_out={one.section.name: one.prompts for one in held_out},
     )

@@ -153,6 +153,9 @@ def test_priorities_follow_recent_failure():
         ({"floor": 0.2}, (0.5, 0.0), (), 0.2 + 0.8 * 0.5),
         ({"by": "signal", "floor": 0.0}, (0.25, 0.5), (), 4 * 0.25 * 0.75),
         ({"by": "gaussian", "floor": 0.0}, (0.4, 0.5), (), math.exp(-0.5)),  # of width 0.1
+        ({"by": "gaussian", "floor": 0.0}, (None, 0.5), (), 1.0),
+        ({"by": "signal", "floor": 0.0}, (None, 0.5), (1,), 4 * 0.25 * 0.75),
+        ({"floor": 0.0}, (None, 0.0), (2, 3), 0.5 * 0.5 + 0.5 * 0.25),
         (
             {"floor": 0.0},
             (0.0, 0.0),
@@ -162,8 +165,9 @@ def test_priorities_follow_recent_failure():
     ],
 )
 def test_the_first_of_two_prompts_is_drawn_by_its_priority(options, rates, right, priority):
-    """The second has priority 1. right: answers of four to the first, reported before."""
-    source = prioritised(2, rates=dict(zip(("p0", "p1"), rates, strict=True)), **options)
+    """The second has priority 1. rates: None: no file has one. right: answers of four to the first, reported before."""
+    known = {f"p{i}": rate for i, rate in enumerate(rates) if rate is not None}
+    source = prioritised(2, rates=known, **options)
     for number in right:
         source.observe([group(prompts(1)[0], number)])
     first = 0
@@ -197,7 +201,8 @@ def test_a_batch_larger_than_the_data_takes_prompts_again():
 def test_orders_are_fixed_for_ever():
     # Written down once: another order would make old checkpoints resume with other prompts.
     assert ids(curriculum().next(10)) == [4, 7, 7, 1, 1, 8, 4, 8, 5, 5]
-    assert act(prioritised(), [4, 4, 4]) == [8, 4, 1, 0, 3, 6, 4, 0, 6, 3, 2, 5]
+    rates = {f"p{i}": 0.0 for i in range(10)}
+    assert act(prioritised(rates=rates), [4, 4, 4]) == [8, 4, 1, 0, 3, 6, 4, 0, 6, 3, 2, 5]
 
 
 @pytest.mark.parametrize("make", MAKERS.values())

@@ -274,16 +274,22 @@ def test_a_gold_is_exactly_the_number_that_was_written(value):
     assert Decimal(gold) == Decimal(written)
 
 
-def test_parquet_decimals_and_doubles(tmp_path):
+def test_parquet_decimals_and_floats(tmp_path):
     golds = [Decimal("27.00"), Decimal("0.50"), Decimal("12345678901234567890.12"), Decimal("-3.14")]
     for type_, values, wanted in [
         (pa.decimal128(38, 2), golds, ["27", "0.5", "12345678901234567890.12", "-3.14"]),
         (pa.decimal128(38, 0), [Decimal(10**30)], ["1" + "0" * 30]),
         (pa.float64(), [6.02e23, 27.0, 2.0**60, 0.1], ["6.02e+23", "27", "1.152921504606847e+18", "0.1"]),
+        (pa.float32(), [0.3, 6.02e23, 27.0, -1e-5], ["0.3", "6.02e+23", "27", "-1e-05"]),
+        (pa.float16(), [0.3, 27.0], ["0.3", "27"]),
+        (pa.list_(pa.float32()), [[0.3]], ["0.3"]),
+        (pa.struct({"gold": pa.large_list(pa.float32())}), [{"gold": [0.3]}], ["0.3"]),
     ]:
         problems = [f"{i}?" for i in range(len(values))]
         pq.write_table(pa.table({"problem": problems, "answer": pa.array(values, type_)}), tmp_path / "n.parquet")
-        assert [p.answer for p in load_problems([tmp_path / "n.parquet"])[0]] == wanted
+        field = "answer.gold" if pa.types.is_struct(type_) else "answer"
+        prompts, _ = load_problems([tmp_path / "n.parquet"], answer_field=field)
+        assert [p.answer for p in prompts] == wanted
 
 
 @given(st.floats())

@@ -168,6 +168,26 @@ def test_several_environments_take_their_share_of_the_prompts(tmp_path, tokenize
         source_of(configured(data, environments=[*named, other]), tokenizer, [], notices=Said())
 
 
+def test_each_environment_has_problems_of_its_own(tmp_path, tokenizer):
+    """One text is a problem in each; with turns in each once for every answer, as a game hides another word."""
+    answers = {"plain": "11", "sums": "23", "game": "121"}
+    rows = [
+        {"problem": "1=", "answer": answer, "data_source": name, "pass_rate": int(answer) / 4}
+        for name, each in answers.items()
+        for answer in each
+    ]
+    data, said = section(tmp_path, rows).model_copy(update={"pass_rates": (0.0, 0.5)}), Said()
+    play = {"kind": "agent", "command": ["play"]}
+    several = configured(data, environments=[{"name": "plain"}, {"name": "sums"}, {"name": "game", **play}])
+    source = source_of(several, tokenizer, [], notices=said)
+    kept = source.next(len(source))
+    assert sorted((p.source, p.answer) for p in kept) == [("game", "1"), ("game", "2"), ("plain", "1")]
+    assert len({p.id for p in kept}) == 3
+    assert sum("dropped 2" in line for line in said) == 2, said
+    alone = source_of(configured(section(tmp_path, rows), environment=play), tokenizer, [], notices=Said())
+    assert sorted(p.answer for p in alone.next(len(alone))) == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize(
     ("order", "kind"), [("epochs", Epochs), ("curriculum", Curriculum), ("prioritised", Prioritised)]
 )
