@@ -66,7 +66,8 @@ class ReceiverUpdate(Protocol):
         ...
 
     async def accept(self) -> Mapping[str, float]:
-        """Let the receivers that are left serve. Returns metrics. SyncError: none is."""
+        """Let the receivers that are left serve. Returns metrics. SyncError: none is, as where nothing was installed;
+        LostReceiversError: but one may come back."""
         ...
 
     def abandon(self, error: SyncError) -> None:
