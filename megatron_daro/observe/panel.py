@@ -83,11 +83,12 @@ class ProgressState:
         return [w for w in weights if w is not None]
 
     def phase_times(self) -> list[tuple[str, float]]:
-        """(phase, seconds) of the last step, longest first, without phases that took no time."""
+        """(phase, seconds) of the last step, longest first, without those that took less than a hundredth of it."""
         skipped = {"timing/step_s", "timing/forward_backward_s"}  # the whole, and a part of another phase
         keys = [k for k in self.metrics if k.startswith("timing/") and k.endswith("_s") and k not in skipped]
         times = [(k.removeprefix("timing/").removesuffix("_s"), self.metrics[k]) for k in keys]
-        return sorted(((n, t) for n, t in times if t > 0), key=lambda item: -item[1])
+        least = self.metrics.get("timing/step_s", 0.0) / 100
+        return sorted(((n, t) for n, t in times if t > least), key=lambda item: -item[1])
 
 
 def draw_panel(state: ProgressState, width: int) -> Panel:
