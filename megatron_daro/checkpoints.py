@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 PROVENANCE = "made_with.json"
 LATEST = "latest"
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Of state.json and made_with.json. It goes up when a key of theirs goes, comes or changes its meaning."""
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 _HASH_THREADS = 4

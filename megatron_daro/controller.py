@@ -41,7 +41,7 @@ from megatron_daro.checkpoints import STATE_FORMAT, BackgroundSave
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.batch import with_columns_of
 from megatron_daro.deadlines import Deadlines, first_cause, to_the_end
-from megatron_daro.errors import DaroError, NonFiniteError
+from megatron_daro.errors import NonFiniteError
 from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
@@ -426,25 +426,16 @@ class Controller:
             with self._parts.phases.measure("sync_wait"):
                 await self._parts.evaluations.ended()  # its answers are all of the version that the engine has
                 await engine.enter_async_context(self._engine_use())
-            try:
-                if self._weight_sync:
-                    with self._parts.phases.measure("sync"):
-                        metrics = await self._publish(f"step {self.step}")
-            except DaroError as error:
-                if self.step < self._section.steps and not self._stop.is_set():
-                    raise
-                self._parts.progress.warn(f"{error}; the run ends here, and what was trained is saved")
-            else:
-                await self._evaluate_if_due(old_version)
+            if self._weight_sync:
+                with self._parts.phases.measure("sync"):
+                    metrics = await self._publish(f"step {self.step}")
+            if self._parts.evaluations.due(old_version, self.step):
+                if self._stop.is_set():
+                    self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
+                else:
+                    await self._parts.evaluations.run(self.step, self._lines)
         await self._pace.batch_done(self.step)
         return metrics
-
-    async def _evaluate_if_due(self, old_version: int) -> None:
-        if self._parts.evaluations.due(old_version, self.step):
-            if self._stop.is_set():
-                self._parts.progress.notice(_NOT_EVALUATED.format(step=self.step))
-            else:
-                await self._parts.evaluations.run(self.step, self._lines)
 
     async def _write_rollouts(self, minibatch: MiniBatch, resolved: Sequence[Group], *, applied: bool) -> None:
         """Record what became of the groups. Before the metrics: a line of these means that its rollouts are on disk."""

@@ -47,6 +47,7 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
 }
 """Wait -> what runs inside it and may take all of its own time: other waits, in lines above, and what users allow (see
 `Deadlines.of`). What is inside those is inside as well. `abort` and `close` have nothing: they cut short what they end.
+Verdicts are those of the answers of one round, each in its time: a pool whose workers die again and again takes longer.
 Not counted: after the loss of a rank or the only server, something may wait for an optimizer step, or repeat one; where
 a step takes hours that may end the run."""
 
@@ -122,7 +123,7 @@ class Deadlines:
         Args:
             scale: `trainer.deadline_scale`. The others are seconds that users allow, which it leaves alone.
             server_start: for one start of a server. request: for one. update_call: for one call of a weight update.
-            conversation: for those of one group, once. verdicts: for all that may be waited for at once.
+            conversation: for those of one group, once. verdicts: for those of the answers of one round.
         """
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
         allowed = {"server_start": server_start, "only_server": _TRIES * server_start, "request": request}

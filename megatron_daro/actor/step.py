@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of policy and critic, the update of both or of neither, the metrics.
+"""One optimizer step: gradients of policy and critic, the update of all that is trained or of nothing, the metrics.
 
   StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks

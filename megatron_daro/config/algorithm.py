@@ -202,8 +202,8 @@ class AlgorithmSection(Section):
     options: dict[str, Any] = {}
     """Options of this algorithm, or of your own: keyword arguments of its constructor, which judges them."""
     std: Literal["auto", "population", "sample", "batch", "none"] = "auto"
-    """Divisor of the advantage: standard deviation of the group (population, sample) or batch, or none; auto: the
-    algorithm's."""
+    """Divisor of the advantage: standard deviation of the group (population, sample) or of all of the optimizer step
+    (batch), or none; auto: the algorithm's."""
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"

@@ -98,7 +98,7 @@ def demand_of(config: Config, *, engines: bool = True) -> Demand:
 def engines_of(config: Config) -> Demand:
     """Return the pieces of what only generates."""
     engine = config.engine
-    started = 0 if engine.kind == "sglang" and engine.sglang.urls else engine.replicas
+    started = 0 if engine.is_own or (engine.kind == "sglang" and engine.sglang.urls) else engine.replicas
     if engine.kind != "sglang":
         return Demand(0, 1, started, server_size=0)
     return Demand(0, 1, started, engine.sglang.tensor_parallel, engine.sglang.nodes, "server")

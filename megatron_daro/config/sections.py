@@ -458,8 +458,8 @@ class TrainerSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """NaN or infinity in loss or gradient. stop: exit code 3; skip: count the step."""
     deadline_scale: float = Field(default=1.0, ge=1e-3, le=1000)
-    """Factor of every deadline in the loop (optimizer step 4 h, collective of the ranks 30 min, ...). Each stays longer
-    than the limits of servers, environments and verifiers that it contains."""
+    """Factor of every deadline in the loop (optimizer step 4 h, collective of the ranks 30 min, ...). They grow with
+    the limits of servers, environments and verifiers."""
     minibatches_per_batch: int = Field(default=1, ge=1)
     """Mini-batches of whole groups that a batch is split into, as even as can be; an optimizer step each."""
     epochs_per_batch: int = Field(default=1, ge=1)

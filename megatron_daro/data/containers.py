@@ -222,7 +222,9 @@ def _in_memory(file: IO[bytes]) -> io.BytesIO:
 def _values(batch: pa.RecordBatch) -> list[Any]:
     """Return the rows of an Arrow batch; one that Python cannot hold (text that is not UTF-8, the year 100000) is
     named."""
-    narrow = [field for field in batch.schema if "float" in str(field.type)]  # a float64 is called double
+    names = batch.schema.names
+    # A float64 is called double. Of two columns of one name Python has one, nobody knows which.
+    narrow = [field for field in batch.schema if "float" in str(field.type) and names.count(field.name) == 1]
     try:
         rows = batch.to_pylist()
         for row in rows:

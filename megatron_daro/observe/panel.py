@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_daro.observe.phases import phase_keys
+
 _HISTORY_STEPS = 40
 _ETA_STEPS = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -84,9 +86,7 @@ class ProgressState:
 
     def phase_times(self) -> list[tuple[str, float]]:
         """(phase, seconds) of the last step, longest first, without those that took less than a hundredth of it."""
-        skipped = {"timing/step_s", "timing/forward_backward_s"}  # the whole, and a part of another phase
-        keys = [k for k in self.metrics if k.startswith("timing/") and k.endswith("_s") and k not in skipped]
-        times = [(k.removeprefix("timing/").removesuffix("_s"), self.metrics[k]) for k in keys]
+        times = [(k.removeprefix("timing/").removesuffix("_s"), self.metrics[k]) for k in phase_keys(self.metrics)]
         least = self.metrics.get("timing/step_s", 0.0) / 100
         return sorted(((n, t) for n, t in times if t > least), key=lambda item: -item[1])
 

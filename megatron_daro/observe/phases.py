@@ -9,11 +9,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 ATTEMPT_VARIABLE = "MEGATRON_DARO_ATTEMPT"
 """Set by what starts a run again and again: the number of this start, from 1, which goes into the metrics."""
+
+_NO_PHASES = frozenset(
+    f"timing/{name}_s" for name in ["step", "forward_backward", "critic", "critic_turns", "sync_send", "to_engine"]
+)
+"""The whole step, and times that are part of a phase's: of train, of logprob, of sync."""
+
+
+def phase_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys of metrics that are times of phases, which stand beside each other."""
+    return [key for key in keys if key.startswith("timing/") and key.endswith("_s") and key not in _NO_PHASES]
 
 
 class _Stopwatch:

@@ -16,12 +16,12 @@ _MAX_IN_A_ROW = 5
 
 
 class LostBatches:
-    """A batch is lost if no optimizer step of it changed the policy: all were skipped, or it has none since all of its
+    """A batch is lost if no optimizer step of it was taken: all were skipped, or it has none since all of its
     groups were too old.
 
     * Skipped steps are counted since the run began: in every line of metrics (`rollout/steps_skipped`) and in
       checkpoints.
-    * Lost batches are counted since the last step that changed the policy; the fifth in a row ends the run. No
+    * Lost batches are counted since the last step that was taken; the fifth in a row ends the run. No
       checkpoint has this count: a resumed run counts anew.
     * Groups of a lost batch whose steps were skipped are recorded with these steps. Those of one without a step are
       recorded and measured with the next batch, as dropped; if the run ends before, they are in no file.
@@ -59,11 +59,11 @@ class LostBatches:
         self._count(cause)
 
     def step_trained(self, minibatch: MiniBatch) -> None:
-        """Take in a step that changed the policy."""
+        """Take in a step that was taken."""
         self._trained_step, self._in_a_row = minibatch.step, 0
 
     def step_skipped(self, minibatch: MiniBatch, cause: str) -> None:
-        """Take in a step that changed nothing. Raises DataError: too many batches are lost, with this one."""
+        """Take in a step that was skipped. Raises DataError: too many batches are lost, with this one."""
         self.skipped_steps += 1
         if minibatch.last and self._trained_step < minibatch.first_step:  # nor did the batch's steps before it
             self._count(cause)

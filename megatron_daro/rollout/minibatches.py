@@ -47,7 +47,7 @@ class MiniBatch:
         return self.first_step - 1
 
     def record(self, *, applied: bool) -> RecordedMiniBatch:
-        """What a replay needs of it. Args: applied: whether the policy changed."""
+        """What a replay needs of it. Args: applied: whether it was taken, and not skipped."""
         ids = tuple(group.group_id for group in self.groups)
         return RecordedMiniBatch(self.step, self.first_step, self.epoch, ids, applied)
 

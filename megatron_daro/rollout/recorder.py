@@ -38,7 +38,7 @@ class RecordedMiniBatch:
 
     step: its number; first_step: that of the first step of its batch. epoch: of the batch, from 1. group_ids: of its
     mini-batch, in order; each group is in the file of the first step that trained it, or else of its last. applied:
-    whether the policy changed.
+    whether the step was taken, and not skipped.
     """
 
     step: int

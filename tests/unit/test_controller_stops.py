@@ -13,10 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 
 from books import check_books, files_of
-from loop_fakes import Crash, FakeEngine, make_stack, resume_stack, run_stack
+from loop_fakes import Crash, make_stack, resume_stack, run_stack
 
 from megatron_daro.checkpoints import find_latest_valid, step_directories
-from megatron_daro.errors import EngineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.runtime.interrupts import stop_on_signals
 
@@ -72,29 +71,6 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path,
         assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
         assert resumed.policy.weights == whole.policy.weights
     check_books(tmp_path / "cut")
-
-
-@pytest.mark.parametrize(("steps", "stopped"), [(20, True), (3, False)])
-def test_what_was_trained_last_is_saved_although_the_engine_cannot_take_it(tmp_path, steps, stopped):
-    class Fails(FakeEngine):
-        def begin_update(self, version, only=None):
-            if version == 3:
-                raise EngineError("no server took them")
-            return super().begin_update(version, only)
-
-    stack = make_stack(tmp_path, engine_class=Fails, trainer={"save_every_steps": 0, "steps": steps})
-
-    async def go():
-        run = asyncio.ensure_future(stack.controller.run())
-        while ("train", 3) not in stack.events:
-            await asyncio.sleep(0)
-        if stopped:
-            stack.controller.request_stop("SIGTERM")
-        return await run
-
-    assert asyncio.run(go()).status == ("stopped" if stopped else "finished")
-    assert find_latest_valid(stack.run, stack.progress)[1]["step"] == 3
-    assert any("no server took them" in text for text in stack.progress.messages)
 
 
 def test_ctrl_c_does_not_wait_for_the_generation(tmp_path):

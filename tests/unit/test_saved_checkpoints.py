@@ -21,6 +21,7 @@ from loop_fakes import FakeProgress, make_stack, run_stack
 
 from megatron_daro import durable
 from megatron_daro.checkpoints import (
+    STATE_FORMAT,
     Checkpoints,
     check_format,
     find_latest_valid,
@@ -122,7 +123,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 
 def test_a_state_of_another_format_is_refused(tmp_path):
-    check_format(tmp_path, {"format": 2})
+    check_format(tmp_path, {"format": STATE_FORMAT})
     with pytest.raises(CheckpointError, match=r"state\.json.*format 1"):
         check_format(tmp_path, {"format": 1})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from megatron_daro.observe.phases import phase_keys
 from megatron_daro.workshop.report.by_pass_rate import difficulty_section
 from megatron_daro.workshop.report.critic import critic_section
 from megatron_daro.workshop.report.page import COLOURS, PERCENT, Line, Plot, Section, layout, lines, percent, short
@@ -261,10 +262,7 @@ def _area(steps: list[int], values: list[float], name: str, colour: str) -> dict
 
 
 def _time(run: RunData) -> Plot | None:
-    # The whole step, and a part of the train phase, do not stand beside the phases.
-    nested = ("timing/step_s", "timing/forward_backward_s")
-    keys = [k for k in run.under("timing/") if k.endswith("_s") and k not in nested]
-    keys = sorted((k for k in keys if run.total(k)), key=lambda k: -run.total(k))
+    keys = sorted((k for k in phase_keys(run.under("timing/")) if run.total(k)), key=lambda k: -run.total(k))
     traces = []
     for key, colour in zip(keys, COLOURS, strict=False):
         steps, values = run.series(key)

@@ -177,3 +177,5 @@ def test_the_pieces_of_a_run_follow_from_its_layout_and_its_servers(run_files):
     assert of(*turns).shared and of(*turns).gpus == 8 and of(*turns).sizes(gpus=False) == [3, 3, 3, 3]
     assert of(*turns, engines=False).sizes(gpus=True) == [2, 2, 2, 2]
     assert of("engine.sglang.sync=tensor").together and not of(*turns).together
+    own = resolve(run_files.file, ["engine.kind=my_module:MyEngine", "engine.replicas=4", *LAYOUT])
+    assert demand_of(own).processes == 8, "the driver has it"

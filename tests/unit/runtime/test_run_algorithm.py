@@ -118,6 +118,7 @@ def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_pu
         ("grpo", {}, True),
         ("daro", {}, False),
         ("grpo", {"keep_surplus": True}, False),
+        ("grpo", {"segment_tokens": 32}, False),
     ],
 )
 def test_oversampling_without_any_use_is_remarked(name, more, remarked):
