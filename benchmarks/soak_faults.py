@@ -19,7 +19,7 @@ from typing import Any
 from soak_proxy import ProxiedServer, Proxy, Rule, set_sleep
 
 from megatron_daro.engine.sglang.engine import SGLangEngine
-from megatron_daro.engine.sglang.fleet import Server
+from megatron_daro.engine.sglang.fleet import Server, State
 
 KINDS = ("kill_idle", "kill_serving", "kill_sync", "stop", "http_500", "reset", "slow_down")
 SYNC_PATHS = (
@@ -128,7 +128,7 @@ class Injector:
         await self._until(lambda: self._noticed(fault, before, proxy), _TRIGGER_S)
         await asyncio.sleep(_QUIET_S if fault.kind in ("http_500", "reset") else 0)
         proxy.rule = None
-        if fault.kind == "slow_down" and server.state == "serving":
+        if fault.kind == "slow_down" and self._is(server, "serving"):
             await set_sleep(proxy, 0.0)
         self._collect(fault, before, proxy)
         evidence = f"{fault.kind}: {'; '.join(fault.evidence)[:300]}"
@@ -146,10 +146,11 @@ class Injector:
 
     async def _kill_serving(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
         # Servers that join or take weights are asked to generate too.
-        await self._kill_at(fault, handle, "/generate", lambda: server.state == "serving")
+        await self._kill_at(fault, handle, "/generate", lambda: self._is(server, "serving"))
 
     async def _kill_sync(self, fault: Fault, server: Server, handle: ProxiedServer) -> None:
-        await self._kill_at(fault, handle, self._rng.choice(self._sync_paths), lambda: server.state == "updating")
+        path = self._rng.choice(self._sync_paths)
+        await self._kill_at(fault, handle, path, lambda: self._is(server, "updating"))
 
     async def _kill_at(self, fault: Fault, handle: ProxiedServer, path: str, when: Callable[[], bool]) -> None:
         whom = self._rng.choice(("main", "child", "all"))
@@ -181,7 +182,7 @@ class Injector:
         fault.variant = f"{count} x {action} at {path}"
 
         def rule(asked: str) -> str:
-            if asked != path or (path == "/generate" and server.state != "serving"):
+            if asked != path or (path == "/generate" and not self._is(server, "serving")):
                 return ""
             if fault.injected_s is None:
                 self._mark(fault)
@@ -194,6 +195,10 @@ class Injector:
         fault.variant = f"{seconds:g} s a forward pass"
         self._mark(fault)
         await set_sleep(handle.proxy, seconds)
+
+    def _is(self, server: Server, state: State) -> bool:
+        """Whether a server, or a later process of it, is in this state."""
+        return any(one.name == server.name for one in self._engine.fleet.of(state))
 
     def _mark(self, fault: Fault) -> None:
         fault.injected_s = self.now()

@@ -276,13 +276,14 @@ def test_a_server_that_is_started_again_gets_the_present_adapter(serving, tmp_pa
     async def scenario():
         handle = ManagedServer(serving.server)
         async with ranks(serving) as policy, started(serving.engine(tmp_path, handle)) as engine:
-            sync, (server,) = WeightSync(policy, engine), engine.fleet.servers
+            sync = WeightSync(policy, engine)
             for version in range(3):
                 if version:
                     await trained(policy, await sampled(engine), version)
                 await sync.publish(version)
             serving.server.kill()
             rollouts = await sampled(engine)
+            (server,) = engine.fleet.servers
             assert (handle.launches, server.restarts) == (2, 1)
             assert {r.weight_version for r in rollouts} == {2}
             assert await worst_difference(policy, rollouts) <= TOLERANCE

@@ -152,8 +152,9 @@ def test_a_kill_in_the_middle_of_a_broadcast_leaves_a_server_with_all_of_the_new
                 assert_answered_once(rollouts, wanted)
                 assert {r.weight_version for r in rollouts} == {2}
                 assert worst_difference(models[1], rollouts) <= TOLERANCE
-                await until(lambda: killed.state == "serving")
-                assert (killed.version, killed.restarts, handles[0].launches) == (2, 1, 2)
+                await until(lambda: engine.fleet.servers[0].state == "serving")
+                back = engine.fleet.servers[0]
+                assert (back.version, back.restarts, handles[0].launches) == (2, 1, 2)
                 proxied = proxy.done[""]
                 rollouts = await collect(engine, wanted)
                 assert proxy.done[""] > proxied, "the server that came back must have answered some"

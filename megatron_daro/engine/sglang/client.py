@@ -95,6 +95,7 @@ class SGLangClient:
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._responses: set[aiohttp.ClientResponse] = set()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,7 +106,8 @@ class SGLangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections; running calls fail. May be called twice."""
+        """Drop all connections; calls that run or come later fail. May be called twice."""
+        self._closed = True
         # The session alone would leave whoever reads a body without a length waiting: `ResponseHandler.close` forgets
         # the body before `connection_lost` could say that no more comes (aiohttp/client_proto.py, 3.14.5).
         for response in self._responses:
@@ -204,6 +206,8 @@ class SGLangClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Give the answer to a call that was accepted, to be read within the block."""
+        if self._closed:
+            raise DisconnectedError(f"{self.url}{path}: its connections were closed")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)

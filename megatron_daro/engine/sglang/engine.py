@@ -19,7 +19,6 @@ from megatron_daro.deadlines import first_cause
 from megatron_daro.engine.sglang import fp8_blocks
 from megatron_daro.engine.sglang.adapters import Adapters
 from megatron_daro.engine.sglang.asking import Asker
-from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.engine.sglang.fleet import Fleet, Server
 from megatron_daro.engine.sglang.generation import ServerGeneration
 from megatron_daro.engine.sglang.memory import SharedMemory
@@ -79,7 +78,7 @@ class SGLangEngine:
         self._handles, self._options, self._expected, self._asker = handles, options, expected, asker
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
         self.fleet = Fleet(
-            [Server(name, SGLangClient("http://not-started")) for name in handles],
+            [Server(name) for name in handles],
             max_tokens_in_flight=options.max_tokens_in_flight,
             on_fenced=lambda server: self._supervision.restart(server),
         )

@@ -7,8 +7,8 @@ for servers when all are gone. A server's state changes in these methods alone:
     begin_update   serving, joining                     -> updating
     serve          updating; as loaded also joining     -> serving
     suspect        serving                              -> suspect
-    fence          any                                  -> fenced
-    start_again    fenced, starting                     -> starting
+    fence          any                                  -> fenced, for ever
+    start_again    fenced, starting                     -> another takes its place: starting
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_daro.errors import DeadlineError, EngineError
 State = Literal["starting", "joining", "serving", "updating", "suspect", "fenced"]
 """starting: its process loads; joining: it answers, and lacks the policy's weights or has given its memory to the
 trainer; serving: it gets requests; updating: its weights change; suspect: its requests fail, and it is looked why;
-fenced: given up until it was started again."""
+fenced: given up."""
 
 # Before any answer came, one is taken to be this part of the longest.
 _FIRST_GUESS = 0.25
@@ -41,33 +41,36 @@ _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
 
 @dataclass(eq=False)
 class Server:
-    """One server and what is known of it. Its state only the fleet changes; each field is set where it is learned, and
-    what belongs to a process begins anew with the next (`take_process`).
+    """One process of a server and what is known of it. The next process is another object (`start_again`): whoever
+    began with this one, and goes on when that one runs, changes nothing of it. Its state only the fleet changes; other
+    fields are set where they are learned.
 
-    version: of its weights while it serves. has_served: ever. unserved_starts: since it served last. versions: all that
-    its process was given (receiving.py). adapter: where versions are adapters, the one that new requests name;
-    adapters: that it has -> requests under way that name it (receiving.py, generation.py). failures: in a row.
-    released: memory that it gave back, by SGLang's names (memory.py): a joining server lacks weights, memory or both.
-    is_awaited: it is being started again, and the run may wait for it (supervision.py). reason: why it was given up,
-    or what a sending said.
+    facts: once it answered. version: of its weights while it serves. versions: all that it was given (receiving.py).
+    adapter: where versions are adapters, the one that new requests name; adapters: that it has -> requests under way
+    that name it (receiving.py, generation.py). released: memory that it gave back, by SGLang's names (memory.py): a
+    joining server lacks weights, memory or both. failures: in a row.
+
+    Of the processes before it, too: restarts: how many they were. has_served: ever. unserved_starts: since one served
+    last. is_awaited: it is being started again, and the run may wait for it (supervision.py). reason: why the last was
+    given up, or what a sending said.
     """
 
     name: str
-    client: SGLangClient
+    client: SGLangClient = field(default_factory=lambda: SGLangClient("http://not-started"))
     facts: ServerFacts | None = None
     state: State = "starting"
     version: int | None = None
     versions: set[int] = field(default_factory=set)
     adapter: str = ""
     adapters: Counter[str] = field(default_factory=Counter)
+    released: frozenset[str] = frozenset()
     tokens_in_flight: int = 0
     last_progress: float = field(default_factory=time.monotonic)
     failures: int = 0
     failing_since: float = 0.0
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: int = 0
     reason: str = ""
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
-    released: frozenset[str] = frozenset()
     has_served: bool = False
     unserved_starts: int = 0
     is_awaited: bool = False
@@ -81,12 +84,6 @@ class Server:
     def is_up(self) -> bool:
         """Whether it is taken to answer."""
         return self.state not in ("starting", "fenced")
-
-    def take_process(self, client: SGLangClient) -> None:
-        """Take in that it has a new process: what the one before had is gone."""
-        self.client = client
-        self.versions, self.version, self.released = set(), None, frozenset()
-        self.adapter, self.adapters = "", Counter()
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""
@@ -129,10 +126,19 @@ class Fleet:
         """Return the servers in one of these states."""
         return [server for server in self.servers if server.state in states]
 
-    def start_again(self, server: Server) -> None:
-        """Note that another process of a server is started."""
-        server.restarts += 1
-        self._set_state(server, "starting")
+    def start_again(self, server: Server) -> Server:
+        """Put another process in the place of one that was given up, or did not start; returns it."""
+        successor = Server(
+            server.name,
+            restarts=server.restarts + 1,
+            reason=server.reason,
+            has_served=server.has_served,
+            unserved_starts=server.unserved_starts + 1,
+            is_awaited=server.is_awaited,
+        )
+        self.servers[self.servers.index(server)] = successor
+        self._notify()
+        return successor
 
     def hold_back(self, server: Server) -> None:
         """Give a server no request until an update: it was started and lacks weights, or the trainer has its memory."""
@@ -146,7 +152,6 @@ class Fleet:
     def serve(self, server: Server, version: int | None) -> None:
         """Let a server that has its weights get requests. version: of the weights; None: those that it loaded."""
         server.version = version
-        server.given_up.clear()
         server.succeeded()
         server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._set_state(server, "serving")
@@ -159,7 +164,7 @@ class Fleet:
         """Give a server up: its requests are cancelled (and made elsewhere), and it gets no others."""
         if server.state == "fenced":
             return
-        server.reason, server.version = reason, None
+        server.reason = reason
         server.given_up.set()
         self.fenced_count += 1
         self._set_state(server, "fenced")

@@ -146,8 +146,8 @@ class ServerGeneration:
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
         if server is None:
             return ()
-        version, adapter, adapters = server.version or 0, server.adapter, server.adapters
-        adapters[adapter] += 1
+        version, adapter = server.version or 0, server.adapter
+        server.adapters[adapter] += 1
         calls = calls_of(
             request,
             self.new_name(),
@@ -172,7 +172,7 @@ class ServerGeneration:
             raise
         finally:
             run.ids, run.server = (), None
-            adapters[adapter] -= 1  # of the process that was asked: another may have begun meanwhile
+            server.adapters[adapter] -= 1
             self._adapters.unload_unused(server)
             last = {name: self._held.pop(name)[1] for name in ids if name in self._held}
             self._fleet.release(server, sum(last.values()))

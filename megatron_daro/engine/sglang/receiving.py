@@ -7,10 +7,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import fp8_blocks
@@ -39,7 +40,7 @@ class ServersEnd:
     fp8_blocks: names of the matrices that are sent so, with `{layer}` and `{expert}` for numbers. layout: of a server,
     for `sync: shards`. sync_dir: where files are written, and nothing else is. adapter: PEFT's configuration of what
     servers get, where that are adapters; new_name: that none has yet. written: directories of files, oldest first.
-    last_checksums: of each server.
+    last_checksums: of each server's process.
     """
 
     options: SGLangSection
@@ -50,7 +51,7 @@ class ServersEnd:
     new_name: Callable[[], str]
     files: Iterator[int] = field(default_factory=itertools.count)
     written: list[Path] = field(default_factory=list)
-    last_checksums: dict[str, LastChecksums] = field(default_factory=dict)
+    last_checksums: WeakKeyDictionary[Server, LastChecksums] = field(default_factory=WeakKeyDictionary)
 
 
 class Receiving:
@@ -79,19 +80,12 @@ class Receiving:
         """Why a server that answers cannot take part again after a sending failed; empty where it can."""
         return ""
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
-        """Yield the phases after the ranks sent, up to the first request.
-
-        Args:
-            report: of all ranks. fresh: servers whose process was given no weights before; what others of their name
-                had is forgotten.
-        """
-        for name in fresh:
-            self._end.last_checksums.pop(name, None)
+    async def installing(self, report: SendReport) -> AsyncIterator[Phase]:
+        """Yield the phases after the ranks sent, up to the first request. Args: report: of all ranks."""
         yield "end", self._close
         yield "flush the cache", self._flush
         if self._end.fp8_blocks:
-            yield "compare fp8 blocks", lambda server: self._compare_blocks(server, report.fp8_blocks, fresh)
+            yield "compare fp8 blocks", lambda server: self._compare_blocks(server, report.fp8_blocks)
         if report.digests:
             yield "compare checksums", lambda server: self.compare_checksums(server, report.digests)
         yield "set the version", self._stamp
@@ -110,8 +104,8 @@ class Receiving:
         except RefusedError:
             return
         last = self._end.last_checksums
-        shown, last[server.name] = compare_checksums(
-            _read_checksums(server, answer), digests, facts_of(server), last.get(server.name, LastChecksums())
+        shown, last[server] = compare_checksums(
+            _read_checksums(server, answer), digests, facts_of(server), last.get(server, LastChecksums())
         )
         if shown:
             self.verified.add(server.name)
@@ -164,9 +158,9 @@ class Receiving:
         body = {"new_version": str(self._version), "abort_all_requests": False}
         await self._post(server, "/update_weight_version", body)
 
-    async def _compare_blocks(self, server: Server, sent: Sequence[str], fresh: Collection[str]) -> None:
+    async def _compare_blocks(self, server: Server, sent: Sequence[str]) -> None:
         """Check, of a server whose process gets its first weights, that it has as blocks what was sent as blocks."""
-        if server.name not in fresh:
+        if server.versions:
             return
         answer = await self._post(server, "/weights_checker", fp8_blocks.MANIFEST_CALL)
         for matrices in _read_checksums(server, answer):
@@ -216,14 +210,14 @@ class Files(Receiving):
             digest_dtype=plan.digest_dtype,
         )
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+    async def installing(self, report: SendReport) -> AsyncIterator[Phase]:
         body = {"model_path": str(self._directory.absolute()), "flush_cache": False}
         yield "read the files", lambda server: self._post(server, "/update_weights_from_disk", body)
         written = self._end.written
         written.append(self._directory)
         while len(written) > 1:
             await asyncio.to_thread(shutil.rmtree, written.pop(0), ignore_errors=True)
-        async for phase in super().installing(report, fresh):
+        async for phase in super().installing(report):
             yield phase
 
     def _opens_update(self, server: Server) -> bool:
@@ -241,7 +235,7 @@ class NamedAdapters(Receiving):
         details = {"lora_name": self._name, "config_dict": self._end.adapter}
         return replace(plan, what="adapter", digest_dtype="", details=details)
 
-    async def installing(self, report: SendReport, fresh: Collection[str]) -> AsyncIterator[Phase]:
+    async def installing(self, report: SendReport) -> AsyncIterator[Phase]:
         yield "name the adapter", self._offer
 
     async def _offer(self, server: Server) -> None:

@@ -35,11 +35,8 @@ async def bring_up(
     Raises:
         EngineError: it did not start, or not in time. UnusableServerError: it is another one than the run needs.
     """
-    server.unserved_starts += 1
-    url = await handle.launch()
-    await server.client.close()
-    server.take_process(SGLangClient(url))
-    wait = _Wait(f"{server.name} at {url}", warn)
+    server.client = SGLangClient(await handle.launch())
+    wait = _Wait(f"{server.name} at {server.url}", warn)
     try:
         async with asyncio.timeout(options.start_timeout_s):
             server.facts = await _first_answer(server, handle, wait)

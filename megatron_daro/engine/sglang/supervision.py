@@ -1,6 +1,6 @@
 """Supervision of the servers: starts them, watches their progress, restarts those that are fenced.
 
-One watcher per server, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
+One watcher per process, beside the engine. When a server is fenced (by a watcher, a failed request or a failed weight
 update), its process is ended and started again, and it returns as "joining": it gets no request until it has the
 policy's weights. Progress means that a token came out, not that a port is open; an idle server is asked for one.
 
@@ -83,8 +83,8 @@ class Supervision:
         for server, failure in zip(self._fleet.servers, failures, strict=True):
             if failure:
                 self._fleet.fence(server, str(failure))
-        for server in self._fleet.servers:
-            self._run(self._watch(server))
+            else:
+                self._run(self._watch(server))
 
     def _say_what_loads(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
         """Say which server is loading: the first that is still to come."""
@@ -199,7 +199,7 @@ class Supervision:
     async def _watch(self, server: Server) -> None:
         """Look every few seconds whether the process lives and whether tokens come."""
         limit = self._options.stall_timeout_s
-        while True:
+        while server.state != "fenced":
             await asyncio.sleep(min(_WATCH_S, limit / 4))
             if server.state not in ("serving", "joining"):
                 continue
@@ -221,7 +221,7 @@ class Supervision:
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
                 return
-            self._fleet.start_again(server)
+            server = self._fleet.start_again(server)
             self._unsettled.add(server.name)
             try:
                 await self._bring_up(server)
@@ -235,8 +235,10 @@ class Supervision:
             await self._end_process(server)
             await asyncio.sleep(backoff_s(failed_starts, first_s=_RESTART_PAUSE_S, longest_s=_LONGEST_RESTART_PAUSE_S))
             failed_starts += 1
+        self._run(self._watch(server))
         await self._join(server)
 
     async def _end_process(self, server: Server) -> None:
+        await server.client.close()
         await self._handles[server.name].stop()
         self._unsettled.discard(server.name)

@@ -140,7 +140,7 @@ class ServerUpdate:
         """Everything after the weights arrived, up to the first request."""
         self._report = report
         self._fresh = frozenset(server.name for server in self._taking_part() if not server.versions)
-        async for name, work in self.receiving.installing(report, self._fresh):
+        async for name, work in self.receiving.installing(report):
             await self._phase(name, work)
 
     async def probe(self) -> Mapping[str, ProbeAnswer]:
@@ -194,12 +194,11 @@ class ServerUpdate:
 
     def _take_in(self, servers: Sequence[Server]) -> None:
         for server in servers:
-            if server not in self._servers:
-                self._servers.append(server)
+            self._servers.append(server)
             self._fleet.begin_update(server)
 
     def _taking_part(self) -> list[Server]:
-        """Those that were not fenced since the update began (one that was may be starting again by now)."""
+        """Those that were not fenced since the update began."""
         return [server for server in self._servers if server.state == "updating"]
 
     async def _phase(self, name: str, work: Callable[[Server], Awaitable[object]]) -> None:

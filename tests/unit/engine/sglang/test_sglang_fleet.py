@@ -62,7 +62,7 @@ def test_a_request_waits_for_the_only_server_as_long_as_that_is_started_again():
         (server,) = fleet.servers
         server.is_awaited = True
         fleet.fence(server, "its process ended")
-        fleet.start_again(server)
+        server = fleet.start_again(server)
         request = asyncio.create_task(fleet.acquire(1, timeout_s=0.2))
         await asyncio.sleep(0.5)
         assert not request.done()

@@ -321,6 +321,22 @@ def test_an_update_waits_for_the_only_server_where_it_ends_in_it(tmp_path, path)
     run(scenario())
 
 
+def test_what_an_update_began_with_one_process_it_does_not_go_on_with_in_the_next(tmp_path):
+    async def scenario():
+        weights = Weights(2)
+        async with managed(tmp_path, updated=weights) as fleet:
+            stub = fleet.stubs[0]
+            stub.answers["/pause_generation"] = times(1, never, answering(200, {}))
+            update = asyncio.create_task(fleet.publish(weights, 3))
+            await fleet.until(lambda: stub.calls["/pause_generation"])
+            fleet.engine.fleet.fence(fleet.servers[0], "killed")
+            await update
+            await fleet.until(lambda: fleet.states == ["serving", "serving"])
+            assert stub.calls["/pause_generation"] == 2, "of this update, and of that which brought the weights"
+
+    run(scenario())
+
+
 def test_a_server_that_comes_back_and_never_serves_is_not_waited_for_for_ever(tmp_path):
     async def scenario():
         weights = Weights(2)
