@@ -58,7 +58,7 @@ class SyncError(DaroError):
 
 
 class LostReceiversError(SyncError):
-    """No receiver is left that took the weights; one is being started again, and may take them."""
+    """No receiver is left that took the weights; one that comes back may take them."""
 
 
 class LostSenderError(SyncError):

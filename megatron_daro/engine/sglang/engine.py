@@ -77,8 +77,9 @@ class SGLangEngine:
         """
         self._handles, self._options, self._expected, self._asker = handles, options, expected, asker
         self._temperature, self._probe_tokens = temperature, tuple(probe_tokens)
+        awaited = 0 if expected.shares_gpus else options.max_restarts
         self.fleet = Fleet(
-            [Server(name) for name in handles],
+            [Server(name, awaited_restarts=awaited if one.restartable else 0) for name, one in handles.items()],
             max_tokens_in_flight=options.max_tokens_in_flight,
             on_fenced=lambda server: self._supervision.restart(server),
         )

@@ -8,7 +8,8 @@ for servers when all are gone. A server's state changes in these methods alone:
     serve          updating; as loaded also joining     -> serving
     suspect        serving                              -> suspect
     fence          any                                  -> fenced, for ever
-    start_again    fenced, starting                     -> another takes its place: starting
+    start_failed   starting                             -> fenced, for ever
+    start_again    fenced                               -> another takes its place: starting
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _MARGIN = 1.5
 # A server is given up when so many requests failed with no success between, over so many seconds: a moment in which
 # everything under way at once is refused is no reason to start a server again.
 _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
+# So many starts in a row after which a server served nobody, and the run waits for it no longer.
+_UNSERVED_STARTS = 3
 
 
 @dataclass(eq=False)
@@ -50,9 +53,8 @@ class Server:
     that name it (receiving.py, generation.py). released: memory that it gave back, by SGLang's names (memory.py): a
     joining server lacks weights, memory or both. failures: in a row.
 
-    Of the processes before it, too: restarts: how many they were. has_served: ever. unserved_starts: since one served
-    last. is_awaited: it is being started again, and the run may wait for it (supervision.py). reason: why the last was
-    given up, or what a sending said.
+    Of the processes before it, too: restarts: how many they were. awaited_restarts: for how many the run waits at most.
+    served_at: at how many restarts one served last. reason: why the last was given up, or what a sending said.
     """
 
     name: str
@@ -70,10 +72,9 @@ class Server:
     failing_since: float = 0.0
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: int = 0
+    awaited_restarts: int = 0
+    served_at: int | None = None
     reason: str = ""
-    has_served: bool = False
-    unserved_starts: int = 0
-    is_awaited: bool = False
 
     @property
     def url(self) -> str:
@@ -84,6 +85,20 @@ class Server:
     def is_up(self) -> bool:
         """Whether it is taken to answer."""
         return self.state not in ("starting", "fenced")
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it may come to serve, so that the run waits for it where no other server is left.
+
+        One that joins or is suspect is awaited. One that was given up or starts is where it served before (else what
+        kept it from that will be there again), through three starts in a row after which it served nobody and as far
+        as `max_restarts` allows; not where somebody else would have to start it, or the trainer to leave its GPUs first
+        (`awaited_restarts` is 0).
+        """
+        if self.is_up or self.served_at is None:
+            return self.state in ("joining", "suspect")
+        start = self.restarts + (self.state == "fenced")  # the one that goes on, or comes next
+        return start <= min(self.awaited_restarts, self.served_at + _UNSERVED_STARTS)
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""
@@ -127,14 +142,13 @@ class Fleet:
         return [server for server in self.servers if server.state in states]
 
     def start_again(self, server: Server) -> Server:
-        """Put another process in the place of one that was given up, or did not start; returns it."""
+        """Put another process in the place of one that was given up; returns it."""
         successor = Server(
             server.name,
             restarts=server.restarts + 1,
+            awaited_restarts=server.awaited_restarts,
+            served_at=server.served_at,
             reason=server.reason,
-            has_served=server.has_served,
-            unserved_starts=server.unserved_starts + 1,
-            is_awaited=server.is_awaited,
         )
         self.servers[self.servers.index(server)] = successor
         self._notify()
@@ -151,9 +165,8 @@ class Fleet:
 
     def serve(self, server: Server, version: int | None) -> None:
         """Let a server that has its weights get requests. version: of the weights; None: those that it loaded."""
-        server.version = version
+        server.version, server.served_at = version, server.restarts
         server.succeeded()
-        server.has_served, server.unserved_starts, server.is_awaited = True, 0, False
         self._set_state(server, "serving")
 
     def suspect(self, server: Server) -> None:
@@ -169,17 +182,17 @@ class Fleet:
         self.fenced_count += 1
         self._set_state(server, "fenced")
         self._on_fenced(server)
-        self.end_if_all_gone()
+        self._end_if_all_gone()
 
-    def end_if_all_gone(self) -> None:
-        """End the fleet where no server answers and none is awaited."""
-        if not any(server.is_up for server in self.servers) and not self.awaits():
-            last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
-            self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
+    def start_failed(self, server: Server, reason: str) -> None:
+        """Give up a server that did not come up."""
+        server.reason = reason
+        self._set_state(server, "fenced")
+        self._end_if_all_gone()
 
     def awaits(self) -> bool:
-        """Whether there is a server that the run may wait for: it is being started again, or may be."""
-        return bool(self.of("suspect")) or any(server.is_awaited for server in self.of("fenced", "starting"))
+        """Whether a server may come back that the run waits for (`Server.is_awaited`)."""
+        return any(server.is_awaited for server in self.servers)
 
     async def returned(self) -> list[Server]:
         """Wait until a server that is awaited can take weights; empty where none is awaited. EngineError: all are
@@ -216,6 +229,12 @@ class Fleet:
         self._closed = reason
         self._notify()
 
+    def _end_if_all_gone(self) -> None:
+        """End the fleet where no server is left, and none is awaited."""
+        if not self.of("serving", "updating") and not self.awaits():
+            last = "; ".join(f"{s.name}: {s.reason}" for s in self.servers if s.reason)
+            self.fail(EngineError(f"all {len(self.servers)} SGLang servers are gone: {last}"))
+
     async def acquire(
         self, tokens: int, *, timeout_s: float, avoid: Server | None = None, prefer: Server | None = None
     ) -> Server:
@@ -225,7 +244,7 @@ class Fleet:
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
-                that moves is no reason to give up, nor is a start that the run waits for, which has its own limit.
+                that moves is no reason to give up, nor is a server that the run waits for, which has its own limits.
             avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
                 one that has the beginning of the request in its cache.
 
@@ -243,7 +262,7 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            if self.awaits() and not self.of("serving", "updating"):
+            if self.awaits():
                 return
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(

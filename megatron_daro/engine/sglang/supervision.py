@@ -27,8 +27,6 @@ _WATCH_S = 2.0
 _CLOSE_S = 10.0
 _RESTART_PAUSE_S = 1.0
 _LONGEST_RESTART_PAUSE_S = 60.0
-# So many starts in a row after which a server served nobody, and the run waits for it no longer.
-_UNSERVED_STARTS = 3
 # How long a process may take to be seen as gone after its connections broke.
 _DEATH_S, _DEATH_POLL_S = 3.0, 0.1
 _SETTLE_POLL_S = 0.05
@@ -110,7 +108,6 @@ class Supervision:
         if self._closing:
             return
         self._warn(f"SGLang {server.name} is given up: {server.reason}")
-        server.is_awaited = self._may_be_awaited(server)
         self._unsettled.add(server.name)
         self._run(self._restart(server))
 
@@ -166,17 +163,6 @@ class Supervision:
             await asyncio.sleep(_DEATH_POLL_S)
         return reason
 
-    def _may_be_awaited(self, server: Server) -> bool:
-        """Whether the run may go on without any other server until this one is back. Not where it waits for the
-        trainer to leave the GPUs, nor where it never served: what kept it from that will be there again."""
-        return (
-            server.has_served
-            and self._handles[server.name].restartable
-            and not self._expected.shares_gpus
-            and server.restarts < self._options.max_restarts
-            and server.unserved_starts < _UNSERVED_STARTS
-        )
-
     def _run(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -228,10 +214,8 @@ class Supervision:
                 self._unsettled.discard(server.name)
                 break
             except EngineError as error:
-                server.reason = f"{given_up_for}; then it could not be started again: {error}"
                 self._warn(f"SGLang {server.name} could not be started again: {error}")
-                server.is_awaited = self._may_be_awaited(server)
-                self._fleet.end_if_all_gone()
+                self._fleet.start_failed(server, f"{given_up_for}; then it could not be started again: {error}")
             await self._end_process(server)
             await asyncio.sleep(backoff_s(failed_starts, first_s=_RESTART_PAUSE_S, longest_s=_LONGEST_RESTART_PAUSE_S))
             failed_starts += 1

@@ -84,7 +84,7 @@ class ServerUpdate:
     async def prepare(self) -> SendPlan | WeightFiles | None:
         """Pause the servers and open the update on them; what is to be sent to whom, or written."""
         servers = await self._opened()
-        while not servers and self._awaits_others and (self._fleet.awaits() or self._fleet.of("joining")):
+        while not servers and self._awaits_others and self._fleet.awaits():
             self._take_in(await self._fleet.returned())
             servers = await self._opened()
         if not servers:
@@ -171,8 +171,7 @@ class ServerUpdate:
             self._fleet.serve(server, self._version)
         if report is None or not done:
             reasons = "; ".join(f"{server.name}: {server.reason}" for server in self._servers)
-            may_return = self._awaits_others and not self._taking_part() and self._fleet.awaits()
-            kind = LostReceiversError if may_return else SyncError
+            kind = LostReceiversError if self._fleet.awaits() else SyncError
             raise kind(f"no SGLang server took the weights of version {self._version} ({reasons})")
         return {
             "sync/bytes": float(report.num_bytes),

@@ -60,7 +60,8 @@ def test_a_request_waits_for_the_only_server_as_long_as_that_is_started_again():
     async def scenario():
         fleet = fleet_of(count=1)
         (server,) = fleet.servers
-        server.is_awaited = True
+        server.awaited_restarts = 1
+        fleet.serve(server, 0)
         fleet.fence(server, "its process ended")
         server = fleet.start_again(server)
         request = asyncio.create_task(fleet.acquire(1, timeout_s=0.2))

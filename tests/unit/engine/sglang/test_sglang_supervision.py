@@ -321,6 +321,23 @@ def test_an_update_waits_for_the_only_server_where_it_ends_in_it(tmp_path, path)
     run(scenario())
 
 
+def test_an_update_that_all_left_goes_on_with_one_that_is_back(tmp_path):
+    async def scenario():
+        weights, sharing = Weights(2), expected(tmp_path, shares_gpus=True)  # so that nobody waits for a start
+        async with managed(tmp_path, updated=weights, expect=sharing) as fleet:
+
+            async def fails_later(request, body):
+                await fleet.until(lambda: fleet.states[0] == "joining")
+                return await answering(500)(request, body)
+
+            fleet.stubs[0].answers["/pause_generation"] = times(1, answering(500), answering(200, {}))
+            fleet.stubs[1].answers["/flush_cache"] = fails_later
+            metrics = await fleet.publish(weights, 3)
+            assert metrics["sync/servers"] == 1 and fleet.servers[0].version == 3
+
+    run(scenario())
+
+
 def test_what_an_update_began_with_one_process_it_does_not_go_on_with_in_the_next(tmp_path):
     async def scenario():
         weights = Weights(2)
