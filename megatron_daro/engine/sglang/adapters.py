@@ -52,13 +52,14 @@ class Adapters:
         """Unload what no request names any more, but the newest."""
         for adapter in [name for name, count in server.adapters.items() if not count and name != server.adapter]:
             del server.adapters[adapter]
-            task = asyncio.create_task(self._unload(server.client, adapter))
+            task = asyncio.create_task(self._unload(server.url, adapter))
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
-    async def _unload(self, client: SGLangClient, adapter: str) -> None:
-        with suppress(EngineError):  # it only takes room, and ends with the server
-            await client.post("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=self._timeout_s)
+    async def _unload(self, url: str, adapter: str) -> None:
+        async with SGLangClient(url) as client:  # that of a server that was given up is closed
+            with suppress(EngineError):  # it only takes room, and ends with the server
+                await client.post("/unload_lora_adapter", {"lora_name": adapter}, timeout_s=self._timeout_s)
 
     async def close(self, servers: Iterable[Server]) -> None:
         """Unload all that these servers have: they outlive the run. May be called twice."""
