@@ -305,6 +305,7 @@ def test_agents_that_fail_cost_their_rollout_and_are_counted(tokens):
         (False, (False, -1.0)),
         (True, (True, 1.0)),
         ({"reward": 1.0, "done": True}, (True, 1.0)),
+        ({"reward": 0.2, "answer": "5"}, (True, 0.2)),
         ({"answer": "5", "truncated": False}, (True, 1.0)),
         (None, (True, 1.0)),  # the verifier judges the model's last answer
         ([], None),
