@@ -413,11 +413,6 @@ class EnvironmentSection(Section):
         """Whether `kind` is verifiers:TASKSET."""
         return self.kind.startswith("verifiers:")
 
-    @property
-    def has_agent_workers(self) -> bool:
-        """Whether agents run in worker processes: programs, and tasks of verifiers."""
-        return self.kind == "agent" or self.of_verifiers
-
 
 class NamedEnvironment(EnvironmentSection):
     """One of several environments of a run."""
