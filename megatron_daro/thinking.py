@@ -26,6 +26,11 @@ def is_thinking(text: str) -> bool:
     return max(map(text.rfind, THINKING_TAGS)) > max(map(text.rfind, THINKING_TAGS.values()))
 
 
+def opens_thinking(text: str) -> bool:
+    """Whether a text ends with a tag that begins thinking."""
+    return text.rstrip().endswith(tuple(THINKING_TAGS))
+
+
 def behind_thinking(text: str) -> str:
     """Return what follows the last tag that ends thinking; nothing where thinking is begun and not ended."""
     if is_thinking(text):

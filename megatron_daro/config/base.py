@@ -124,20 +124,27 @@ def filled(value: T | None) -> T:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Allows these names, and `module:Class` for what a user brings along; stands in `Annotated[str, ...]`."""
+    """Allows these names, and `module:Class` for what a user brings along; stands in `Annotated[str, ...]`.
+
+    package: one whose tasksets may be named too, `package:TASKSET`, by the rules of its hub.
+    """
 
     names: tuple[str, ...]
+    package: str = ""
 
     @property
     def words(self) -> str:
         """What is allowed."""
-        return f"one of {', '.join(self.names)}, or module:Class of your own"
+        tasksets = (f"{self.package}:TASKSET",) if self.package else ()
+        return f"one of {', '.join((*self.names, *tasksets))}, or module:Class of your own"
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Pydantic's hook."""
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def _checked(self, value: str) -> str:
-        if value not in self.names and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        package, _, name = value.partition(":")
+        form = r"[\w./@+-]+" if package == self.package else r"[A-Za-z_]\w*"
+        if value not in self.names and not (re.fullmatch(r"[A-Za-z_][\w.]*", package) and re.fullmatch(form, name)):
             raise ValueError(self.words)
         return value

@@ -371,7 +371,7 @@ LOOPBACK = "127.0.0.1"
 class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
-    kind: Annotated[str, OneOf(("single_turn", "agent"))] = "single_turn"
+    kind: Annotated[str, OneOf(("single_turn", "agent"), "verifiers")] = "single_turn"
     """single_turn: one answer, scored by reward.verifier; agent: a program that speaks OpenAI's API; module:function:
     a coroutine that does; verifiers:TASKSET: tasks of the package verifiers; module:Class: an environment of your own,
     with several turns."""
@@ -412,11 +412,6 @@ class EnvironmentSection(Section):
     def of_verifiers(self) -> bool:
         """Whether `kind` is verifiers:TASKSET."""
         return self.kind.startswith("verifiers:")
-
-    @property
-    def has_agent_workers(self) -> bool:
-        """Whether agents run in worker processes: programs, and tasks of verifiers."""
-        return self.kind == "agent" or self.of_verifiers
 
 
 class NamedEnvironment(EnvironmentSection):

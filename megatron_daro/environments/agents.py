@@ -88,11 +88,8 @@ class AgentConversations:
         said = _checked({} if outcome is None else outcome)
         if "reward" in said or "rewards" in said:
             conversation.report(said.get("reward"), said.get("rewards"))
-        if "correct" in said:
-            correct: bool = said["correct"]
-            return conversation.verdict(correct, "match" if correct else "no_match")
-        if "reward" in said:
-            correct = said["reward"] >= self._correct_reward
+        if "correct" in said or ("reward" in said and "answer" not in said):
+            correct = said["correct"] if "correct" in said else said["reward"] >= self._correct_reward
             return conversation.verdict(correct, "match" if correct else "no_match")
         judged = await conversation.verify(said.get("answer", conversation.last_text))
         return conversation.verdict(judged.correct, judged.reason)

@@ -20,12 +20,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_daro.config.sections import RewardSection
+from megatron_daro.data.templates import verified_text
 from megatron_daro.environments.context import Context, joined
 from megatron_daro.errors import RolloutError
 from megatron_daro.reward.base import verdict_fault
+from megatron_daro.thinking import opens_thinking
 from megatron_daro.types import FinishReason, GroupRequest, Prompt, Rollout, SamplingParams, TurnReport, Verdict
 
 _REWARD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
+_LONGEST_TAG = 32
+"""Tokens of a tag that begins thinking, and of the space behind it, at most."""
 _REWARD_NAMES = "letters, digits, '_', '.' and '-', at most 64, beginning with a letter or '_'"
 
 
@@ -141,6 +145,7 @@ class Conversation:
         self._task: asyncio.Task[Any] | None = None
         self._own_s, self._since, self._answered_s = 0.0, 0.0, 0.0
         self.last_text = ""
+        """The last answer as a verifier reads it: with the <think> that the model read before it."""
         self._rewards: dict[str, float] = {}
         self._rewarded = False
         self.fault: RolloutError | None = None
@@ -281,7 +286,8 @@ class Conversation:
             raise asyncio.CancelledError("the engine gave this conversation up")
         self._cut = answer.finish_reason == "length" and self.room < 1
         self._repeats = answer.finish_reason == "repetition"
-        self.last_text = answer.text
+        read = self._shared.decode(answer.tokens[: answer.prompt_length][-_LONGEST_TAG:].tolist())
+        self.last_text = verified_text(answer.text, None, opens_thinking=opens_thinking(read))
         logprobs = tuple(answer.logprobs.tolist())
         ids = answer.tokens[answer.prompt_length :].tolist()
         return Completion(tuple(ids), answer.text, answer.finish_reason, logprobs)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import shutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
@@ -33,6 +33,8 @@ from megatron_daro.worker_pool.pool import WorkerPool
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Kind = Literal["single_turn", "steps", "program", "coroutine", "taskset"]
+
 
 def try_environment(section: EnvironmentSection) -> None:
     """Compare what `environment.kind` names with what it must offer; a class that runs in workers is made in one.
@@ -40,24 +42,29 @@ def try_environment(section: EnvironmentSection) -> None:
     Raises:
         ConfigError: it does not fit.
     """
-    if section.of_verifiers:
-        _start_one(agent_pool(section, workers=1))
-    elif is_agent(section):
-        if callable(own := _imported(section.kind)):
-            check_function(section, own)
-        elif shutil.which(section.command[0]) is None:
-            raise ConfigError(
-                f"environment.command: got {section.command[0]!r}, which is no program in PATH; fix: install it, or "
-                "give its path"
-            )
-        if section.sandbox:
-            try:
-                Sandbox().check()
-            except SandboxError as error:
-                raise ConfigError(f"environment.sandbox: got true; {error}") from None
-    else:
-        step_environment_class(section.kind, section.options)
-        _start_one(pool_of(section, workers=1))
+    match kind_of(section):
+        case "taskset":
+            _start_one(agent_pool(section, workers=1))
+        case "coroutine":
+            check_function(section, _imported(section.kind))
+        case "program":
+            _try_program(section)
+        case "steps":
+            step_environment_class(section.kind, section.options)
+            _start_one(pool_of(section, workers=1))
+
+
+def _try_program(section: EnvironmentSection) -> None:
+    if shutil.which(section.command[0]) is None:
+        raise ConfigError(
+            f"environment.command: got {section.command[0]!r}, which is no program in PATH; fix: install it, or give "
+            "its path"
+        )
+    if section.sandbox:
+        try:
+            Sandbox().check()
+        except SandboxError as error:
+            raise ConfigError(f"environment.sandbox: got true; {error}") from None
 
 
 def _start_one(pool: WorkerPool) -> None:
@@ -68,20 +75,45 @@ def _start_one(pool: WorkerPool) -> None:
         raise ConfigError(str(error)) from None
 
 
+def kind_of(section: EnvironmentSection) -> Kind:
+    """Return what `environment.kind` names; a module of the user's is imported for that."""
+    if section.kind == "single_turn":
+        return "single_turn"
+    if section.kind == "agent":
+        return "program"
+    if section.of_verifiers:
+        return "taskset"
+    return "coroutine" if inspect.iscoroutinefunction(_imported(section.kind)) else "steps"
+
+
 def is_agent(section: EnvironmentSection) -> bool:
-    """Whether it is one that writes what the model reads by itself: a program, a taskset, or a coroutine function."""
-    if section.has_agent_workers:
-        return True
-    return inspect.iscoroutinefunction(_imported(section.kind))
+    """Whether it is one that writes what the model reads by itself."""
+    return kind_of(section) in ("program", "coroutine", "taskset")
 
 
-def _imported(kind: str) -> object:
+def _imported(kind: str) -> Any:
     """Return what a kind names; None where it cannot be imported: whoever imports it next says why."""
     module, _, name = kind.partition(":")
     try:
-        return getattr(importlib.import_module(module), name) if name else None
+        return getattr(importlib.import_module(module), name)
     except Exception:
         return None
+
+
+def try_turns(sections: Sequence[EnvironmentSection], tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> None:
+    """Try what writes the turns of these environments as tokens.
+
+    Raises:
+        ConfigError: an agent without the chat template, or one that cannot go on after an answer.
+    """
+    for section in sections:
+        if is_agent(section) and prompt_template != "chat":
+            raise ConfigError(
+                f"data.prompt_template: got {prompt_template!r} (environment.kind={section.kind}); allowed: chat with "
+                "an agent, whose messages the tokenizer's chat template writes; fix: set data.prompt_template=chat"
+            )
+        if section.has_turns:
+            Turns(tokenizer, chat=prompt_template == "chat")
 
 
 def make_environment(
@@ -103,10 +135,12 @@ def make_environment(
     Raises:
         ConfigError: a package is not installed, or the chat template cannot go on after an answer.
     """
-    if is_agent(section):
-        own = None if section.of_verifiers else _imported(section.kind)
-        socket = f"{directory_until_exit('agents')}/endpoint" if section.sandbox else ""
-        running = FunctionAgents(section, own) if callable(own) else CommandAgents(section, correct_reward, socket)
-        endpoint = AgentEndpoint(Turns(tokenizer, chat=True), warn, section.max_turn_tokens, section.host, socket)
-        return AgentConversations(endpoint, running, correct_reward)
-    return SteppedConversations(section, Turns(tokenizer, chat=chat), warn, pools() if pools else None)
+    turns, kind, socket = Turns(tokenizer, chat=chat), kind_of(section), ""
+    if kind == "steps":
+        return SteppedConversations(section, turns, warn, pools() if pools else None)
+    if section.sandbox:
+        socket = f"{directory_until_exit('agents')}/endpoint"
+    endpoint = AgentEndpoint(turns, warn, section.max_turn_tokens, section.host, socket)
+    if kind == "coroutine":
+        return AgentConversations(endpoint, FunctionAgents(section, _imported(section.kind)), correct_reward)
+    return AgentConversations(endpoint, CommandAgents(section, correct_reward, socket), correct_reward)

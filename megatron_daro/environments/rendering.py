@@ -26,6 +26,7 @@ _USER = {"role": "user", "content": "x"}
 _ANSWER = "What-the-model-said"
 _OBSERVATION = "WhatTheEnvironmentSaid"
 _SHOWN = 60
+_FIX = "another chat_template.jinja, or data.prompt_template=plain with a class that has `step`"
 CALL_BEGINS = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TRIED = {"name": "f", "arguments": {"x": "1 <2>"}}
@@ -141,7 +142,7 @@ class Turns:
                 raise ConfigError(
                     f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out a message of "
                     f"role {', '.join(map(repr, roles))} behind an answer; allowed: a template that renders it; fix: "
-                    "use role 'user', or data.prompt_template=plain"
+                    f"role 'user', {_FIX}"
                 )
             self._tried.add(roles)
         return self._after_answer(messages)
@@ -151,7 +152,7 @@ class Turns:
         if _ANSWER not in whole:
             raise ConfigError(
                 f"environment.kind: the chat template of {self._tokenizer.name_or_path} leaves out an answer; allowed: "
-                "a template that renders it; fix: data.prompt_template=plain"
+                f"a template that renders it; fix: {_FIX}"
             )
         return whole[whole.index(_ANSWER) + len(_ANSWER) :]
 
@@ -168,7 +169,7 @@ class Turns:
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"environment.kind: the chat template of {self._tokenizer.name_or_path} refuses messages of the roles "
-                f"{roles} ({error}); allowed: roles that it knows; fix: let Step.role be 'user'"
+                f"{roles} ({error}); allowed: roles that it knows; fix: role 'user', {_FIX}"
             ) from error
 
     def _encoded(self, text: str) -> list[int]:

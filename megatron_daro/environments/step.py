@@ -50,5 +50,8 @@ class StepEnvironment(Protocol):
         ...
 
     def step(self, state: object, answer: str, /) -> Step:
-        """Go on after an answer, whose text is without special tokens. What it raises costs the conversation."""
+        """Go on after an answer. What it raises costs the conversation.
+
+        Its text is without special tokens, and begins with the <think> that the model read before it, if there was one.
+        """
         ...

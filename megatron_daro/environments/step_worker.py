@@ -72,7 +72,7 @@ def step_environment_class(kind: str, options: dict[str, Any]) -> type[StepEnvir
     return import_own_class(
         "environment.kind",
         kind,
-        builtin="single_turn",
+        builtin="single_turn, agent, verifiers:TASKSET",
         protocol=StepEnvironment,
         methods={"reset": 1, "step": 2},
         arguments=options,

@@ -103,7 +103,8 @@ class SteppedConversations:
             answers += 1
             if self._section.strict:
                 history.append({"role": "assistant", "content": answer.text})
-            step = await self._ask(conversation, {"kind": "step", "state": step.state, "answer": answer.text})
+            asked = {"kind": "step", "state": step.state, "answer": conversation.last_text}
+            step = await self._ask(conversation, asked)
             reason = step.reason
         if self._section.strict:
             self._turns.check(conversation.response, history)

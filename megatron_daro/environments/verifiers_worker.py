@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.errors import ConfigError
 from megatron_daro.worker_pool.child import Answer, main
 
@@ -94,9 +93,8 @@ def write_problems(arguments: Sequence[str]) -> int:
     parser.add_argument("taskset", help="as in environment.kind: verifiers:TASKSET")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, as environment.options")
     given = parser.parse_args(arguments)
-    section = EnvironmentSection(kind=f"verifiers:{given.taskset}", options=given.options)
     try:
-        _, tasks = load_tasks(section.kind, section.options)
+        _, tasks = load_tasks(f"verifiers:{given.taskset}", given.options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

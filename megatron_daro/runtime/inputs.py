@@ -24,7 +24,7 @@ from megatron_daro.data.prompts import load_problems
 from megatron_daro.data.stops import Stops, read_stops
 from megatron_daro.data.templates import TEMPLATES, HeldOut, check_tokenizer, trained_with
 from megatron_daro.data.tokenizer import TokenizeReport, load_tokenizer, tokenize_prompts
-from megatron_daro.environments.own import is_agent
+from megatron_daro.environments.own import is_agent, try_turns
 from megatron_daro.errors import ConfigError, DataError, ModelError
 from megatron_daro.rollout import protocol
 from megatron_daro.rollout.protocol import Notices
@@ -260,7 +260,8 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
 
     Raises:
         ModelError: transformers, and so the engines, read another model from config.json than the actor does; or the
-            tokenizer cannot be used. DataError: the problems cannot.
+            tokenizer cannot be used. DataError: the problems cannot. ConfigError: the chat template cannot write the
+            turns of an environment.
     """
     shape = read_compared_shape(config.model.path)
     tokenizer = load_tokenizer(
@@ -269,6 +270,7 @@ def read_inputs(config: Config, notices: Notices, *, ends: int | None = None) ->
         chat_template=config.data.prompt_template == "chat",
         date=config.data.template_date,
     )
+    try_turns(config.all_environments, tokenizer, config.data.prompt_template)
     stops = answer_stops(config, tokenizer)
     held_out = held_out_sets(config.data, tokenizer, notices)
     held_out = [

@@ -27,9 +27,9 @@ from megatron_daro.errors import DaroError
 from megatron_daro.process_tree import descendants, kill_all
 from megatron_daro.worker_pool.child import MIB, REFUSED
 
-START_TIMEOUT_S = 60.0
-# A worker that got less than this share of its limit as CPU time is waited for up to PATIENCE times the limit: it was
-# the machine that was slow, not the work.
+START_TIMEOUT_S = 180.0
+# A worker that could run and got less than this share of its limit as CPU time is waited for up to PATIENCE times the
+# limit: it was the machine that was slow, not the work.
 CPU_SHARE = 0.5
 PATIENCE = 3
 MEMORY_POLL_S, ONCE_POLL_S = 0.02, 0.25  # hundreds of whole programs may run at once, each looked at in /proc
@@ -219,7 +219,7 @@ class WorkerProcess:
         state, cpu_s = activity(process.pid)
         if state in "Tt" or _unread_bytes(process.stdin.fileno()) > 0:
             raise WorkerUnreachedError(f"state {state} after the limit of {limit_s:g} s")
-        starved = cpu_s - (cpu_before_s or 0.0) < CPU_SHARE * limit_s
+        starved = state in "RD" and cpu_s - (cpu_before_s or 0.0) < CPU_SHARE * limit_s
         if not starved or late_s > (PATIENCE - 1) * limit_s:
             raise WorkerTimeoutError("no reply within the limit")
 

@@ -168,7 +168,7 @@ def test_clients_of_others_train_on_the_same_sequences(run, task, tmp_path):
     ("changes", "words"),
     [
         (["environment.kind=agent"], "environment.command: got []"),
-        (["environment.kind=agent", "environment.command=[no-such-program]"], "data.prompt_template: got 'plain'"),
+        (["environment.kind=agent", "environment.command=[python3]"], "data.prompt_template: got 'plain'"),
         (
             ["environment.kind=agent", "environment.command=[no-such-program]", "data.prompt_template=chat"],
             "environment.command: got 'no-such-program'",

@@ -60,9 +60,6 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
         yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
     if section.sandbox and section.kind != "agent":
         yield wrong(config, f"{path}.sandbox", "false but for programs of kind agent", "remove it", beside=kind)
-    if section.has_agent_workers and config.data.prompt_template != "chat":
-        allowed = "chat with an agent, whose messages the tokenizer's chat template writes"
-        yield wrong(config, "data.prompt_template", allowed, "set data.prompt_template=chat", beside=kind)
     if section.host in ("0.0.0.0", "::"):
         allowed = "an address that agents reach: it is part of their base URL"
         yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")

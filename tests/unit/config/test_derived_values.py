@@ -130,7 +130,7 @@ def test_a_run_has_its_models_below_its_directory():
 def test_what_is_of_ones_own_has_a_colon():
     assert [EngineSection(kind=kind).is_own for kind in ("sglang", "my:Own")] == [False, True]
     assert [RewardSection(verifier=name).is_own for name in ("math", "my:Own")] == [False, True]
-    kinds = ("single_turn", "my:Own", "verifiers:word")
+    kinds = ("single_turn", "my:Own", "verifiers:some-one/reverse-text@0.1.2")
     assert [EnvironmentSection(kind=kind).has_turns for kind in kinds] == [False, True, True]
     assert [EnvironmentSection(kind=kind).of_verifiers for kind in kinds] == [False, False, True]
 

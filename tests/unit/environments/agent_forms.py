@@ -20,6 +20,7 @@ from megatron_daro.environments.agents import AgentConversations, CommandAgents
 from megatron_daro.environments.conversations import Conversations
 from megatron_daro.environments.environment import ConversationFailedError
 from megatron_daro.environments.rendering import Turns
+from megatron_daro.reward import build_verifier
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 
@@ -92,6 +93,13 @@ class Api:
         return body["choices"][0]["message"]
 
 
+class Exact:
+    """A scorer that is the verifier `exact`."""
+
+    async def score_async(self, pairs):
+        return [build_verifier("exact").verify(text, gold) for text, gold, _ in pairs]
+
+
 class Agents:
     """Runs `await agent(problem, api)`. wrong: what it asserts in vain, which costs its rollout alone."""
 
@@ -125,6 +133,7 @@ def run(
     together=True,
     before=None,
     socket="",
+    scorer=None,
     **section,
 ):
     """Hold the conversations of one group.
@@ -149,7 +158,7 @@ def run(
         section,
         environment,
         engine,
-        FakeScorer(),
+        scorer or FakeScorer(),
         reward=RewardSection(incorrect_reward=-1.0),
         decode=response_decoder(tokens),
         vocabulary=len(tokens),

@@ -8,8 +8,9 @@ import threading
 from dataclasses import replace
 
 import aiohttp
+import chat_tokenizers
 import pytest
-from agent_forms import answers_of, assert_exact, run, tokenizer
+from agent_forms import Exact, answers_of, assert_exact, run, tokenizer
 from group_forms import plain_rollout, through_parquet
 
 from megatron_daro.errors import RolloutError
@@ -315,6 +316,7 @@ def test_agents_that_fail_cost_their_rollout_and_are_counted(tokens):
         (False, (False, -1.0)),
         (True, (True, 1.0)),
         ({"reward": 1.0, "done": True}, (True, 1.0)),
+        ({"reward": 0.2, "answer": "5"}, (True, 0.2)),
         ({"answer": "5", "truncated": False}, (True, 1.0)),
         (None, (True, 1.0)),  # the verifier judges the model's last answer
         ([], None),
@@ -327,6 +329,25 @@ def test_how_an_agent_says_that_it_went(tokens, outcome, verdict):
 
     [rollout], _, _, _ = run(tokens, agent, lambda read, request: "easy", indices=(0,))
     assert (rollout.verdict and (rollout.verdict.correct, rollout.verdict.reward)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says", "correct"),
+    [
+        ("/chat/completions", {"messages": ASKED}, "Perhaps #### 42", False),
+        ("/chat/completions", {"messages": ASKED}, "So it is</think> #### 42", True),
+        ("/completions", {"prompt": "6*7=<think>"}, "Perhaps #### 42", False),
+        ("/completions", {"prompt": "6*7="}, "Surely #### 42", True),
+    ],
+)
+def test_an_answer_that_was_cut_in_its_thinking_is_not_right(tmp_path, path, body, says, correct):
+    tokens = tokenizer(tmp_path, chat_tokenizers.CHATML.replace("assistant\n", "assistant\n<think>\n"))
+
+    async def agent(problem, api):
+        assert (await api.post(body, path=path))[0] == 200
+
+    [rollout], _, _, _ = run(tokens, agent, lambda *_: says, indices=(0,), answer="42", scorer=Exact())
+    assert rollout.verdict.correct is correct
 
 
 def test_an_agent_that_hangs_is_ended(tokens):

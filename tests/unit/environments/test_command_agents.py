@@ -12,6 +12,7 @@ import sandboxed
 from agent_forms import assert_exact, run, tokenizer
 
 from megatron_daro.config import EnvironmentSection
+from megatron_daro.environments import verifiers_worker
 from megatron_daro.environments.agents import CommandAgents
 from megatron_daro.sandbox import Sandbox
 
@@ -172,6 +173,12 @@ def test_a_program_has_the_variables_of_the_run_and_no_bound_of_addresses(tokens
     running = CommandAgents(EnvironmentSection(kind="agent", **section))
     [rollout], _, _, _ = run(tokens, running, lambda read, request: "Answer", indices=(0,), **section)
     assert rollout.verdict.correct  # the verifier judged the answer that it named
+
+
+def test_a_taskset_without_problems_to_list_is_an_error_in_words(capsys):
+    assert verifiers_worker.write_problems(["no-such-tasks"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("environment.kind: verifiers:no-such-tasks") and not said.out
 
 
 def test_a_program_in_a_sandbox_reaches_the_endpoint_and_its_own_folder_and_nothing_else(tokens, tmp_path):

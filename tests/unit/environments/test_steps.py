@@ -114,9 +114,9 @@ def chat(tmp_path_factory):
     return tokenizer
 
 
-def chatting(chat, says, *made, **options):
+def chatting(chat, says, *made, pool=None, **options):
     ids = chat.encode(says + "<|im_end|>", add_special_tokens=False)
-    pool = steps(*made)
+    pool = pool or steps(*made)
     model = Model(lambda request: ids, decode=lambda ids: chat.decode(ids, skip_special_tokens=True))
     environment = stepped(pool, tokenizer=chat, chat=True, **options)
     rollout = hold(model, lambda c: environment.rollout(PROMPT, c), room=500, vocabulary=len(chat))
@@ -127,6 +127,14 @@ def chatting(chat, says, *made, **options):
 def test_an_observation_is_a_message_of_its_role(chat, strict):
     text = chatting(chat, "hm", Step(), Step("no", role="tool"), Step(done=True), strict=strict)
     assert text == "hm<|im_end|>\n<|im_start|>tool\nno<|im_end|>\n<|im_start|>assistant\nhm<|im_end|>"
+
+
+def test_a_step_reads_an_answer_with_the_tag_that_began_its_thinking(chat, monkeypatch):
+    thinks = chat_tokenizers.CHATML.replace("assistant\n", "assistant\n<think>\n")
+    monkeypatch.setattr(chat, "chat_template", thinks)
+    pool = steps(Step(), Step("no"), Step(done=True))
+    chatting(chat, "hm", pool=pool)
+    assert [request["answer"] for request in pool.asked[1:]] == ["hm", "<think>hm"]
 
 
 def test_strictness_compares_what_was_trained_with_the_whole_history(chat, monkeypatch):

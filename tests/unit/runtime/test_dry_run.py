@@ -21,7 +21,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from loop_fakes import make_rollout
+from loop_fakes import FakeProgress, make_rollout
 from safetensors.torch import load_file, save_file
 from stub_server import StubServer
 from weightless import save_weights
@@ -37,6 +37,7 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.recorder import RecordedMiniBatch, Recorder
 from megatron_daro.runtime import preflight
 from megatron_daro.runtime.context import RunContext
+from megatron_daro.runtime.inputs import read_inputs
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.preflight import ENDS, begin, dry_run, taken_back_if_it_fails, with_template_date
@@ -541,6 +542,20 @@ def test_what_an_algorithm_has_not_is_refused_before_anything_starts(configured,
     own = ["environment.kind=toy_steps:Steps", "data.prompt_template=plain"]
     with pytest.raises(ConfigError, match=rf"{field}: got .*; allowed: .*; fix: "):
         dry_run(configured(*own, *overrides), resume=False, replay=None)
+
+
+def test_an_agent_without_the_chat_template_is_refused_before_anything_starts(configured):
+    with pytest.raises(ConfigError, match=r"data\.prompt_template: got 'plain'"):
+        read_inputs(configured("environment.kind=asyncio:sleep"), FakeProgress())
+
+
+def test_a_template_that_cannot_go_on_after_an_answer_is_refused_before_anything_starts(configured, model, tmp_path):
+    forgets = shutil.copytree(model, tmp_path / "forgets")
+    (forgets / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    chat = [f"model.path={forgets}", "data.prompt_template=chat", "data.max_prompt_tokens=100"]
+    dry_run(configured(*chat), resume=False, replay=None)
+    with pytest.raises(ConfigError, match=r"environment\.kind: the chat template"):
+        dry_run(configured(*chat, "environment.kind=toy_steps:Steps"), resume=False, replay=None)
 
 
 TWO_GPUS = ["cluster={{gpus_per_node: 2}}", "actor.data_parallel=2"]

@@ -10,6 +10,7 @@ import pytest
 from worker_processes import worker_pids
 from worker_program import PROGRAM
 
+from megatron_daro.worker_pool import process
 from megatron_daro.worker_pool.process import (
     WorkerCrashError,
     WorkerProcess,
@@ -26,11 +27,17 @@ def worker():
     one.kill()
 
 
-def test_who_got_no_cpu_is_waited_for_up_to_three_times_the_limit(worker):
+def test_who_got_no_cpu_is_waited_for_up_to_three_times_the_limit(worker, monkeypatch):
     """It was the machine that was slow, not the answer."""
+    monkeypatch.setattr(process, "activity", lambda pid: ("R", 0.0))
     assert worker.ask({"sleeps_s": 0.6}) == {"reason": "right"}
     with pytest.raises(WorkerTimeoutError):
         worker.ask({"sleeps_s": 60})
+
+
+def test_who_waits_for_something_else_than_the_cpu_is_not_waited_for(worker):
+    with pytest.raises(WorkerTimeoutError):
+        worker.ask({"sleeps_s": 0.8})
 
 
 def test_who_worked_up_to_the_limit_is_not_waited_for(worker):
