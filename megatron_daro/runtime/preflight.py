@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,9 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
         lines.warn(remark)
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
-    check_start(config, resume=resume, generates=replay is None and not elsewhere)
-    if replay is None and elsewhere and config.engine.kind == "sglang":
-        _look_for_servers(config, lines)
+    check_start(config, resume=resume, generates=replay is None, elsewhere=elsewhere)
+    if replay is None and elsewhere:
+        _try_for_other_nodes(config, lines)
     if replay:
         ReplaySource(
             replay,
@@ -174,13 +175,17 @@ def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
 
-def _look_for_servers(config: Config, found: _Lines) -> None:
-    """Say what the interpreter of the servers lacks here: a login node need not have what the cluster's nodes have."""
-    try:
-        check_environments(config.engine.sglang)
-    except ConfigError as error:
-        words = " ".join(str(error).split())
-        found.warn(f"the servers were not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
+def _try_for_other_nodes(config: Config, found: _Lines) -> None:
+    """Say what environments and servers lack here: a login node need not have what the cluster's nodes have."""
+    tries = [("the environment was", partial(try_environment, one)) for one in config.all_environments if one.has_turns]
+    if config.engine.kind == "sglang":
+        tries.append(("the servers were", partial(_try_servers, config)))
+    for what, attempt in tries:
+        try:
+            attempt()
+        except (ConfigError, EngineError) as error:
+            words = " ".join(str(error).split())
+            found.warn(f"{what} not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
 
 
 def _read_inputs(config: Config, lines: _Lines) -> None:
@@ -201,13 +206,14 @@ def _compare_with_checkpoint(config: Config, lines: _Lines) -> None:
         lines += audit.text().splitlines()
 
 
-def check_start(config: Config, *, resume: bool, generates: bool) -> None:
+def check_start(config: Config, *, resume: bool, generates: bool, elsewhere: bool = False) -> None:
     """Refuse what a start refuses before it reads or writes anything.
 
     Args:
         config: checked.
         resume: whether the run directory must hold a run; else it must not.
         generates: whether an engine will run.
+        elsewhere: on other machines, which alone can tell whether environments and servers work.
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
@@ -223,13 +229,12 @@ def check_start(config: Config, *, resume: bool, generates: bool) -> None:
         VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
-    for section in config.all_environments:
-        if generates and section.has_turns:
+    for section in config.all_environments if generates and not elsewhere else ():
+        if section.has_turns:
             try_environment(section)
     if generates and config.engine.kind == "sglang":
-        check_environments(config.engine.sglang)
-        if config.engine.sglang.urls:
-            asyncio.run(_ask_servers(config))
+        if not elsewhere:
+            _try_servers(config)
         if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
@@ -272,6 +277,13 @@ def _make_own_verifier(section: RewardSection) -> None:
             pass
     except RewardError as error:
         raise ConfigError(str(error)) from error
+
+
+def _try_servers(config: Config) -> None:
+    """Look at the servers' environment, and ask those that run already. Raises ConfigError, EngineError."""
+    check_environments(config.engine.sglang)
+    if config.engine.sglang.urls:
+        asyncio.run(_ask_servers(config))
 
 
 async def _ask_servers(config: Config) -> None:
