@@ -87,7 +87,7 @@ def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
     sglang, way, broadcast = config.engine.sglang, config.engine.sglang.transport, f"set {_SYNC}=distributed"
     if config.engine.kind != "sglang":
         return
-    if way.maps_memory and (hardware.kind != "gpu" or sglang.urls):
+    if way.maps_memory and (hardware.kind == "cpu" or sglang.urls):
         allowed = f"{sglang.sync} for servers of this job on GPUs of the same host"
         got = f"{sglang.sync} " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
         yield wrong(config, _SYNC, allowed, broadcast, beside="engine.sglang.urls", got=got)
