@@ -71,6 +71,13 @@ cluster.gpus_per_node=8 {SERVERS} engine.replicas=4 actor.data_parallel=2 | acto
 actor.data_parallel=5 | actor | actor.data_parallel=4
 actor.fp8_recipe=mxfp8 | actor.fp8_recipe | actor.fp8_recipe=tensorwise
 actor.num_layers_at_end_in_bf16=1 | actor.num_layers_at_end_in_bf16 | actor.num_layers_at_end_in_bf16=0
+{SERVERS} engine.embedded.threads=2 | engine.embedded |
+data.curriculum.start=0.5 | data.curriculum | data.order=curriculum
+data.order=curriculum data.prioritised.floor=0.5 | data.prioritised |
+algorithm.sapo.positive=2 | algorithm.sapo |
+algorithm.correction.cap=3 | algorithm.correction |
+trainer.snapshot_gib=1 | trainer.snapshot_gib |
+trainer.max_replacements=1 | trainer.max_replacements |
 rollout.max_staleness=1 | algorithm.correction.kind |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01

@@ -194,6 +194,7 @@ PPO algorithm.critic.offload=true trainer.replace_lost_ranks=true | algorithm.cr
 PPO algorithm.critic.pretrain_steps=100 | algorithm.critic.pretrain_steps | algorithm.critic.pretrain_steps=99
 PPO algorithm.critic.warmup_steps=101 | algorithm.critic.warmup_steps | algorithm.critic.warmup_steps=100
 PPO algorithm.critic.path=/nowhere | algorithm.critic.path | algorithm.critic.path=null
+lora.alpha=32 | lora | lora.rank=4
 lora.rank=4 lora.targets=[w_proj] | lora.targets | lora.targets=[q_proj]
 lora.rank=4 lora.targets=[] | lora.targets | lora.targets=all
 lora.rank=4 lora.dropout=0.1 | lora.dropout | lora.dropout=0
