@@ -16,7 +16,7 @@ from megatron_daro.config.megatron_options import option_problems
 from megatron_daro.config.model_files import megatron_problems, read_model
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.problems import Problem
-from megatron_daro.config.rules import advice, algorithm, data, engine, layers, layout, rollout, trainer
+from megatron_daro.config.rules import advice, algorithm, data, engine, layers, layout, rollout, trainer, unread
 from megatron_daro.config.rules.lora import lora_problems, merging
 from megatron_daro.config.sections import Config
 
@@ -65,6 +65,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
     # The versions of this environment are those of the ranks too.
     surroundings = replace(precision.installed(here=hardware.place == THIS_MACHINE), capability=hardware.capability)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    harmless = list(unread.warned(config))
     return [
         _Check(
             "model files",
@@ -98,7 +99,6 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             "precision",
             f"{precision.precision_text(actor)} on {hardware.count} {hardware.kind}s of {hardware.place}",
             precision.fp8_problems(actor, shape, surroundings),
-            advice.precision(config),
         ),
         _Check(
             "adapters",
@@ -153,6 +153,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
                 trainer.packages(config),
             ),
         ),
+        _Check("unread options", str(len(harmless) or "none"), unread.refused(config), harmless),
     ]
 
 

@@ -45,7 +45,7 @@ class Hardware:
     where, for messages.
     """
 
-    kind: Literal["cpu", "gpu"]
+    kind: Literal["cpu", "gpu", "unknown"]
     count: int
     capability: float | None = 0.0
     memory_bytes: int | None = None
@@ -72,7 +72,7 @@ def hardware_of(section: ClusterSection) -> Hardware | None:
 
 def unknown(place: str) -> Hardware:
     """Return nodes of which nothing is known: no layout is refused for their sake."""
-    return Hardware("cpu", sys.maxsize, capability=None, place=place)
+    return Hardware("unknown", sys.maxsize, capability=None, place=place)
 
 
 def gpu_nodes(counts: Sequence[int], gpu: str | None, place: str) -> Hardware:

@@ -154,7 +154,7 @@ def choices(annotation: object, metadata: list[Any]) -> tuple[str, ...]:
     return next((m.names for m in [*metadata, *inner] if isinstance(m, OneOf)), ())
 
 
-_PLACEHOLDERS = {"model.path": ".", "data.train": ["."]}
+_PLACEHOLDERS = {("model", "path"): ".", ("data", "train"): ["."]}
 """Stand-ins for required fields while the rest of a wrong file is judged; no Config with one leaves this file."""
 
 
@@ -316,10 +316,10 @@ def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> tuple[Config |
                 path = ".".join(map(str, loc))
                 place = "" if details["type"] == "missing" else _place(path, places)
                 problems.append(_problem(details, path, place))
-                field = _field_part(loc)
+                field = ".".join(_keys(loc))
                 if details["type"] != "extra_forbidden" or field != path:
                     broken.add(field)
-                _remove(tree, field.split("."))
+                _remove(tree, _keys(loc))
     return None, problems, broken
 
 
@@ -329,31 +329,29 @@ def _place(path: str, places: Mapping[str, str]) -> str:
     return places.get(path) or (places.get(around, "") if last.isdecimal() else "")
 
 
-def _field_part(loc: tuple[int | str, ...]) -> str:
-    """Return the path up to the first list: a wrong item spoils its whole list."""
-    return ".".join(takewhile(lambda part: isinstance(part, str), loc))  # type: ignore[arg-type]
+def _keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Return the keys up to the first list: a wrong item spoils its whole list. One may have dots in it."""
+    return list(takewhile(lambda part: isinstance(part, str), loc))  # type: ignore[arg-type]
 
 
-def _remove(tree: dict[str, Any], parts: list[str]) -> None:
-    *parents, leaf = parts
+def _remove(tree: dict[str, Any], keys: list[str]) -> None:
+    *parents, leaf = keys
     for part in parents:
         if not isinstance(tree.get(part), dict):
             return
         tree = tree[part]
     tree.pop(leaf, None)
-    path = ".".join(parts)
-    for required, stand_in in _PLACEHOLDERS.items():
-        section, _, name = required.partition(".")
-        if path == required:
+    for (section, name), stand_in in _PLACEHOLDERS.items():
+        if keys == [section, name]:
             tree[leaf] = stand_in
-        elif path == section:
+        elif keys == [section]:
             tree[leaf] = {name: stand_in}
 
 
 def _problem(details: ErrorDetails, path: str, place: str) -> Problem:
     """Pydantic's finding in this package's words."""
     if details["type"] == "extra_forbidden":
-        return _unknown_key(path, details["input"], place)
+        return _unknown_key(details["loc"], details["input"], place)
     loc = details["loc"]
     too_short = details["type"] == "missing" and isinstance(loc[-1], int)
     if too_short:
@@ -397,14 +395,17 @@ def _fix(annotation: object, metadata: list[Any], value: object, path: str) -> s
     return f"write an allowed value, such as {path}={show(example)}" if example else "write an allowed value"
 
 
-def _unknown_key(path: str, value: object, place: str) -> Problem:
-    pattern = ".".join(ITEM if part.isdecimal() else part for part in path.split("."))
-    section = path.rpartition(".")[0]
-    names = [name for name, field in walk(Config) if name.rpartition(".")[0] == pattern.rpartition(".")[0]]
+def _unknown_key(loc: tuple[int | str, ...], value: object, place: str) -> Problem:
+    section = ".".join(map(str, loc[:-1]))
+    *around, key = (ITEM if isinstance(part, int) else part for part in loc)
+    names = [name for name, _ in walk(Config) if name.rpartition(".")[0] == ".".join(around)]
     words = ", ".join(name.rpartition(".")[2] for name in names)
     where = f"the keys of {section}: {words}" if section else f"the sections {words}"
-    fix = did_you_mean(nearest_paths(pattern, known_paths()), "remove it; docs/configuration.md has every option")
-    return Problem(path, f"an unknown key with value {show(value)}", where, fix, place=place)
+    fix = "write the keys of a section below its name: one has no dots"
+    if "." not in key:
+        near = nearest_paths(".".join([*around, key]), known_paths())
+        fix = did_you_mean(near, "remove it; docs/configuration.md has every option")
+    return Problem(".".join(map(str, loc)), f"an unknown key with value {show(value)}", where, fix, place=place)
 
 
 @cache

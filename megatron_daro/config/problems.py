@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_daro.config.base import Section, changed
 from megatron_daro.errors import ConfigError
 
 _LONGEST_VALUE = 120
@@ -81,9 +82,11 @@ def _value_at(settings: object, path: str) -> object:
 
 
 def _text(value: object) -> str:
-    """Return a resolved value as the user wrote it."""
+    """Return a resolved value as the user wrote it; of a section what is not as by default."""
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, Section):
+        return ", ".join(changed(value))
     if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
     return show(str(value) if isinstance(value, Path) else value)

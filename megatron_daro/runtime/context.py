@@ -55,5 +55,6 @@ class RunContext:
 
 def _conversations_s(section: EnvironmentSection, size: int) -> float:
     """Return what `size` conversations may take that begin together, beside the answers of the model."""
-    rounds = math.ceil(size / section.workers) if section.has_agent_workers else 1
+    in_workers = section.kind == "agent" or section.of_verifiers
+    rounds = math.ceil(size / section.workers) if in_workers else 1
     return rounds * (section.timeout_s + (section.max_turns + 1) * section.step_timeout_s)

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,8 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
     check_start(config, resume=resume, replay=replay, elsewhere=elsewhere)
-    if replay is None and elsewhere and config.engine.kind == "sglang":
-        _look_for_servers(config, lines)
+    if replay is None and elsewhere:
+        _try_for_other_nodes(config, lines)
     if replay:
         ReplaySource(
             replay,
@@ -181,13 +182,17 @@ def _tell_gpu_defaults(config: Config, lines: _Lines) -> None:
         lines.notice(f"on GPUs actor.megatron has {named} as well, unless it says otherwise")
 
 
-def _look_for_servers(config: Config, found: _Lines) -> None:
-    """Say what the interpreter of the servers lacks here: a login node need not have what the cluster's nodes have."""
-    try:
-        check_environments(config.engine.sglang)
-    except ConfigError as error:
-        words = " ".join(str(error).split())
-        found.warn(f"the servers were not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
+def _try_for_other_nodes(config: Config, found: _Lines) -> None:
+    """Say what environments and servers lack here: a login node need not have what the cluster's nodes have."""
+    tries = [("the environment was", partial(try_environment, one)) for one in config.all_environments if one.has_turns]
+    if config.engine.kind == "sglang":
+        tries.append(("the servers were", partial(_try_servers, config)))
+    for what, attempt in tries:
+        try:
+            attempt()
+        except (ConfigError, EngineError) as error:
+            words = " ".join(str(error).split())
+            found.warn(f"{what} not checked: this machine is none of `cluster`, whose nodes must pass. {words}")
 
 
 def _read_inputs(config: Config, lines: _Lines) -> None:
@@ -215,14 +220,14 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
         config: checked.
         resume: whether the run directory must hold a run; else it must not.
         replay: the run whose recording is trained on; None: an engine generates.
-        elsewhere: whether engines will run on other machines than this one.
+        elsewhere: on other machines, which alone can tell whether environments and servers work.
 
     Raises:
         ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
         EngineError: a server that runs already does not answer. ModelError: weights that are not those of config.json,
             or `sync: shards` between layouts without a plan.
     """
-    run_dir, generates = filled(config.trainer.run_dir), replay is None and not elsewhere
+    run_dir, generates = filled(config.trainer.run_dir), replay is None
     if replay and replay.resolve() == run_dir.resolve():
         raise ConfigError(
             f"--replay: got {str(replay)!r}, which is trainer.run_dir, so this run would write over its recording; "
@@ -237,13 +242,12 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
         VerifierSpec.of_section(config.reward)
     if generates and config.reward.is_own:
         _make_own_verifier(config.reward)
-    for section in config.all_environments:
-        if generates and section.has_turns:
+    for section in config.all_environments if generates and not elsewhere else ():
+        if section.has_turns:
             try_environment(section)
     if generates and config.engine.kind == "sglang":
-        check_environments(config.engine.sglang)
-        if config.engine.sglang.urls:
-            asyncio.run(_ask_servers(config))
+        if not elsewhere:
+            _try_servers(config)
         if config.engine.sglang.transport.shard_plan:
             _plan_shards(config)
     if _megatron_looks_at_options(config):
@@ -286,6 +290,13 @@ def _make_own_verifier(section: RewardSection) -> None:
             pass
     except RewardError as error:
         raise ConfigError(str(error)) from error
+
+
+def _try_servers(config: Config) -> None:
+    """Look at the servers' environment, and ask those that run already. Raises ConfigError, EngineError."""
+    check_environments(config.engine.sglang)
+    if config.engine.sglang.urls:
+        asyncio.run(_ask_servers(config))
 
 
 async def _ask_servers(config: Config) -> None:

@@ -1,8 +1,8 @@
 """What a restart changed: the run as it is now against the one that its checkpoint was made with.
 
 On --resume `audit` compares the two descriptions (runtime/provenance.py) before any process starts; each difference is
-named, and either takes effect or is refused. One table says which: every option of the configuration must be in it,
-because an option that is applied, ignored or refused by accident is what the audit exists to prevent.
+named, and either takes effect or is refused. One table says which. An option that it does not have ends the import:
+one that is applied, ignored or refused by accident is what the audit exists to prevent.
 """
 
 from __future__ import annotations
@@ -44,49 +44,99 @@ _ALGORITHM = (
     "the checkpoint holds the state of that algorithm, and a critic or none; export the weights and start a new run "
     "from them to change it"
 )
-_MAY_CHANGE: tuple[tuple[str, ChangeClass, str], ...] = (
-    ("model.path, data.train", "content", ""),
-    ("model.trust_remote_code", "runs", ""),
-    ("model.megatron_weights", "refused", "the reference policy starts from it"),
-    ("data.eval.*", "trains", ""),
-    ("data.shuffle, data.order, data.curriculum.*, data.prioritised.*", "refused", _ORDER),
-    ("data.answer_field", "refused", "the right answers would be others"),
-    ("data.*", "refused", _PROMPTS),
+_TURNS = "environment environments.*"
+_MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
+    ("model", "path", "content", ""),
+    ("model", "trust_remote_code", "runs", ""),
+    ("model", "megatron_weights", "refused", "the reference policy starts from it"),
+    ("data", "train", "content", ""),
+    ("data", "eval.*", "trains", ""),
+    ("data", "shuffle order curriculum.* prioritised.*", "refused", _ORDER),
+    ("data", "answer_field", "refused", "the right answers would be others"),
+    ("data", "*", "refused", _PROMPTS),
+    ("rollout", "rollouts_per_prompt", "refused", "DARO's weights belong to K"),
+    ("rollout", "prompts_per_batch", "refused", "groups that wait in the checkpoint belong to batches of that size"),
+    ("rollout", "temperature top_p max_response_tokens stop stop_token_ids repetition.tokens", "trains", ""),
+    ("rollout", "max_staleness oversampling max_refill_rounds keep_surplus finish_batch segment_tokens", "trains", ""),
+    ("algorithm", "name", "refused", _ALGORITHM),
+    ("algorithm", "options std filter trust_region clip_low clip_high dual_clip entropy_coefficient", "trains", ""),
+    ("algorithm", "old_logprobs repetition_penalty turn_rewards", "trains", ""),
+    ("algorithm.sapo", "positive negative", "trains", ""),
+    ("algorithm.kl", "coefficient estimator place mean", "trains", ""),
+    ("algorithm.correction", "kind level cap low high", "trains", ""),
+    ("algorithm.overlong", "kind max_tokens cache_tokens", "trains", ""),
+    ("algorithm.length_reward", "weight start_step", "trains", ""),
+    ("algorithm.daro", "parameter", "refused", "the saved weights are in that unit"),
+    ("algorithm.daro", "weights_by", "refused", "the saved weights are by that"),
+    ("algorithm.daro", "half_life", "refused", "the saved weights are averages with it, and Adam's without"),
+    ("algorithm.daro", "learning_rate betas magnitude normalizer scale clamp", "trains", ""),
+    ("algorithm.critic", "path", "refused", "the saved critic began as that model"),
+    ("algorithm.critic", "learning_rate warmup_steps grad_clip value_clip pretrain_steps", "trains", ""),
+    ("algorithm.critic", "offload", "runs", ""),
+    ("algorithm.distill", "urls coefficient reward_weight", "trains", ""),
+    ("actor", "tensor_parallel pipeline_parallel virtual_pipeline_parallel context_parallel", "runs", ""),
+    ("actor", "data_parallel expert_parallel expert_tensor_parallel sequence_parallel", "runs", ""),
+    ("actor", "recompute micro_batch_tokens logprob_chunk_tokens logprob_kernel", "runs", ""),
+    ("actor", "precision", "refused", "the saved weights and optimizer state belong to that precision"),
+    ("actor", "fp8_recipe fp8_format num_layers_at_start_in_bf16 num_layers_at_end_in_bf16", "trains", ""),
+    ("actor", "routing_replay megatron", "trains", ""),
+    ("actor.optimizer", "distributed", "refused", "the saved optimizer state is laid out for it"),
+    ("actor.optimizer", "learning_rate weight_decay betas eps grad_clip warmup_steps", "trains", ""),
+    ("actor.optimizer", "schedule min_learning_rate_ratio", "trains", ""),
+    ("lora", "*", "refused", "the saved adapters are those"),
+    ("engine", "kind options replicas colocate embedded.batch_size embedded.threads embedded.max_restarts", "runs", ""),
+    ("engine", "seed", "trains", ""),
+    ("engine.sglang", "python urls arguments env tensor_parallel nodes fp8_blocks answer_workers", "runs", ""),
+    ("engine.sglang", "sync shards_over sync_dir bucket_mib verify max_tokens_in_flight", "runs", ""),
+    ("engine.sglang", "start_timeout_s request_timeout_s stall_timeout_s sync_timeout_s max_restarts", "runs", ""),
+    (_TURNS, "kind command sandbox options timeout_s step_timeout_s memory_mib", "trains", ""),
+    (_TURNS, "max_turns max_turn_tokens reward_weights host strict", "trains", ""),
+    (_TURNS, "workers", "runs", ""),
+    ("environments.*", "name sources weight", "refused", _ORDER),
+    ("reward", "verifier options timeout_s memory_mib correct_reward incorrect_reward", "trains", ""),
+    ("reward", "workers", "runs", ""),
+    ("trainer", "seed", "refused", "order of prompts and sampling come from it"),
+    ("trainer", "minibatches_per_batch epochs_per_batch", "refused", _STEPS),
+    ("trainer", "steps on_nonfinite", "trains", ""),
+    ("trainer", "run_dir save_every_steps keep_checkpoints keep_every_steps eval_every_steps", "runs", ""),
+    ("trainer", "export_hf export_critic export_adapter deadline_scale", "runs", ""),
+    ("trainer", "replace_lost_ranks snapshot_gib max_replacements hung_rank_s", "runs", ""),
+    ("cluster observe", "*", "runs", ""),
+)
+"""Sections, options in them, what a change does, and why it is refused. The first that fits counts; `*` is anything: a
+section has it where every option would be of that class, else all are named."""
+_NO_OPTION: tuple[tuple[str, ChangeClass, str], ...] = (
     (_REPLAY, "refused", "a replay goes on with the recording that it began with, any other run without one"),
-    ("rollout.rollouts_per_prompt", "refused", "DARO's weights belong to K"),
-    ("rollout.prompts_per_batch", "refused", "groups that wait in the checkpoint belong to batches of that size"),
-    ("algorithm.name", "refused", _ALGORITHM),
-    ("algorithm.critic.path", "refused", "the saved critic began as that model"),
-    ("algorithm.daro.parameter", "refused", "the saved weights are in that unit"),
-    ("algorithm.daro.weights_by", "refused", "the saved weights are by that"),
-    ("algorithm.daro.half_life", "refused", "the saved weights are averages with it, and Adam's without"),
-    ("algorithm.critic.offload", "runs", ""),
-    ("actor.precision", "refused", "the saved weights and optimizer state belong to that precision"),
-    ("actor.optimizer.distributed", "refused", "the saved optimizer state is laid out for it"),
-    ("lora.*", "refused", "the saved adapters are those"),
-    ("actor.*_parallel, actor.recompute, actor.micro_batch_tokens, actor.logprob_*", "runs", ""),
-    ("engine.seed", "trains", ""),
-    ("reward.workers, environment.workers, environments.*.workers", "runs", ""),
-    ("environments.*.name, environments.*.sources, environments.*.weight", "refused", _ORDER),
-    ("rollout.*, algorithm.*, actor.*, reward.*, environment.*, environments.*", "trains", ""),
-    ("trainer.seed", "refused", "order of prompts and sampling come from it"),
-    ("trainer.minibatches_per_batch, trainer.epochs_per_batch", "refused", _STEPS),
-    ("trainer.steps, trainer.on_nonfinite", "trains", ""),
-    ("engine.*, trainer.*, cluster.*, observe.*, packages *, machine *", "runs", ""),
     *((f"model config.json {key}", "runs", "") for key in _NO_COMPUTATION_READS),
     *((f"model file {name}", "trains", "") for name in FREE_FILES),
     ("model *", "refused", "the checkpoint's weights and tokens belong to it"),
+    ("packages *", "runs", ""),
+    ("machine *", "runs", ""),
 )
-"""What a change does, and why it is refused; options by dotted path, `*` for anything. The first that fits counts."""
+_ROWS = (
+    *(
+        (f"{section}.{name}", kind, why)
+        for sections, names, kind, why in _MAY_CHANGE
+        for section in sections.split()
+        for name in names.split()
+    ),
+    *_NO_OPTION,
+)
 
 
 def _class_and_reason(name: str) -> tuple[ChangeClass, str]:
-    rows = ((pattern, kind, why) for patterns, kind, why in _MAY_CHANGE for pattern in patterns.split(", "))
-    return next((kind, why) for pattern, kind, why in rows if fnmatchcase(name, pattern))
+    found = next(((kind, why) for pattern, kind, why in _ROWS if fnmatchcase(name, pattern)), None)
+    assert found, f"_MAY_CHANGE has no row for {name}: say what it does that a resumed run has another value of it"
+    return found
 
 
-CLASS_OF = {path: _class_and_reason(path)[0] for path, field in walk(Config) if section_of(field.annotation) is None}
-"""The class of each option, by dotted path (`*` for a position in a list)."""
+def classes_of(config: type[Config]) -> dict[str, ChangeClass]:
+    """Return the class of each option, by dotted path (`*` for a position in a list)."""
+    paths = (path for path, field in walk(config) if section_of(field.annotation) is None)
+    return {path: _class_and_reason(path)[0] for path in paths}
+
+
+CLASS_OF = classes_of(Config)
 _EFFECT = {"runs": "in effect", "trains": "in effect: trains differently from here"}
 
 

@@ -13,6 +13,7 @@ field:
     lora       adapters: of which matrices, and which of them servers can get
     engine     servers, how weights reach them, sharing GPUs with ranks, quantized servers
     trainer    the run's steps, rewards, environment, reporting
+    unread     options that nothing reads as the others are set: refused, or warnings
     advice     what works and is probably not meant: warnings
 
 checks.py runs all of them, with the rules of files (model_files.py), of fp8 (precision.py) and of upstream's options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.config.placement import demand_of
@@ -16,7 +15,6 @@ from megatron_daro.families import families
 
 _GSPO_WIDEST = 0.01
 """Source: GSPO arXiv 2507.18071, section 5: 3e-4 below and 4e-4 above; this is far beyond any published setting."""
-_OF_FP8 = ("fp8_recipe", "fp8_format", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
 def model(shape: ModelShape | None) -> Iterator[Problem]:
@@ -52,14 +50,6 @@ def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
         yield wrong(
             config, "actor", allowed, "use fewer ranks, or expect them to share cores", beside=PARALLEL, got=got
         )
-
-
-def precision(config: Config) -> Iterator[Problem]:
-    """Options of fp8 without fp8."""
-    for name in _OF_FP8 if config.actor.precision != "fp8" else ():
-        if getattr(config.actor, name) != ActorSection.model_fields[name].default:
-            allowed, fix = "no effect: it says how fp8 is computed", "set actor.precision=fp8, or remove it"
-            yield wrong(config, f"actor.{name}", allowed, fix, beside="actor.precision")
 
 
 def sampling(config: Config) -> Iterator[Problem]:

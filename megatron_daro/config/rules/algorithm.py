@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_daro.config.base import changed, filled
+from megatron_daro.config.base import filled
 from megatron_daro.config.model_files import token_numbers
 from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
@@ -20,9 +20,6 @@ def loss(config: Config) -> Iterator[Problem]:
     """Yield options of the loss that do not fit each other."""
     section, region = config.algorithm, config.algorithm.trust_region
     kl, correction = section.kl, section.correction
-    if section.dual_clip is not None and region not in ("clip", "gspo"):
-        allowed, fix = "unset, or trust_region clip or gspo: no other reads it", "set algorithm.dual_clip=null"
-        yield wrong(config, "algorithm.dual_clip", allowed, fix, beside="algorithm.trust_region")
     if region == "reinforce" and config.trainer.epochs_per_batch > 1:
         allowed = "1 with trust_region reinforce, which has no ratio to the old policy"
         fix = "set algorithm.trust_region=clip"
@@ -50,21 +47,15 @@ def loss(config: Config) -> Iterator[Problem]:
         )
         fix, beside = "set algorithm.correction.level=sequence", "algorithm.trust_region algorithm.correction.kind"
         yield wrong(config, "algorithm.correction.level", allowed, fix, beside=beside)
-    if kl.mean == "rollouts" and kl.place != "loss":
-        allowed, fix = "tokens with a KL term outside the loss: nothing is averaged", "set algorithm.kl.mean=tokens"
-        yield wrong(config, "algorithm.kl.mean", allowed, fix, beside="algorithm.kl.place")
-    if kl.place == "token_reward" and not _may_have_critic(config):
+    if kl.place == "token_reward" and not may_have_critic(config):
         allowed = "loss or reward: without a critic all tokens of a rollout have one advantage"
         yield wrong(config, "algorithm.kl.place", allowed, "set algorithm.kl.place=reward", beside="algorithm.name")
 
 
 def daro(config: Config) -> Iterator[Problem]:
-    """Yield forms of DARO's weights that nothing would read, or that do not fit each other."""
-    section, traits = config.algorithm.daro, config.algorithm.traits
-    if traits and not traits.difficulty_weights and (given := changed(section)):
-        got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which does not learn DARO's weights"
-        allowed, fix = "only with an algorithm that learns them", "set algorithm.name=daro or remove them"
-        yield wrong(config, "algorithm.daro", allowed, fix, beside="algorithm.name", got=got)
+    """Yield forms of DARO's weights that do not fit each other."""
+    section = config.algorithm.daro
+    if not may_learn_weights(config):
         return
     low, high = section.clamp
     if not 0 < low <= 1 <= high or low == high:
@@ -97,10 +88,9 @@ def overlong(config: Config) -> Iterator[Problem]:
 
 
 def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
-    """Yield options of a critic that nothing would read, that contradict each other, or that name an unfit model."""
+    """Yield options of a critic that contradict each other, or that name an unfit model."""
     section, options, trainer = config.algorithm, config.algorithm.critic, config.trainer
-    if not _may_have_critic(config):
-        yield from _unread_critic(config)
+    if not may_have_critic(config):
         return
     if options.value_clip is not None and trainer.steps_per_batch == 1:
         allowed = "unset with one optimizer step per batch, before which no value has moved"
@@ -125,20 +115,16 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         yield from _critic_model(options.path, config, policy)
 
 
-def _may_have_critic(config: Config) -> bool:
+def may_have_critic(config: Config) -> bool:
     """Whether the algorithm trains a critic; one of your own may."""
     traits = config.algorithm.traits
     return traits is None or traits.critic
 
 
-def _unread_critic(config: Config) -> Iterator[Problem]:
-    if config.trainer.export_critic:
-        allowed, fix = "false with an algorithm that has no critic", "set trainer.export_critic=false"
-        yield wrong(config, "trainer.export_critic", allowed, fix, beside="algorithm.name")
-    if given := changed(config.algorithm.critic):
-        got = f"{', '.join(given)} with algorithm.name {config.algorithm.name}, which has no critic"
-        allowed, fix = "only with an algorithm that has one", "set algorithm.name=ppo or remove them"
-        yield wrong(config, "algorithm.critic", allowed, fix, beside="algorithm.name", got=got)
+def may_learn_weights(config: Config) -> bool:
+    """Whether the algorithm learns DARO's weights; one of your own may."""
+    traits = config.algorithm.traits
+    return traits is None or traits.difficulty_weights
 
 
 def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Problem]:
@@ -167,7 +153,7 @@ def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Pr
 
 
 def distill(config: Config) -> Iterator[Problem]:
-    """Yield what advantages of tokens do not go with, and options of a teacher that nothing would read."""
+    """Yield what advantages of tokens do not go with."""
     section, field = config.algorithm.distill, "algorithm.distill"
     if config.algorithm.kl.in_reward and (section.urls or config.algorithm.turn_rewards):
         allowed = "a KL term in the loss, or none: one in the reward would not reach advantages of tokens"
@@ -177,9 +163,6 @@ def distill(config: Config) -> Iterator[Problem]:
         else:
             yield wrong(config, "algorithm.turn_rewards", allowed, fix, beside="algorithm.kl.place")
     if not section.urls:
-        if given := changed(section):
-            allowed, fix = "options with a teacher only", f"set {field}.urls, or remove them"
-            yield Problem(field, f"{', '.join(given)} without urls", allowed, fix)
         return
     if both := sorted(set(section.urls) & set(config.engine.sglang.urls)):
         got = f"{', '.join(both)}, which is a server of the policy"

@@ -33,17 +33,10 @@ _PACKS_SCALES = 10.0
 
 
 def engine(config: Config) -> Iterator[Problem]:
-    """Yield options that belong to another engine, or that the run fills in."""
-    section = config.engine
-    if section.options and not section.is_own:
-        yield wrong(config, "engine.options", "options of module:Class only", "remove them", beside="engine.kind")
-    if reserved := sorted({"model_path", "replicas", "seed"} & set(section.options)):
+    """Yield options that the run fills in."""
+    if reserved := sorted({"model_path", "replicas", "seed"} & set(config.engine.options)):
         allowed, fix = "other names: the run fills these in", "set engine.replicas and engine.seed"
         yield wrong(config, "engine.options", allowed, fix, got=", ".join(reserved))
-    if section.kind != "sglang" and (given := changed(section.sglang)):
-        got = f"{', '.join(given)} with engine.kind {section.kind}, which would not use them"
-        allowed, fix = "options only with engine.kind sglang", "set engine.kind=sglang or remove them"
-        yield wrong(config, "engine.sglang", allowed, fix, beside="engine.kind", got=got)
 
 
 def servers(config: Config) -> Iterator[Problem]:
@@ -87,7 +80,7 @@ def transport(config: Config, hardware: Hardware) -> Iterator[Problem]:
     sglang, way, broadcast = config.engine.sglang, config.engine.sglang.transport, f"set {_SYNC}=distributed"
     if config.engine.kind != "sglang":
         return
-    if way.maps_memory and (hardware.kind != "gpu" or sglang.urls):
+    if way.maps_memory and (hardware.kind == "cpu" or sglang.urls):
         allowed = f"{sglang.sync} for servers of this job on GPUs of the same host"
         got = f"{sglang.sync} " + ("with servers that run elsewhere" if sglang.urls else "on a machine without a GPU")
         yield wrong(config, _SYNC, allowed, broadcast, beside="engine.sglang.urls", got=got)

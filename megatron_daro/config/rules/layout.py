@@ -43,7 +43,7 @@ def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if config.cluster.nodes > 1 and config.cluster.gpus_per_node is None:
         allowed = "1 where cluster.gpus_per_node is unset: the nodes are those of the Ray cluster, or this machine"
         yield wrong(config, "cluster.nodes", allowed, "set cluster.gpus_per_node", beside="cluster.gpus_per_node")
-    if hardware.kind == "cpu":
+    if hardware.kind != "gpu":
         return
     got = layout_text(config.actor)
     if config.actor.world_size > hardware.count:

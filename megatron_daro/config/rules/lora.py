@@ -89,9 +89,6 @@ def lora_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]
         if reason:
             yield Problem("engine.sglang.sync", f"adapters, but {reason}", "adapters that servers can take", fix)
     if not section.rank:
-        if config.trainer.export_adapter:
-            fix = "set lora.rank, or trainer.export_adapter=false"
-            yield wrong(config, "trainer.export_adapter", "false without adapters", fix, beside="lora.rank")
         return
     if config.actor.precision == "fp8":
         fix = "set actor.precision=bf16, or lora.rank=0"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_daro.config import Hardware, check, detect, resolve, resolve_and_check
+from megatron_daro.config.hardware import unknown
 from megatron_daro.config.model_files import critic_shape
 from megatron_daro.config.model_shape import read_model_shape
 
@@ -70,6 +71,13 @@ cluster.gpus_per_node=8 {SERVERS} engine.replicas=4 actor.data_parallel=2 | acto
 actor.data_parallel=5 | actor | actor.data_parallel=4
 actor.fp8_recipe=mxfp8 | actor.fp8_recipe | actor.fp8_recipe=tensorwise
 actor.num_layers_at_end_in_bf16=1 | actor.num_layers_at_end_in_bf16 | actor.num_layers_at_end_in_bf16=0
+{SERVERS} engine.embedded.threads=2 | engine.embedded |
+data.curriculum.start=0.5 | data.curriculum | data.order=curriculum
+data.order=curriculum data.prioritised.floor=0.5 | data.prioritised |
+algorithm.sapo.positive=2 | algorithm.sapo |
+algorithm.correction.cap=3 | algorithm.correction |
+trainer.snapshot_gib=1 | trainer.snapshot_gib |
+trainer.max_replacements=1 | trainer.max_replacements |
 rollout.max_staleness=1 | algorithm.correction.kind |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
@@ -188,9 +196,15 @@ def test_a_run_that_goes_elsewhere_is_checked_against_what_is_there(run_files):
     assert report(run_files, "actor.data_parallel=12", cluster).problems == ()
     (problem,) = report(run_files, "actor.data_parallel=13", cluster).problems
     assert problem.field == "actor" and "head:6379" in problem.allowed
-    unknown = "engine.replicas=300 actor.precision=fp8 reward.workers=5000"
-    assert report(run_files, unknown, cluster).problems == (), "nothing is refused for what is not known"
     assert detect().memory_bytes > 2**28
+
+
+def test_nothing_is_refused_for_what_is_not_known(run_files):
+    cluster = Hardware("gpu", 12, capability=None, nodes=(6, 6), place="the Ray cluster at head:6379")
+    options = "engine.replicas=300 actor.precision=fp8 reward.workers=5000"
+    assert report(run_files, options, cluster).problems == ()
+    options += f" {SERVERS} engine.sglang.sync=tensor actor.data_parallel=99"
+    assert report(run_files, options, unknown("a cluster that does not answer")).problems == ()
 
 
 def test_fp8_needs_the_packages_of_this_machine_where_it_runs_here(run_files, monkeypatch):

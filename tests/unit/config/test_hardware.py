@@ -109,7 +109,7 @@ def test_a_cluster_is_what_its_section_says():
     assert found == Hardware("gpu", 12, 9.0, nodes=(4, 4, 4), place="the nodes of the section cluster")
     assert gpu_nodes([2, 1], None, "x") == Hardware("gpu", 3, None, nodes=(2, 1), place="x")
     nobody_knows = unknown("y")
-    assert (nobody_knows.kind, nobody_knows.count, nobody_knows.fp8) == ("cpu", sys.maxsize, None)
+    assert (nobody_knows.kind, nobody_knows.count, nobody_knows.fp8) == ("unknown", sys.maxsize, None)
     assert nobody_knows.place == "y" and nobody_knows.memory_bytes is None
 
 

@@ -90,6 +90,7 @@ modle.path=x | modle | -
 rollout.x=1 | rollout.x | -
 data.stop=x | data.stop | -
 observe=3 | observe | observe={}
+trainer={"optimizer.steps":3} | trainer.optimizer.steps | -
 trainer.steps=true | trainer.steps | trainer.steps=1
 trainer.steps='3' | trainer.steps | trainer.steps=3
 trainer.steps=010 | trainer.steps | trainer.steps=10
@@ -193,6 +194,7 @@ PPO algorithm.critic.offload=true trainer.replace_lost_ranks=true | algorithm.cr
 PPO algorithm.critic.pretrain_steps=100 | algorithm.critic.pretrain_steps | algorithm.critic.pretrain_steps=99
 PPO algorithm.critic.warmup_steps=101 | algorithm.critic.warmup_steps | algorithm.critic.warmup_steps=100
 PPO algorithm.critic.path=/nowhere | algorithm.critic.path | algorithm.critic.path=null
+lora.alpha=32 | lora | lora.rank=4
 lora.rank=4 lora.targets=[w_proj] | lora.targets | lora.targets=[q_proj]
 lora.rank=4 lora.targets=[] | lora.targets | lora.targets=all
 lora.rank=4 lora.dropout=0.1 | lora.dropout | lora.dropout=0
@@ -243,6 +245,8 @@ environments=[{"name":"a","command":["x"]}] | environments.0.command | environme
 environments=[{"name":"a"}] rollout.segment_tokens=1000 rollout.max_staleness=5 | rollout.segment_tokens |
 algorithm.daro.weights_by=environment_pass_rate | algorithm.daro.weights_by | algorithm.daro.weights_by=pass_rate
 environment.kind=my:Own environment.reward_weights.a=x | environment.reward_weights.a | environment.reward_weights.a=1
+environment={"kind":"my:Own","reward_weights":{"a.b":"x"}} | environment.reward_weights.a.b |
+  environment.reward_weights={"a.b":1}
 reward.incorrect_reward=1 | reward.correct_reward | reward.incorrect_reward=0.99
 reward.correct_reward=1e308 | reward.correct_reward | reward.correct_reward=1e6
 reward.timeout_s=1e-9 | reward.timeout_s | reward.timeout_s=0.01

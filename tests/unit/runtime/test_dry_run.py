@@ -136,10 +136,15 @@ def test_a_field_that_cannot_work_is_found_before_anything_starts(configured, tm
     assert says in ends_with_the_same_error(configured(override))
 
 
+ELSEWHERE = ["cluster.nodes=1", "cluster.gpus_per_node=8"]
+"""Other machines run it; without this the one that checks must have what the run needs."""
+
+
 def test_shards_into_servers_that_keep_weights_elsewhere_are_refused_before_anything_starts(configured, monkeypatch):
     monkeypatch.setattr(preflight, "check_environments", lambda options: None)
-    config = configured("engine={{kind: sglang, sglang: {{sync: shards, arguments: {{enable_lora: true}}}}}}")
-    assert "enable_lora" in ends_with_the_same_error(config)
+    engine = "engine={{kind: sglang, sglang: {{sync: shards, arguments: {{enable_lora: true}}}}}}"
+    assert "enable_lora" in ends_with_the_same_error(configured(engine))
+    assert "enable_lora" in ends_with_the_same_error(configured(engine, *ELSEWHERE))
 
 
 def test_a_server_without_lora_is_refused_before_anything_starts(configured):
@@ -161,13 +166,24 @@ def test_a_run_directory_where_nobody_can_make_one_is_refused(configured, run_di
         dry_run(configured(f"trainer.run_dir={run_dir}"), resume=False, replay=None)
 
 
-def test_a_login_node_without_sglang_is_said_and_no_error(configured):
-    """The section `cluster` says that another machine runs it; without it this machine must have what the run needs."""
-    options = ["engine.kind=sglang", "cluster.nodes=1", "cluster.gpus_per_node=8"]
-    config = configured(*options)
-    lines_ = dry_run(config, resume=False, replay=None)
+@pytest.mark.parametrize(
+    ("option", "lacks"),
+    [
+        ("engine.kind=sglang", "sglang"),
+        ("engine={{kind: sglang, sglang: {{urls: ['http://127.0.0.1:9']}}}}", "127.0.0.1:9"),
+        ("environment.kind=none:Such", "none:Such"),
+    ],
+)
+def test_what_a_login_node_lacks_is_said_and_no_error(configured, option, lacks):
+    lines_ = dry_run(configured(option, *ELSEWHERE), resume=False, replay=None)
     (said,) = [line for line in lines_ if line.startswith("warning: ")]
-    assert "sglang" in said
+    assert lacks in said
+
+
+@pytest.mark.parametrize("option", ["reward.options.stict=false", "reward.verifier=none:Such"])
+def test_a_verifier_that_no_machine_can_make_is_refused_on_a_login_node_too(configured, option):
+    with pytest.raises(ConfigError, match=r"stict|none:Such"):
+        dry_run(configured(option, *ELSEWHERE), resume=False, replay=None)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +332,7 @@ def save_checkpoint(config: Config, *, known: bool = True, replay: Path | None =
 
 
 def test_a_checkpoint_that_the_run_cannot_go_on_from_is_found_before_anything_starts(configured):
-    config, says = with_template_date(configured(), resume=False), "format None; allowed: 2"
+    config, says = with_template_date(configured(), resume=False), "format None; allowed: "
     save_checkpoint(config, format=None)
     with pytest.raises(CheckpointError, match=says):
         dry_run(config, resume=True, replay=None)

@@ -1,0 +1,108 @@
+"""Options that nothing reads, because of how another one is set.
+
+They are refused where the run would not train what they ask for, or not with what they describe. They are a warning
+where that other one is a switch which people turn on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+from megatron_daro.config.base import changed
+from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.rules.algorithm import may_have_critic, may_learn_weights
+from megatron_daro.config.sections import Config
+
+
+class _Options(NamedTuple):
+    """paths: of options, or of sections for all in them. are_read: in this run. reader: what reads them; switch: what
+    one sets to have it."""
+
+    paths: str
+    are_read: Callable[[Config], bool]
+    reader: str
+    switch: str
+
+
+_REFUSED = (
+    _Options(
+        "algorithm.critic trainer.export_critic",
+        may_have_critic,
+        "an algorithm that has a critic",
+        "algorithm.name=ppo",
+    ),
+    _Options("algorithm.daro", may_learn_weights, "an algorithm that learns DARO's weights", "algorithm.name=daro"),
+    _Options(
+        "algorithm.distill",
+        lambda run: bool(run.algorithm.distill.urls),
+        "a teacher's servers",
+        "algorithm.distill.urls",
+    ),
+    _Options(
+        "algorithm.dual_clip",
+        lambda run: run.algorithm.trust_region in ("clip", "gspo"),
+        "trust_region clip or gspo",
+        "algorithm.trust_region=clip",
+    ),
+    _Options(
+        "algorithm.kl.mean",
+        lambda run: run.algorithm.kl.place == "loss",
+        "a KL term in the loss",
+        "algorithm.kl.place=loss",
+    ),
+    _Options("lora trainer.export_adapter", lambda run: run.lora.rank > 0, "adapters", "lora.rank"),
+    _Options("engine.options", lambda run: run.engine.is_own, "an engine of your own", "engine.kind=module:Class"),
+    _Options("engine.sglang", lambda run: run.engine.kind == "sglang", "SGLang servers", "engine.kind=sglang"),
+)
+_WARNED = (
+    _Options(
+        "engine.embedded", lambda run: run.engine.kind == "embedded", "the embedded engine", "engine.kind=embedded"
+    ),
+    _Options("data.curriculum", lambda run: run.data.order == "curriculum", "that order", "data.order=curriculum"),
+    _Options("data.prioritised", lambda run: run.data.order == "prioritised", "that order", "data.order=prioritised"),
+    _Options(
+        "algorithm.sapo",
+        lambda run: run.algorithm.trust_region == "sapo",
+        "that trust region",
+        "algorithm.trust_region=sapo",
+    ),
+    _Options(
+        "algorithm.correction",
+        lambda run: run.algorithm.correction.kind != "none",
+        "a correction",
+        "algorithm.correction.kind=tis",
+    ),
+    _Options(
+        "actor.fp8_recipe actor.fp8_format actor.num_layers_at_start_in_bf16 actor.num_layers_at_end_in_bf16",
+        lambda run: run.actor.precision == "fp8",
+        "fp8",
+        "actor.precision=fp8",
+    ),
+    _Options(
+        "trainer.snapshot_gib trainer.max_replacements",
+        lambda run: run.trainer.replace_lost_ranks,
+        "ranks that are replaced",
+        "trainer.replace_lost_ranks=true",
+    ),
+)
+
+
+def refused(config: Config) -> Iterator[Problem]:
+    """Yield options without which the run would be the same, and which it must not have."""
+    return _unread(config, _REFUSED)
+
+
+def warned(config: Config) -> Iterator[Problem]:
+    """Yield options without which the run would be the same, and which may stay for another run."""
+    return _unread(config, _WARNED)
+
+
+def _unread(config: Config, table: Iterable[_Options]) -> Iterator[Problem]:
+    for options in table:
+        for path in options.paths.split() if not options.are_read(config) else ():
+            section, _, name = path.rpartition(".")
+            if name in changed(attrgetter(section)(config) if section else config):
+                fix, beside = f"set {options.switch}, or remove it", options.switch.partition("=")[0]
+                yield wrong(config, path, f"only with {options.reader}", fix, beside=beside)
