@@ -244,7 +244,7 @@ class Fleet:
         Args:
             tokens: what the request will hold, as `estimate` says. One that exceeds a server's limit gets an idle one.
             timeout_s: longest time in which no request of any server ends and no server changes its state: a long line
-                that moves is no reason to give up, nor is a server that the run waits for, which has its own limits.
+                that moves is no reason to give up, nor is a start that the run waits for, which has its own limit.
             avoid: taken only where no other has room: one on which the request failed. prefer: taken where it has room:
                 one that has the beginning of the request in its cache.
 
@@ -262,7 +262,9 @@ class Fleet:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            if self.awaits():
+            # One that joins may wait for the batch that waits here, where it has the trainer's GPUs.
+            coming = [server for server in self.servers if server.is_awaited and server.state != "joining"]
+            if coming and not self.of("serving", "updating"):
                 return
             states = ", ".join(f"{s.name} {s.state}" for s in self.servers)
             raise DeadlineError(

@@ -207,8 +207,9 @@ class Supervision:
             if server.restarts >= self._options.max_restarts:
                 self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
                 return
-            server = self._fleet.start_again(server)
+            before, server = server, self._fleet.start_again(server)
             self._unsettled.add(server.name)
+            await before.client.close()
             try:
                 await self._bring_up(server)
                 self._unsettled.discard(server.name)
@@ -223,6 +224,5 @@ class Supervision:
         await self._join(server)
 
     async def _end_process(self, server: Server) -> None:
-        await server.client.close()
         await self._handles[server.name].stop()
         self._unsettled.discard(server.name)

@@ -45,6 +45,16 @@ def test_never_more_than_the_limit_unless_a_single_one():
     run(scenario())
 
 
+def test_nobody_waits_for_one_that_joins_longer_than_for_a_request():
+    async def scenario():
+        fleet = fleet_of(count=1)
+        fleet.hold_back(fleet.servers[0])
+        with pytest.raises(DeadlineError, match="server 0 joining"):
+            await fleet.acquire(1, timeout_s=0.05)
+
+    run(scenario())
+
+
 def test_without_a_limit_twice_the_servers_cache_counts():
     async def scenario():
         fleet = fleet_of(count=1, limit=None)
