@@ -413,6 +413,11 @@ class EnvironmentSection(Section):
         """Whether `kind` is verifiers:TASKSET."""
         return self.kind.startswith("verifiers:")
 
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return f"environment.kind: {self.kind}"
+
 
 class NamedEnvironment(EnvironmentSection):
     """One of several environments of a run."""
@@ -424,6 +429,11 @@ class NamedEnvironment(EnvironmentSection):
     weight: float | None = Field(default=None, ge=1e-6, le=1e6)
     """Its share of the training prompts is this over the sum of all weights. Unset, for all: its share of the
     problems."""
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages, of several."""
+        return f"environments: {self.name}, kind {self.kind}"
 
 
 class TrainerSection(Section):

@@ -129,7 +129,7 @@ class _Running:
         if not self.ended.done():
             self.ended.set_exception(
                 RolloutError(
-                    f"environment.kind: {self._section.kind}: a conversation does not end {_GRACE_S:g} s after it was "
+                    f"{self._section.title}: a conversation does not end {_GRACE_S:g} s after it was "
                     "cancelled: it blocks its event loop, or catches CancelledError; fix: await what takes long, "
                     "and let the error pass"
                 )
@@ -325,11 +325,11 @@ class Conversations:
         self._failures_in_a_row += 1
         failing_s = now - self._failing_since
         count = counts[counter]
-        text = f"environment.kind: {self._section.kind}: a conversation {what}"
+        text = f"{self._section.title}: a conversation {what}"
         if self._failures_in_a_row >= _MOST_FAILURES and failing_s >= _FAILING_S:
             raise RolloutError(
-                f"{text}; {self._failures_in_a_row} failed in a row, for {failing_s:.0f} s; fix: correct the class or "
-                "the service that it needs, or raise environment.timeout_s"
+                f"{text}; {self._failures_in_a_row} failed in a row, for {failing_s:.0f} s; fix: correct it or the "
+                "service that it needs, or raise its timeout_s"
             )
         if count.bit_count() == 1:
             self._notices.warn(f"{text}; it is begun again. {counter} is {count}; said again at {2 * count}")

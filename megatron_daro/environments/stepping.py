@@ -173,7 +173,7 @@ class SteppedConversations:
     async def _start_once(self) -> None:
         await self._pool.start()
         if notice := (await self._pool.ask({"kind": "notice"})).get("notice"):
-            self._warn(f"environment.kind: {self._section.kind}: {notice}")
+            self._warn(f"{self._section.title}: {notice}")
 
 
 def pool_of(section: EnvironmentSection, workers: int) -> WorkerPool:
