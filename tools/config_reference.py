@@ -45,8 +45,8 @@ allowed values): meaning. Ranges include both ends; a default shows the type.
   data.train=[a.jsonl,b.jsonl]`. Values are read as YAML; a mapping is merged key by key; `data.eval.0.path=x` reaches
   into a list. Text that YAML would read otherwise needs quotes inside quotes: `'data.template="Q: {prompt}"'`.
 * `megatron-daro train run.yaml --dry-run` prints the resolved configuration and runs every check of a start.
-* All wrong values and unknown keys are reported at once (exit code 2). An option that nothing reads as the others are
-  set (`lora.alpha` without `lora.rank`) is refused, or a warning.
+* All wrong values and unknown keys are reported at once (exit code 2). Many an option that nothing reads as the
+  others are set (`lora.alpha` without `lora.rank`) is refused, or a warning.
 * YAML 1.2 scalars: `1e-6` is a number; `yes`, `no`, `010` and dates are text. Types are not converted: `"3"` is text.
 * Relative paths start at the working directory; a leading `~` is the home directory. A single value where a list is
   expected is a list of one. Unset options are filled in when the file is resolved.

@@ -420,9 +420,8 @@ class DifficultyWeights:
 
 
 def _check_clamp(clamp: tuple[float, float]) -> None:
-    if len(clamp) != 2 or not (0 < clamp[0] <= 1 <= clamp[1] < math.inf) or clamp[0] == clamp[1]:
-        allowed = "(lowest, highest) with 0 < lowest <= 1 <= highest, lowest < highest"
-        raise AlgorithmError(f"clamp: got {clamp}, allowed is {allowed}")
+    if len(clamp) != 2 or not (0 < clamp[0] <= 1 <= clamp[1] < math.inf):
+        raise AlgorithmError(f"clamp: got {clamp}, allowed is (lowest, highest) with 0 < lowest <= 1 <= highest")
 
 
 def _check_half_life(half_life: float | None, parameter: str) -> None:

@@ -294,8 +294,12 @@ def _with_lists_of_one(tree: Mapping[str, Any], model: type[Section] = Config) -
         if is_section(annotation) and isinstance(value, dict):
             result[name] = _with_lists_of_one(value, annotation)
         elif get_origin(annotation) is tuple and items[-1] is Ellipsis:
-            one = isinstance(value, dict) if is_section(items[0]) else isinstance(value, (str, int, float))
-            result[name] = [value] if one else value
+            of_sections = is_section(items[0])
+            one = isinstance(value, dict) if of_sections else isinstance(value, (str, int, float))
+            values = [value] if one else value
+            if of_sections and isinstance(values, list):
+                values = [_with_lists_of_one(v, items[0]) if isinstance(v, dict) else v for v in values]
+            result[name] = values
     return result
 
 

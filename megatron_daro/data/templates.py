@@ -75,8 +75,8 @@ there chat is the tokenizer's template around data.template."""
 
 
 def verified_text(text: str, template: Template | None, *, opens_thinking: bool) -> str:
-    """Return what verifiers, and classes with `step`, read of a response: of a template with tags what they hold, else
-    all of it, together with the <think> that its prompt ended with. opens_thinking: whether it did."""
+    """Return what a verifier reads of a response: of a template with tags what they hold, else all of it, together
+    with the <think> that its prompt ended with. opens_thinking: whether it did."""
     if template and template.tagged:
         return template.tagged_answer(text)
     return f"{THINK}{text}" if opens_thinking else text

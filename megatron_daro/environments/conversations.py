@@ -228,8 +228,8 @@ class Conversations:
         return verdicts
 
     def counters(self) -> dict[str, int]:
-        """Conversations that were begun again since the run began: all, those that failed, those that took too long;
-        tool calls of the others; and pools of nodes that were started again."""
+        """Conversations that did not end, since the run began: all, those that failed, those that took too long; tool
+        calls of the others; and pools of nodes that were started again."""
         return self._counts | {_POOLS: self._counts[_POOLS] + self._environment.pool_restarts}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:

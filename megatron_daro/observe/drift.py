@@ -104,10 +104,11 @@ class DriftWatch:
                 f"Likely the age of the rollouts ({staleness:.2g} batches), which the correction {self.correction} "
                 "cannot make good: lower rollout.max_staleness or the learning rate"
             )
+        bound = "; algorithm.correction.kind=tis bounds the harm" if self.correction in ("", "none") else ""
         return (
             "The rollouts are fresh, so it is not their age: likely the numerics of the engine (dtype, quantization, "
             "attention backend, MoE routing) or weights that did not arrive whole. Compare the dtypes of engine and "
-            "actor; algorithm.correction.kind=tis bounds the harm"
+            f"actor{bound}"
         )
 
 

@@ -67,7 +67,8 @@ class Verifier(Protocol):
         """Judge one answer. What it raises costs this one verdict (`verifier_failed`).
 
         Args:
-            answer_text: the whole response. gold: one right answer. statement: the problem's own text.
+            answer_text: the response, with the <think> that its prompt ended with; of a template with tags what
+                they hold. gold: one right answer. statement: the problem's own text.
 
         Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
         """

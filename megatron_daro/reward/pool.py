@@ -51,7 +51,7 @@ class RewardPool(WorkerPool):
             asdict(self._spec),
             "reward",
             "reward",
-            "the math verifier alone needs about 100",
+            "the math verifier alone needs about 80",
             RewardError,
         )
         super().__init__(program, workers, timeout_s, memory_mib)

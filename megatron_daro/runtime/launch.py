@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.checkpoints import Checkpoints
 from megatron_daro.config import Config
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.base import filled
 from megatron_daro.config.placement import demand_of
 from megatron_daro.controller import Controller, Parts, RunOutcome
@@ -158,7 +159,7 @@ async def _train(
             closers=generation.closers() if generation else {},
             deadlines=run.deadlines,
             gpus=parts.gpus(run, policy, generation, placement),
-            drift=DriftWatch(correction=config.algorithm.correction.kind),
+            drift=DriftWatch(correction=_correction(config.algorithm)),
             environment_of_source=config.environment_of_source,
         ),
         batches_ahead=config.rollout.batches_ahead if generation else 0,
@@ -289,6 +290,11 @@ def _metrics_log(run: RunContext) -> MetricsLog:
         "name": observe.wandb.name or run.run_dir.name,
     }
     return MetricsLog(run.run_dir, tensorboard=observe.tensorboard, wandb=wandb)
+
+
+def _correction(section: AlgorithmSection) -> str:
+    """Return what corrects for the age of rollouts: their own log-probs as the old ones leave nothing to correct."""
+    return "algorithm.old_logprobs=rollout" if section.old_logprobs == "rollout" else section.correction.kind
 
 
 def _progress(config: Config, run_dir: Path, phases: Phases) -> Progress:

@@ -54,7 +54,8 @@ def world(config: Config, hardware: Hardware) -> Iterator[Problem]:
 
 def sampling(config: Config) -> Iterator[Problem]:
     """Samples of older weights that nothing corrects."""
-    corrected = config.algorithm.correction.kind != "none" or config.algorithm.trust_region == "gspo"
+    section = config.algorithm
+    corrected = section.correction.kind != "none" or section.trust_region == "gspo" or section.old_logprobs == "rollout"
     if config.rollout.max_staleness > 0 and not corrected:
         allowed = "tis or mis, or algorithm.trust_region=gspo, are advised off-policy"
         fix = "set algorithm.correction.kind=tis"

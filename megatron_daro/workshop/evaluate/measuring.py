@@ -89,12 +89,12 @@ def configuration(
     config = resolve_tree(tree, [*overrides, *fixed], source=source)
     if problems := list(templates(config)):
         raise config_error(source, problems)
-    kinds = [section.kind for section in config.all_environments if section.has_turns]
-    if kinds:
+    titles = [section.title for section in config.all_environments if section.has_turns]
+    if titles:
+        fix = "environments=[]" if config.environments else "environment.kind=single_turn"
         raise ConfigError(
-            f"environment.kind: got {kinds[0]}; allowed: single_turn, since {source} measures single "
-            "answers; fix: evaluate in the run, with data.eval and trainer.eval_every_steps, or set "
-            "environment.kind=single_turn to measure single answers"
+            f"{titles[0]}: allowed: single_turn, since {source} measures single answers; fix: evaluate in the run, "
+            f"with data.eval and trainer.eval_every_steps, or set {fix} to measure single answers"
         )
     return config
 

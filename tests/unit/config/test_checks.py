@@ -103,7 +103,15 @@ def test_what_is_probably_not_meant_is_a_warning_and_its_fix_ends_it(run_files, 
     assert "=" in right and report(run_files, f"{options} {right}").warnings == (), warning.fix
 
 
-@pytest.mark.parametrize("options", ["algorithm.name=dgpo", "algorithm.name=ha_dw", "algorithm.overlong.kind=filter"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "algorithm.name=dgpo",
+        "algorithm.name=ha_dw",
+        "algorithm.overlong.kind=filter",
+        "rollout.max_staleness=1 algorithm.old_logprobs=rollout",
+    ],
+)
 def test_options_that_are_as_published_are_not_warned_of(run_files, options):
     assert report(run_files, options).warnings == ()
 

@@ -101,6 +101,8 @@ def test_one_value_where_a_list_is_due_is_a_list_of_one(tmp_path):
     assert config.data.train == (Path("a.jsonl"),) and config.data.eval[0].name == "e"
     assert (config.rollout.stop, config.rollout.stop_token_ids) == (("end",), (3,))
     assert resolve(write(tmp_path, MINIMAL), ["data.train=c.jsonl"]).data.train == (Path("c.jsonl"),)
+    [one] = resolve(write(tmp_path, MINIMAL), ["environments=[{name: e, sources: s}]"]).environments
+    assert one.sources == ("s",)
 
 
 def test_nothing_can_be_written_afterwards(tmp_path):

@@ -10,6 +10,7 @@ from test_batch import make_group
 from megatron_daro.actor.translation import objective_settings
 from megatron_daro.algo.weighting import Daro
 from megatron_daro.config.rules import algorithm as rules
+from megatron_daro.config.rules import unread
 from megatron_daro.data.batch import build_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.runtime.parts import batch_builder
@@ -42,7 +43,6 @@ def test_the_named_algorithm_gets_its_own_options():
 @pytest.mark.parametrize(
     "section",
     [
-        {"daro": {"clamp": (1.0, 1.0)}},
         {"daro": {"clamp": (1.1, 2.0)}},
         {"daro": {"parameter": "linear", "half_life": 5.0}},
         {"trust_region": "sapo", "dual_clip": 3.0},
@@ -52,7 +52,7 @@ def test_the_named_algorithm_gets_its_own_options():
 )
 def test_the_losses_refuse_by_themselves_what_the_configuration_refuses(section):
     config = configured(algorithm=section)
-    assert [*rules.loss(config), *rules.daro(config)]
+    assert [*rules.loss(config), *rules.daro(config), *unread.refused(config)]
     with pytest.raises((AlgorithmError, ConfigError)):
         objective_settings(config.algorithm, algorithm_of(config))
 
