@@ -45,7 +45,9 @@ TOLERANCE = 1e-4
 PLAIN = """algorithm.name=daro algorithm.kl.coefficient=0.0 algorithm.entropy_coefficient=0.0 rollout.top_p=1.0
 algorithm.overlong.kind=none algorithm.correction.kind=none algorithm.old_logprobs=forward data.prompt_template=plain
 actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
-rollout.stop=() rollout.stop_token_ids=() environments=()"""
+rollout.stop=() rollout.stop_token_ids=() environments=() environment.kind=single_turn data.order=epochs lora.rank=0
+algorithm.filter=auto algorithm.length_reward.weight=0.0 algorithm.repetition_penalty=0.0 algorithm.turn_rewards=False
+model.megatron_weights=None"""
 
 
 @dataclass(frozen=True, slots=True)

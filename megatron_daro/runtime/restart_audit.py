@@ -68,7 +68,7 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("algorithm.length_reward", "weight start_step", "trains", ""),
     ("algorithm.daro", "parameter", "refused", "the saved weights are in that unit"),
     ("algorithm.daro", "weights_by", "refused", "the saved weights are by that"),
-    ("algorithm.daro", "half_life", "refused", "the saved weights are averages with it, and Adam's without"),
+    ("algorithm.daro", "half_life", "refused", "the saved weights and averages were made with it"),
     ("algorithm.daro", "learning_rate betas magnitude normalizer scale clamp", "trains", ""),
     ("algorithm.critic", "path", "refused", "the saved critic began as that model"),
     ("algorithm.critic", "learning_rate warmup_steps grad_clip value_clip pretrain_steps", "trains", ""),
