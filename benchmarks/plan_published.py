@@ -168,7 +168,7 @@ def workload_of(row: Row) -> Workload:
         samples=samples,
         generated=samples,
         minibatches=samples // int(row["update_batch"]) if rl else 1,
-        staleness=int(row["staleness"] or 0),
+        batches_ahead=int(row["staleness"] or 0),
         # From 0.7 on NeMo-RL's recipes leave out the policy's pass where a step is a batch (force_on_policy_ratio).
         extra_passes=int(row["logprob_passes"] or 2) if rl else 0,
         mean_prompt=float(PROMPT_TOKENS if rl else 0),
@@ -200,14 +200,14 @@ def planned(row: Row, constants: Constants) -> float:
         return sync_s(workload, layout, gpu, constants, near=gpus <= gpu.linked, buckets=own, pauses=own)
     servers = int(row["server_gpus"] or 0)
     gpus = int(row["gpus"])
-    training = gpus - servers if workload.staleness else gpus
+    training = gpus - servers if workload.batches_ahead else gpus
     times = train_times(workload, layout, training // layout.ranks, gpu, constants)
     if row["kind"] != "rl":
         return workload.tokens / times.total / gpus
     tensor = int(row["server_tensor"])
     at_once = workload.practice.batches_at_once
     generation = generation_s(workload, tensor, servers // tensor, gpu, constants, batches_at_once=at_once)
-    both = times.total + generation if workload.staleness == 0 else max(times.total, generation)
+    both = times.total + generation if workload.batches_ahead == 0 else max(times.total, generation)
     return both + constants.fixed_s
 
 

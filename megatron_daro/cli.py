@@ -207,7 +207,7 @@ def _cluster_hardware() -> tuple[Hardware | None, ConfigError | None]:
 
 
 def _dry_run(config: Config, *, resume: bool, replay: Path | None) -> None:
-    """Do what of a start needs files but no process, as the start itself does it."""
+    """Do what of a start needs no process of the run, as the start itself does it."""
     from megatron_daro.runtime.preflight import dry_run
 
     lines = dry_run(config, resume=resume, replay=replay)

@@ -75,7 +75,7 @@ class Deadlines:
     engine_free: float = 28800.0
     """Until the generation of a batch ends, so that weights may be replaced."""
     turn: float = 28800.0
-    """Until training has caught up, so that the next batch may be generated."""
+    """Until training has caught up, so that the next batch may be generated; for each optimizer step of a batch."""
     batch: float = 28800.0
     """Until the next batch is complete."""
     build: float = 600.0
@@ -112,20 +112,23 @@ class Deadlines:
         cls,
         scale: float,
         *,
+        steps_per_batch: int = 1,
         server_start: float = 0.0,
         request: float = 0.0,
         update_call: float = 0.0,
         conversation: float = 0.0,
         verdicts: float = 0.0,
     ) -> Deadlines:
-        """Return the table times a factor > 0, where each wait is longer than all that runs inside it.
+        """Return the table times a factor > 0, where each wait is longer than the longest that runs inside it.
 
         Args:
-            scale: `trainer.deadline_scale`. The others are seconds that users allow, which it leaves alone.
+            scale: `trainer.deadline_scale`. steps_per_batch: optimizer steps. The others are seconds that users allow,
+                which the scale leaves alone.
             server_start: for one start of a server. request: for one. update_call: for one call of a weight update.
             conversation: for those of one group, once. verdicts: for those of the answers of one round.
         """
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
+        waits["turn"] *= steps_per_batch
         allowed = {"server_start": server_start, "only_server": _TRIES * server_start, "request": request}
         allowed |= {"update_call": update_call, "conversation": _TRIES * conversation, "verdicts": verdicts}
         for outer, inside in INSIDE.items():

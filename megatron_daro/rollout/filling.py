@@ -13,8 +13,8 @@ from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight
 
 _PRIOR_GROUPS = 8
-"""Without rounds the share of kept groups begins at that of the batch before, which counts for so many groups. Else one
-filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
+"""Without rounds the share of kept groups begins at that of the flight before, which counts for so many groups. Else
+one filtered group at the beginning would look like a filter that keeps nothing, and admit four times the prompts."""
 
 
 class Filling(Protocol):
@@ -39,8 +39,8 @@ class Filling(Protocol):
         ...
 
     def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return how many rounds of prompts a batch that is complete took, for metrics and messages. Called once, so a
-        way may learn here what it kept."""
+        """Return how many rounds of prompts a `flight` took that has ended, for metrics and messages. Called once for
+        each, so a way may learn here what was kept."""
         ...
 
 
@@ -110,7 +110,7 @@ class Continuous:
         return [{group_id: entry} for group_id, entry in groups.items()]
 
     def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return the prompts, in rounds, and learn the share of kept groups for the next batch."""
+        """Return the prompts, in rounds, and learn the share of kept groups for the next flight."""
         self._keep_rate = self._rate(batch)
         return math.ceil(flight.admitted / self._section.prompts_requested)
 

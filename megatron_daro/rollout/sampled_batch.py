@@ -24,7 +24,7 @@ from megatron_daro.types import Group
 class Snapshot:
     """Where sampling stood: the prompt cursor, the books, and the groups that wait for the next batch.
 
-    surplus: complete groups. unfinished: the others, by group id. counters: metric key -> count since the run began.
+    surplus: complete groups. unfinished: the others, by group id. counters: metric key -> value (docs/metrics.md).
     """
 
     source: Mapping[str, Any]
@@ -67,7 +67,7 @@ class SampledBatch:
 
     groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
     incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: generated in these seconds.
-    counters: metric key -> count since the run began. recorded: of a replay: the optimizer steps that were made of
+    counters: metric key -> value (docs/metrics.md). recorded: of a replay: the optimizer steps that were made of
     these groups.
     """
 

@@ -36,6 +36,7 @@ class RunContext:
         size, environments = rollout.rollouts_per_prompt, [e for e in config.all_environments if e.has_turns]
         deadlines = Deadlines.of(
             config.trainer.deadline_scale,
+            steps_per_batch=config.trainer.steps_per_batch,
             **(of_servers if config.engine.kind == "sglang" else {}),
             conversation=max((_conversations_s(environment, size) for environment in environments), default=0.0),
             verdicts=math.ceil(rollout.prompts_requested * size / reward.workers) * reward.timeout_s,

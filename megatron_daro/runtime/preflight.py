@@ -8,8 +8,8 @@ Where a run starts, from prompts as from a recording, which is never that of its
 
 A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
 it was; otherwise it is written. RUN/restarts.txt says what a restart changes, or why it was rejected.
-`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files, starts
-nothing and writes nothing.
+`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files, and writes
+nothing. It starts nothing of the run; what the configuration names is tried in a process of its own, which ends.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ ENDS = 100
 
 
 def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
-    """Everything that a start does before its first process.
+    """Everything that can be tried before the first process of a run.
 
     Args:
         config: checked. resume, replay: as of the start.
@@ -272,7 +272,6 @@ def _look_at_weights(config: Config) -> None:
 
 def _plan_shards(config: Config) -> None:
     """Look whether there is a plan from the policy's layout to the servers'. Raises ModelError: there is none."""
-    # Layouts need torch; a dry run of other configurations does without.
     from megatron_daro.engine.sglang.engine import layout_of_servers
     from megatron_daro.runtime.shard_export import trainer_layout
     from megatron_daro.sync.shard_plan import ShardPlan

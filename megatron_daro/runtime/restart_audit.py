@@ -56,8 +56,7 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("data", "*", "refused", _PROMPTS),
     ("rollout", "rollouts_per_prompt", "refused", "DARO's weights belong to K"),
     ("rollout", "prompts_per_batch", "refused", "groups that wait in the checkpoint belong to batches of that size"),
-    ("rollout", "temperature top_p max_response_tokens stop stop_token_ids repetition.tokens", "trains", ""),
-    ("rollout", "max_staleness oversampling max_refill_rounds keep_surplus finish_batch segment_tokens", "trains", ""),
+    ("rollout", "*", "trains", ""),
     ("algorithm", "name", "refused", _ALGORITHM),
     ("algorithm", "options std filter trust_region clip_low clip_high dual_clip entropy_coefficient", "trains", ""),
     ("algorithm", "old_logprobs repetition_penalty turn_rewards", "trains", ""),
@@ -84,11 +83,8 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("actor.optimizer", "learning_rate weight_decay betas eps grad_clip warmup_steps", "trains", ""),
     ("actor.optimizer", "schedule min_learning_rate_ratio", "trains", ""),
     ("lora", "*", "refused", "the saved adapters are those"),
-    ("engine", "kind options replicas colocate embedded.batch_size embedded.threads embedded.max_restarts", "runs", ""),
     ("engine", "seed", "trains", ""),
-    ("engine.sglang", "python urls arguments env tensor_parallel nodes fp8_blocks answer_workers", "runs", ""),
-    ("engine.sglang", "sync shards_over sync_dir bucket_mib verify max_tokens_in_flight", "runs", ""),
-    ("engine.sglang", "start_timeout_s request_timeout_s stall_timeout_s sync_timeout_s max_restarts", "runs", ""),
+    ("engine", "*", "runs", ""),
     (_TURNS, "kind command sandbox options timeout_s step_timeout_s memory_mib", "trains", ""),
     (_TURNS, "max_turns max_turn_tokens reward_weights host strict", "trains", ""),
     (_TURNS, "workers", "runs", ""),
@@ -103,8 +99,8 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("trainer", "replace_lost_ranks snapshot_gib max_replacements hung_rank_s", "runs", ""),
     ("cluster observe", "*", "runs", ""),
 )
-"""Sections, options in them, what a change does, and why it is refused. The first that fits counts; `*` is anything: a
-section has it where every option would be of that class, else all are named."""
+"""Sections, options in them, what a change does, and why it is refused. The first that fits counts; `*` is anything
+else: a section has it where one more option would be of that class, else all are named."""
 _NO_OPTION: tuple[tuple[str, ChangeClass, str], ...] = (
     (_REPLAY, "refused", "a replay goes on with the recording that it began with, any other run without one"),
     *((f"model config.json {key}", "runs", "") for key in _NO_COMPUTATION_READS),

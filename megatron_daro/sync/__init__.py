@@ -2,7 +2,7 @@
 
 The driver: publish.py runs an update, step by step (colocation.py: whose turn it is on shared GPUs); plan.py has what
     goes between the two ends; check.py compares their log-probs.
-A rank: transports.py -> digests.py, fp8_cast.py -> sender.py, buckets.py -> broadcast.py, files.py, handles.py or
-    adapters.py (routes.py: which rank hands out what on which host).
+A rank: transports.py -> digests.py, fp8_cast.py -> sender.py, buckets.py -> broadcast.py, handles.py or adapters.py
+    (routes.py: which rank hands out what on which host); files.py writes, and sends nothing.
 From shards to shards: shard_layouts.py -> shard_plan.py -> shard_sender.py -> in_server/, which runs inside SGLang.
 """

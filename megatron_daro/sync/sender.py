@@ -1,4 +1,4 @@
-"""What every weight transport has in common: its sending end on one rank, which never stops halfway."""
+"""What the transports that send buckets have in common: their sending end on one rank, which never stops halfway."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class History:
     def unhidden(self) -> float:
         """Seconds of a step beside the phases of the model."""
         train = self.train + self.logprob
-        both = self.rollout + train if self.config.rollout.max_staleness == 0 else max(self.rollout, train)
+        both = self.rollout + train if self.config.rollout.batches_ahead == 0 else max(self.rollout, train)
         return max(self.step - both - self.sync, 0.0)
 
     def workload(self, config: Config, shape: ModelShape) -> Workload:

@@ -110,7 +110,7 @@ def _simulated(
     tail_S, sum_S = _drawn(workload, steps, rng)
     generation_S = tail * tail_S + (generation - tail) * sum_S
     train_S = times.total * sum_S
-    overlapped = choice.staleness > 0
+    overlapped = choice.batches_ahead > 0
     step_S = (np.maximum(generation_S, train_S) if overlapped else generation_S + train_S) + choice.sync + choice.fixed
     lost = _lost_s(step_S, gpus, failures, rng)
     waits_for_training = overlapped and times.total > generation

@@ -85,16 +85,16 @@ class Choice:
     servers: Servers
     sync: float
     fixed: float
-    staleness: int
+    batches_ahead: int
     offload: float = 0.0
     shared: bool = False
     error: float = 1.0
 
     @property
     def step(self) -> float:
-        """One batch: one after the other at staleness 0, else the slower side, and the sync."""
+        """One batch: one after the other where none is generated ahead, else the slower side, and the sync."""
         train, generation = self.trainers.times.total, self.servers.generation
-        both = train + generation if self.staleness == 0 else max(train, generation)
+        both = train + generation if self.batches_ahead == 0 else max(train, generation)
         return both + self.sync + self.fixed + self.offload
 
     @property
@@ -102,7 +102,7 @@ class Choice:
         """The step where training and generation are each off by a factor of their own: of two that overlap the longer
         one counts, so that sides of equal length are longer than either. Sides that overlap hand over no GPUs."""
         train, generation = self.trainers.times.total, self.servers.generation
-        if self.staleness == 0 or self.error == 1.0 or min(train, generation) <= 0:
+        if self.batches_ahead == 0 or self.error == 1.0 or min(train, generation) <= 0:
             return self.step
         spread = math.sqrt(2) * math.log(self.error) / _NINE_TENTHS
         apart = math.log(train / generation) / spread
@@ -171,7 +171,9 @@ def search(workload: Workload, gpu: Gpu, gpus: int, *, constants: Constants | No
             data = training // layout.ranks
             for trainers in _in_parts(workload, layout, data, gpu, known, refusals):
                 offload = offload_s(trainers.memory, known) if shared else 0.0
-                choice = Choice(trainers, servers, seconds, known.fixed_s, workload.staleness, offload, shared, error)
+                choice = Choice(
+                    trainers, servers, seconds, known.fixed_s, workload.batches_ahead, offload, shared, error
+                )
                 choices.append(choice)
     if not choices:
         raise ConfigError(_nothing_fits(workload, gpu, gpus, refusals))
@@ -233,12 +235,10 @@ def _trainers(
     if inner % group:
         refusals.add("groups of experts (ETP x EP) do not divide TP x CP x DP", group, f"{describe(layout)} DP {data}")
         return None
-    samples = workload.samples // workload.minibatches
-    if samples < data:
-        refusals.add(f"an update has {samples} samples, fewer than replicas (DP)", data, f"DP {data}")
-        return None
-    if samples % data:
-        refusals.add("samples of an update are no multiple of the replicas (DP)", data, f"{samples} samples, DP {data}")
+    if workload.smallest_minibatch < data:
+        refusals.add(
+            f"an update has {workload.smallest_minibatch} samples, fewer than replicas (DP)", data, f"DP {data}"
+        )
         return None
     num = micro_batches_of(workload, layout, data)
     memory = trainer_memory(workload, layout, shards=data * layout.context, micro_batches=num)

@@ -98,8 +98,8 @@ def view(plan: Plan, workload: Workload, gpu: Gpu, bill: Bill) -> str:
         [
             prose(
                 f"{workload.samples} answers a batch, mean {workload.mean_response:.0f} tokens (prompt "
-                f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), staleness {workload.staleness}, "
-                f"{gpu.name}{_adapter_words(workload)}"
+                f"{workload.mean_prompt:.0f}, longest sample {workload.longest}), generated "
+                f"{workload.batches_ahead} ahead, {gpu.name}{_adapter_words(workload)}"
             ),
             _layouts_table(plan, workload, bill),
             "seconds of a step",
@@ -157,7 +157,7 @@ def _times_table(plan: Plan) -> str:
 def _time_lines(plan: Plan) -> Iterator[str]:
     first = plan.choices[0]
     near = sum(choice.step <= first.step * first.error for choice in plan.choices) - 1
-    if first.staleness:
+    if first.batches_ahead:
         yield "step: generate or log-probs + train, whichever is longer, then sync, hand-over and fixed"
     else:
         yield "step: generate, log-probs, train, sync, hand-over and fixed, one after the other"

@@ -104,11 +104,11 @@ class Workload:
     fp8: recipe of the trainers; None: without. samples: of a batch; generated: answers asked for, with oversampling;
     extra_passes: forward passes beside training (old and reference log-probs, values); critic: the shape of the second
     model that is trained on the same ranks; critic_offload: the two take turns on the GPUs; minibatches: of a batch;
-    epochs: how often each is trained on. servers_fp8, cache_fp8: their weights, and keys and values. recomputed:
-    modules of a layer that are computed again in the backward pass (selective recomputation). server_fraction: of a
-    server's GPU for its weights and cache; None: all that is left. server_nodes: that each server is spread over; None:
-    as few as hold it. colocated: servers and ranks take turns on the GPUs. practice: of the trainer. adapters: beside
-    the policy's frozen weights.
+    batches_ahead: by which generation is ahead of training; 0: in turns; epochs: how often each is trained on.
+    servers_fp8, cache_fp8: their weights, and keys and values. recomputed: modules of a layer that are computed again
+    in the backward pass (selective recomputation). server_fraction: of a server's GPU for its weights and cache; None:
+    all that is left. server_nodes: that each server is spread over; None: as few as hold it. colocated: servers and
+    ranks take turns on the GPUs. practice: of the trainer. adapters: beside the policy's frozen weights.
     """
 
     shape: ModelShape
@@ -117,7 +117,7 @@ class Workload:
     samples: int
     generated: int
     minibatches: int
-    staleness: int
+    batches_ahead: int
     extra_passes: int
     mean_prompt: float
     longest: int
@@ -137,6 +137,11 @@ class Workload:
     epochs: int = 1
     practice: Practice = Practice()
     adapters: Adapters | None = None
+
+    @property
+    def smallest_minibatch(self) -> int:
+        """Samples of it: mini-batches have whole groups, as even as can be."""
+        return self.samples // self.prompts_shared // self.minibatches * self.prompts_shared
 
     @property
     def mean_response(self) -> float:
@@ -222,7 +227,7 @@ def workload_of(
         samples=rollout.batch_rollouts,
         generated=rollout.prompts_requested * rollout.rollouts_per_prompt,
         minibatches=config.trainer.minibatches_per_batch,
-        staleness=rollout.max_staleness,
+        batches_ahead=rollout.batches_ahead,
         extra_passes=len(algorithm.passes(("values",) if critic else ())),
         critic=critic,
         critic_offload=critic is not None and algorithm.critic.offload,
