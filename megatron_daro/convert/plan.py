@@ -1,8 +1,8 @@
 """What a conversion will write: which files, with which tensors, from what; known before the first byte is read.
 
 Source checkpoint and options -> `plan_to_megatron` or `plan_to_hf` -> jobs, one for each file, that worker processes
-carry out (workshop/convert/jobs.py). A Megatron checkpoint is read as HF tensors, so that one code writes Megatron files from
-either. Everything that can be wrong with the source's headers is refused here.
+carry out (workshop/convert/jobs.py). A Megatron checkpoint is read as HF tensors, so that one code writes Megatron
+files from either. Everything that can be wrong with the source's headers is refused here.
 """
 
 from __future__ import annotations
