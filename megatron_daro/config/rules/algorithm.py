@@ -34,9 +34,10 @@ def loss(config: Config) -> Iterator[Problem]:
             "set algorithm.old_logprobs=recompute",
         )
         yield wrong(config, "algorithm.old_logprobs", allowed, fix, beside=STEPS_OF_A_BATCH)
-    if correction.kind == "mis" and not correction.low < correction.high:
-        allowed = "below algorithm.correction.high"
-        yield wrong(config, "algorithm.correction.low", allowed, "exchange the two", beside="algorithm.correction.high")
+    if correction.kind == "mis" and not correction.low <= 1 <= correction.high:
+        name, allowed, fix = ("low", "at most", "0.5") if correction.low > 1 else ("high", "at least", "2")
+        field, allowed = f"algorithm.correction.{name}", f"{allowed} 1 with kind mis: a ratio of 1 must stay"
+        yield wrong(config, field, allowed, f"set {field}={fix}")
     if correction.kind != "none" and section.old_logprobs == "rollout":
         allowed = "none with old_logprobs rollout, whose ratio to the engine is always 1"
         fix = "set algorithm.old_logprobs=recompute"

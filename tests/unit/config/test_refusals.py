@@ -175,7 +175,8 @@ algorithm.trust_region=cispo algorithm.dual_clip=3 | algorithm.dual_clip | algor
 algorithm.trust_region=reinforce algorithm.dual_clip=3 | algorithm.dual_clip |
 algorithm.trust_region=reinforce trainer.epochs_per_batch=2 | trainer.epochs_per_batch |
 algorithm.trust_region=gspo algorithm.correction.kind=tis | algorithm.correction.level |
-algorithm.correction.kind=mis algorithm.correction.low=2 | algorithm.correction.low | algorithm.correction.low=1.9
+algorithm.correction.kind=mis algorithm.correction.low=1.01 | algorithm.correction.low | algorithm.correction.low=1
+algorithm.correction.kind=mis algorithm.correction.high=0.99 | algorithm.correction.high | algorithm.correction.high=1
 algorithm.correction.kind=tis algorithm.old_logprobs=rollout | algorithm.correction.kind |
 algorithm.old_logprobs=forward trainer.minibatches_per_batch=2 | algorithm.old_logprobs |
 algorithm.old_logprobs=forward trainer.epochs_per_batch=2 | algorithm.old_logprobs |

@@ -47,6 +47,8 @@ def test_the_named_algorithm_gets_its_own_options():
         {"daro": {"parameter": "linear", "half_life": 5.0}},
         {"trust_region": "sapo", "dual_clip": 3.0},
         {"trust_region": "gspo", "correction": {"kind": "tis", "level": "token"}},
+        {"correction": {"kind": "mis", "low": 1.2}},
+        {"correction": {"kind": "mis", "high": 0.9}},
     ],
     ids=str,
 )
