@@ -150,7 +150,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
                 trainer.steps(config),
                 trainer.reward(config),
                 trainer.environments(config),
-                trainer.packages(config),
+                trainer.packages(config, hardware),
             ),
         ),
         _Check("unread options", str(len(harmless) or "none"), unread.refused(config), harmless),

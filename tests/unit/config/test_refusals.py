@@ -775,17 +775,29 @@ def test_servers_that_would_hand_out_memory_in_another_way_than_ranks_are_refuse
     assert options_of(found) == ([named] if named else [])
 
 
+def installed(monkeypatch, package):
+    """Make a package look installed, and return where None says that it is not."""
+    find, there = importlib.util.find_spec, {package: "a spec"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
+    return there
+
+
 @pytest.mark.parametrize(
     ("package", "option"), [("wandb", "observe.wandb.enabled=true"), ("triton", "actor.logprob_kernel=triton")]
 )
 def test_an_option_whose_package_is_missing_is_refused(files, monkeypatch, package, option):
-    find = importlib.util.find_spec
-    there = {package: "a spec"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
-    assert refusals(files.file, option) == []
+    there, gpus = installed(monkeypatch, package), "cluster.gpus_per_node=8"
+    assert refusals(files.file, gpus, option) == []
     there[package] = None
-    (found,) = refusals(files.file, option)
+    (found,) = refusals(files.file, gpus, option)
     assert found.option == option.partition("=")[0] and package in found.got
+
+
+@pytest.mark.parametrize(("interpreted", "refused"), [("0", ["actor.logprob_kernel"]), ("1", [])])
+def test_kernels_of_triton_are_refused_without_a_gpu_but_not_interpreted(files, monkeypatch, interpreted, refused):
+    installed(monkeypatch, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert options_of(refusals(files.file, "actor.logprob_kernel=triton")) == refused
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed: no names")
