@@ -86,7 +86,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
             chain(
                 layout.division(actor, shape) if shape else (),
                 layout.sequence_parallel(config),
-                layers.layers(config, shape, hardware, surroundings.megatron),
+                layers.layers(config, shape, hardware, surroundings.megatron, served=config.engine.kind == "sglang"),
             ),
         ),
         _Check("batch", _batch_text(config), rollout.batch(config)),
@@ -124,7 +124,7 @@ def _checks(config: Config, hardware: Hardware) -> list[_Check]:
                 algorithm.loss(config),
                 algorithm.daro(config),
                 algorithm.overlong(config),
-                algorithm.critic(config, shape),
+                algorithm.critic(config, shape, hardware, surroundings),
                 algorithm.distill(config),
             ),
             advice.algorithm(config),

@@ -46,8 +46,10 @@ EXPERTS |= {"norm_topk_prob": True}
 BLOCKS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
 OLMO = {"model_type": "olmo3", "rope_theta": 1e4, "sliding_window": 8, "layer_types": ["full_attention"] * 4}
+LINEAR = {**EXPERTS, "model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MODELS = {
     "small": {},
+    "linear": LINEAR,
     "olmo": OLMO,
     "olmo_by_type": {**OLMO, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
     "sinks": SINKS,
@@ -224,6 +226,10 @@ PPO algorithm.critic.path=MODELS/headless | algorithm.critic.path | algorithm.cr
 PPO algorithm.critic.path=MODELS/short | algorithm.critic.path | rollout.max_response_tokens=4095
 PPO algorithm.critic.path=MODELS/fewer_layers actor.pipeline_parallel=2 | algorithm.critic.path |
   actor.pipeline_parallel=1
+NODE PPO actor.precision=fp8 algorithm.critic.path=MODELS/olmo | algorithm.critic.path | actor.precision=bf16
+NODE PPO actor.precision=fp8 algorithm.critic.path=MODELS/odd | algorithm.critic.path |
+  algorithm.critic.path=MODELS/small
+PPO actor.precision=fp8 algorithm.critic.path=MODELS/olmo | actor.precision |
 algorithm.distill.coefficient=2 | algorithm.distill | algorithm.distill.coefficient=1
 TEACHER algorithm.distill.coefficient=0 | algorithm.distill | algorithm.distill.reward_weight=1
 TEACHER algorithm.distill.urls=[http://t:1,http://t:1] | algorithm.distill.urls | algorithm.distill.urls=[http://t:1]
@@ -501,6 +507,7 @@ algorithm.name=my:Own algorithm.kl.place=token_reward trainer.export_critic=true
 PPO algorithm.kl.place=token_reward
 PPO algorithm.critic.path=MODELS/qwen3 algorithm.critic.pretrain_steps=2
 PPO algorithm.critic.path=MODELS/classifier
+SERVERS NODE PPO engine.sglang.sync=shards algorithm.critic.path=MODELS/linear
 data.prompt_template=r1 reward.verifier=my:Own reward.options.x=1
 environment.kind=my:Own environment.options.x=1 environment.reward_weights.x=1 algorithm.turn_rewards=true
 model.path=MODELS/six_layers actor.tensor_parallel=12 actor.micro_batch_tokens=24576
