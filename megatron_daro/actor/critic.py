@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +30,11 @@ from megatron_daro.actor.loss import global_totals
 from megatron_daro.actor.megatron import gather_from_sequence_parallel_region
 from megatron_daro.actor.model import build_model
 from megatron_daro.actor.optimizer import apply_update, check_gradients
+from megatron_daro.actor.precision import uses_transformer_engine
 from megatron_daro.actor.reductions import reduced_on_all_stages
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import CriticReport, TrainedModel
-from megatron_daro.actor.translation import transformer_config_of
+from megatron_daro.actor.translation import megatron_options, transformer_config_of
 from megatron_daro.actor.weights import load_hf_weights
 from megatron_daro.algo.ppo import value_losses
 from megatron_daro.config.actor import ActorSection
@@ -60,23 +60,23 @@ class Critic:
         actor: ActorSection,
         section: CriticSection,
         *,
-        transformer_engine: bool,
-        options: Mapping[str, Mapping[str, Any]],
         to_be_restored: bool = False,
     ) -> None:
         """Build the model, load the weights, make optimizer and schedule. Collective.
 
         Args:
-            settings, actor: of the policy, whose optimizer it has but for what the section says. options: the
-            policy's, of `translation.megatron_options`. to_be_restored: no weights are read.
+            settings, actor: of the policy, whose optimizer it has but for what the section says. to_be_restored: no
+            weights are read.
 
         Raises:
             ModelError: the checkpoint cannot be used.
         """
         shape = read_model_shape(section.path or settings.model_path, CRITIC_HEADS)
         self.shape = replace(shape, tie=False)
+        options = megatron_options(actor, shape)
         config = transformer_config_of(shape, actor, options["transformer"])
         self.pretrain_steps, self._clip = section.pretrain_steps, section.value_clip
+        transformer_engine = uses_transformer_engine(actor, shape)
         self.chunks = build_model(self.shape, config, transformer_engine=transformer_engine, kind=ValueModel)
         if not to_be_restored:
             with first_weights(settings, shape, section.path) as tensors:

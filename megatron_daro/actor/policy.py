@@ -117,8 +117,6 @@ class MegatronPolicy:
             settings,
             actor,
             algorithm.critic,
-            transformer_engine=transformer_engine,
-            options=options,
             to_be_restored=to_be_restored,
         )
         if algorithm.critic.offload:

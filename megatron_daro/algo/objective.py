@@ -224,7 +224,7 @@ class ObjectiveSettings:
             raise AlgorithmError(f"mirror_tau: got {self.mirror_tau}, allowed is a number above 0")
         if not self.correction_cap > 0:
             raise AlgorithmError(f"correction_cap: got {self.correction_cap}, allowed is a number above 0")
-        if not 0 <= self.correction_low <= 1 <= self.correction_high:
+        if self.correction == "mis" and not 0 <= self.correction_low <= 1 <= self.correction_high:
             raise AlgorithmError(
                 f"correction_low, correction_high: got {self.correction_low}, {self.correction_high}, "
                 "allowed is 0 <= low <= 1 <= high (a ratio of 1 must stay)"

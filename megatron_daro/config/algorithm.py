@@ -83,9 +83,9 @@ class CorrectionSection(Section):
     cap: float = Field(default=2.0, ge=1e-6, le=1e6)
     """tis: upper bound of the ratio."""
     low: float = Field(default=0.5, ge=0, le=1e6)
-    """mis: lower bound of the ratio, >= 0 and below `high`."""
+    """mis: lower bound of the ratio, at most 1."""
     high: float = Field(default=2.0, ge=1e-6, le=1e6)
-    """mis: upper bound of the ratio."""
+    """mis: upper bound of the ratio, at least 1."""
 
 
 class SapoSection(Section):

@@ -34,7 +34,8 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError where other options do not go with its advantages, or with a critic that it has not."""
+    """Raise ConfigError where other options do not go with its advantages or surrogate, or with a critic that it has
+    not."""
     section, columns = config.algorithm, algorithm.token_columns
     option = "distill" if section.distill.urls else "turn_rewards" if section.turn_rewards else ""
     if option and (columns is not None or algorithm.weighs_by_advantage):
@@ -48,9 +49,22 @@ def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.turn_rewards: got true with algorithm.name {section.name}, another advantage than GRPO's; "
             "allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
+    own = algorithm.own_objective.get("trust_region", "")
+    replaced = own and section.trust_region not in ("clip", own)
+    unread = own not in ("", "clip", "gspo") and section.dual_clip is not None
+    if option := "trust_region" if replaced else "dual_clip" if unread else "":
+        raise ConfigError(
+            f"algorithm.{option}: got {getattr(section, option)} with algorithm.name {section.name}, which has a "
+            f"surrogate of its own ({own}); allowed: unset with it; fix: remove algorithm.{option}"
+        )
     if "values" in (columns or ()):
         return
     no_critic = f"but {section.name} has no critic (token_columns without values)"
+    if section.kl.place == "token_reward":
+        raise ConfigError(
+            f"algorithm.kl.place: got token_reward, {no_critic}; allowed: loss or reward with it; fix: set "
+            "algorithm.kl.place=reward"
+        )
     if config.trainer.export_critic:
         raise ConfigError(
             f"trainer.export_critic: got true, {no_critic}; allowed: false with it; fix: set "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from megatron_daro.config.base import filled
+from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.model_files import token_numbers
 from megatron_daro.config.model_shape import CRITIC_HEADS, ModelShape, read_model_shape
+from megatron_daro.config.precision import Surroundings, fp8_problems
 from megatron_daro.config.problems import Problem, wrong
+from megatron_daro.config.rules.layers import layers
 from megatron_daro.config.rules.layout import division
 from megatron_daro.config.sections import Config
 from megatron_daro.errors import ModelError
@@ -34,9 +38,10 @@ def loss(config: Config) -> Iterator[Problem]:
             "set algorithm.old_logprobs=recompute",
         )
         yield wrong(config, "algorithm.old_logprobs", allowed, fix, beside=STEPS_OF_A_BATCH)
-    if correction.kind == "mis" and not correction.low < correction.high:
-        allowed = "below algorithm.correction.high"
-        yield wrong(config, "algorithm.correction.low", allowed, "exchange the two", beside="algorithm.correction.high")
+    if correction.kind == "mis" and not correction.low <= 1 <= correction.high:
+        name, allowed, fix = ("low", "at most", "0.5") if correction.low > 1 else ("high", "at least", "2")
+        field, allowed = f"algorithm.correction.{name}", f"{allowed} 1 with kind mis: a ratio of 1 must stay"
+        yield wrong(config, field, allowed, f"set {field}={fix}")
     if correction.kind != "none" and section.old_logprobs == "rollout":
         allowed = "none with old_logprobs rollout, whose ratio to the engine is always 1"
         fix = "set algorithm.old_logprobs=recompute"
@@ -87,7 +92,9 @@ def overlong(config: Config) -> Iterator[Problem]:
         yield wrong(config, "algorithm.overlong.cache_tokens", allowed, fix, beside=beside)
 
 
-def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
+def critic(
+    config: Config, policy: ModelShape | None, hardware: Hardware, surroundings: Surroundings
+) -> Iterator[Problem]:
     """Yield options of a critic that contradict each other, or that name an unfit model."""
     section, options, trainer = config.algorithm, config.algorithm.critic, config.trainer
     if not may_have_critic(config):
@@ -112,7 +119,7 @@ def critic(config: Config, policy: ModelShape | None) -> Iterator[Problem]:
         allowed = "false with answers of one token: the last token is not trained then, so nothing would be"
         yield wrong(config, bootstrap, allowed, f"set {bootstrap}=false", beside="rollout.max_response_tokens")
     if options.path is not None and policy is not None:
-        yield from _critic_model(options.path, config, policy)
+        yield from _critic_model(options.path, config, policy, hardware, surroundings)
 
 
 def may_have_critic(config: Config) -> bool:
@@ -127,7 +134,9 @@ def may_learn_weights(config: Config) -> bool:
     return traits is None or traits.difficulty_weights
 
 
-def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Problem]:
+def _critic_model(
+    path: Path, config: Config, policy: ModelShape, hardware: Hardware, surroundings: Surroundings
+) -> Iterator[Problem]:
     """Yield why a checkpoint cannot be the critic of this policy."""
     field, allowed = "algorithm.critic.path", "a model of the policy's tokenizer"
     fix = "name such a model, or leave it unset: the critic then begins as the policy"
@@ -147,9 +156,20 @@ def _critic_model(path: Path, config: Config, policy: ModelShape) -> Iterator[Pr
         got = f"{str(path)!r} with max_position_embeddings {shape.max_positions}"
         allowed = f"at least the {longest} tokens of a prompt and its response"
         yield Problem(field, got, allowed, fix, also=("model.path",))
-    for problem in division(config.actor, shape):
-        got = f"{str(path)!r}, with which {problem.field} is {problem.got}"
-        yield Problem(field, got, f"{problem.allowed} there", fix, also=(problem.field,))
+    on_ranks = partial(_on_ranks, config, hardware, surroundings)
+    told = {problem.field for problem in on_ranks(policy)}
+    for problem in on_ranks(shape):
+        if problem.field not in told:
+            got = f"{str(path)!r}, with which {problem.field} is {problem.got}"
+            fix = f"{problem.fix}, or leave {field} unset: the critic then begins as the policy"
+            yield Problem(field, got, f"with this critic, {problem.allowed}", fix, also=(problem.field,))
+
+
+def _on_ranks(config: Config, hardware: Hardware, surroundings: Surroundings, shape: ModelShape) -> Iterator[Problem]:
+    """Yield why ranks cannot compute a model, of which no server has a copy."""
+    yield from division(config.actor, shape)
+    yield from layers(config, shape, hardware, surroundings.megatron, served=False)
+    yield from fp8_problems(config.actor, shape, surroundings)
 
 
 def distill(config: Config) -> Iterator[Problem]:

@@ -17,27 +17,27 @@ _CUTS_CONTEXT: Version = (0, 17)
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """asked: whether a run asks for it. allowed, fix: for the user of a model that does not have it."""
+    """asked: whether a run asks for it. allowed, fix: for the user of a model that does not have it. served: whether it
+    concerns only a model that SGLang serves."""
 
     asked: Callable[[Config], object]
     allowed: str
     fix: str
-
-
-def _served(config: Config) -> bool:
-    return config.engine.kind == "sglang"
+    served: bool = True
 
 
 _OPTIONS: Mapping[str, _Option] = {
-    "actor.precision": _Option(lambda c: c.actor.precision == "fp8", "bf16, fp32", "set actor.precision=bf16"),
-    "actor.routing_replay": _Option(lambda c: _served(c) and c.actor.routing_replay, "false", "remove it"),
+    "actor.precision": _Option(
+        lambda c: c.actor.precision == "fp8", "bf16, fp32", "set actor.precision=bf16", served=False
+    ),
+    "actor.routing_replay": _Option(lambda c: c.actor.routing_replay, "false", "remove it"),
     "engine.sglang.sync": _Option(
-        lambda c: _served(c) and c.engine.sglang.transport.shard_plan,
+        lambda c: c.engine.sglang.transport.shard_plan,
         sglang_transports(lambda way: not way.shard_plan and not way.adapters),
         "set engine.sglang.sync=distributed",
     ),
     "engine.sglang.fp8_blocks": _Option(
-        lambda c: _served(c) and c.engine.sglang.fp8_blocks, "false", "set engine.sglang.fp8_blocks=false"
+        lambda c: c.engine.sglang.fp8_blocks, "false", "set engine.sglang.fp8_blocks=false"
     ),
 }
 
@@ -80,17 +80,25 @@ _KINDS = (
 )
 
 
-def layers(config: Config, shape: ModelShape | None, hardware: Hardware, core: Version | None) -> Iterator[Problem]:
-    """Yield what the layers of a model do not have. Args: core: version of Megatron-core, where it is known."""
+def layers(
+    config: Config, shape: ModelShape | None, hardware: Hardware, core: Version | None, *, served: bool
+) -> Iterator[Problem]:
+    """Yield what the layers of a model do not have.
+
+    Args:
+        core: version of Megatron-core, where it is known. served: whether SGLang serves the model; a critic it does
+            not.
+    """
     if shape is None:
         return
+    actor, sections = config.actor, {"actor": config.actor, "engine": config.engine}
     for kind in _KINDS:
         for field, why in kind.lacks.items() if kind.of(shape) else ():
             option = _OPTIONS[field]
-            if option.asked(config):
-                yield wrong(config, field, f"{option.allowed} with {kind.name}{why}", option.fix, beside="model.path")
-    actor = config.actor
+            if (served or not option.served) and option.asked(config):
+                allowed = f"{option.allowed} with {kind.name}{why}"
+                yield wrong(sections, field, allowed, option.fix, beside="model.path")
     if shape.latent and actor.context_parallel > 1 and hardware.kind == "gpu" and core and core < _CUTS_CONTEXT:
         allowed = f"1 with latent attention and Megatron-core {'.'.join(map(str, core))}; more from 0.17 on"
         fix = "set actor.context_parallel=1, or install a newer Megatron-core (docs/gpu.md)"
-        yield wrong(config, "actor.context_parallel", allowed, fix, beside="model.path")
+        yield wrong(sections, "actor.context_parallel", allowed, fix, beside="model.path")

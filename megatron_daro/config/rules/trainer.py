@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from megatron_daro.config.base import changed
+from megatron_daro.config.hardware import Hardware
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.sections import Config, EnvironmentSection
 
@@ -70,13 +72,18 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
                 yield wrong(config, f"{path}.{name}", allowed, "remove them", beside=kind)
 
 
-def packages(config: Config) -> Iterator[Problem]:
-    """Yield options whose package is not installed here."""
+def packages(config: Config, hardware: Hardware) -> Iterator[Problem]:
+    """Yield options whose package is not installed here, or needs a GPU."""
     if config.observe.wandb.enabled and importlib.util.find_spec("wandb") is None:
         allowed = "true where the package wandb is installed"
         fix = 'run pip install "megatron_daro[wandb]", or set observe.wandb.enabled=false'
         yield Problem("observe.wandb.enabled", "true without the package wandb", allowed, fix)
-    if config.actor.logprob_kernel == "triton" and importlib.util.find_spec("triton") is None:
+    triton = config.actor.logprob_kernel == "triton"
+    if triton and hardware.kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        allowed = "auto, torch (with TRITON_INTERPRET=1 in the environment, for tests, triton too)"
+        got = f"triton on {hardware.place}, which has no GPU"
+        yield Problem("actor.logprob_kernel", got, allowed, "set actor.logprob_kernel=auto")
+    elif triton and importlib.util.find_spec("triton") is None:
         allowed = "triton where the package triton is installed"
         fix = "install a CUDA build of torch, which brings it, or set actor.logprob_kernel=torch"
         yield Problem("actor.logprob_kernel", "triton without the package triton", allowed, fix)

@@ -27,7 +27,7 @@ def objective(section):
 
 def test_the_objective_is_that_of_the_section():
     options = {"clip_low": 0.11, "clip_high": 0.12, "dual_clip": 3.5, "entropy_coefficient": 0.13}
-    correction = {"kind": "tis", "cap": 1.5, "low": 0.4, "high": 1.7, "level": "sequence"}
+    correction = {"kind": "tis", "cap": 1.5, "low": 0.4, "high": 0.7, "level": "sequence"}
     section = AlgorithmSection(
         name="grpo", kl={"coefficient": 0.2, "mean": "rollouts", "estimator": "k2"}, correction=correction, **options
     )

@@ -403,9 +403,9 @@ def test_entropy_bonus_needs_entropies():
         ({"kl_coefficient": -1.0}, "kl_coefficient"),
         ({"correction": "is"}, "correction"),
         ({"correction_cap": 0.0}, "correction_cap"),
-        ({"correction_low": 1.2}, "correction_low"),
-        ({"correction_low": -0.1}, "correction_low"),
-        ({"correction_high": 0.9}, "correction_low, correction_high"),
+        ({"correction": "mis", "correction_low": 1.2}, "correction_low"),
+        ({"correction": "mis", "correction_low": -0.1}, "correction_low"),
+        ({"correction": "mis", "correction_high": 0.9}, "correction_low, correction_high"),
         ({"correction_level": "batch"}, "correction_level"),
     ],
 )

@@ -46,8 +46,10 @@ EXPERTS |= {"norm_topk_prob": True}
 BLOCKS = {"model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64}
 OLMO = {"model_type": "olmo3", "rope_theta": 1e4, "sliding_window": 8, "layer_types": ["full_attention"] * 4}
+LINEAR = {**EXPERTS, "model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MODELS = {
     "small": {},
+    "linear": LINEAR,
     "olmo": OLMO,
     "olmo_by_type": {**OLMO, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
     "sinks": SINKS,
@@ -175,7 +177,8 @@ algorithm.trust_region=cispo algorithm.dual_clip=3 | algorithm.dual_clip | algor
 algorithm.trust_region=reinforce algorithm.dual_clip=3 | algorithm.dual_clip |
 algorithm.trust_region=reinforce trainer.epochs_per_batch=2 | trainer.epochs_per_batch |
 algorithm.trust_region=gspo algorithm.correction.kind=tis | algorithm.correction.level |
-algorithm.correction.kind=mis algorithm.correction.low=2 | algorithm.correction.low | algorithm.correction.low=1.9
+algorithm.correction.kind=mis algorithm.correction.low=1.01 | algorithm.correction.low | algorithm.correction.low=1
+algorithm.correction.kind=mis algorithm.correction.high=0.99 | algorithm.correction.high | algorithm.correction.high=1
 algorithm.correction.kind=tis algorithm.old_logprobs=rollout | algorithm.correction.kind |
 algorithm.old_logprobs=forward trainer.minibatches_per_batch=2 | algorithm.old_logprobs |
 algorithm.old_logprobs=forward trainer.epochs_per_batch=2 | algorithm.old_logprobs |
@@ -223,6 +226,10 @@ PPO algorithm.critic.path=MODELS/headless | algorithm.critic.path | algorithm.cr
 PPO algorithm.critic.path=MODELS/short | algorithm.critic.path | rollout.max_response_tokens=4095
 PPO algorithm.critic.path=MODELS/fewer_layers actor.pipeline_parallel=2 | algorithm.critic.path |
   actor.pipeline_parallel=1
+NODE PPO actor.precision=fp8 algorithm.critic.path=MODELS/olmo | algorithm.critic.path | actor.precision=bf16
+NODE PPO actor.precision=fp8 algorithm.critic.path=MODELS/odd | algorithm.critic.path |
+  algorithm.critic.path=MODELS/small
+PPO actor.precision=fp8 algorithm.critic.path=MODELS/olmo | actor.precision |
 algorithm.distill.coefficient=2 | algorithm.distill | algorithm.distill.coefficient=1
 TEACHER algorithm.distill.coefficient=0 | algorithm.distill | algorithm.distill.reward_weight=1
 TEACHER algorithm.distill.urls=[http://t:1,http://t:1] | algorithm.distill.urls | algorithm.distill.urls=[http://t:1]
@@ -500,6 +507,7 @@ algorithm.name=my:Own algorithm.kl.place=token_reward trainer.export_critic=true
 PPO algorithm.kl.place=token_reward
 PPO algorithm.critic.path=MODELS/qwen3 algorithm.critic.pretrain_steps=2
 PPO algorithm.critic.path=MODELS/classifier
+SERVERS NODE PPO engine.sglang.sync=shards algorithm.critic.path=MODELS/linear
 data.prompt_template=r1 reward.verifier=my:Own reward.options.x=1
 environment.kind=my:Own environment.options.x=1 environment.reward_weights.x=1 algorithm.turn_rewards=true
 model.path=MODELS/six_layers actor.tensor_parallel=12 actor.micro_batch_tokens=24576
@@ -774,17 +782,29 @@ def test_servers_that_would_hand_out_memory_in_another_way_than_ranks_are_refuse
     assert options_of(found) == ([named] if named else [])
 
 
+def installed(monkeypatch, package):
+    """Make a package look installed, and return where None says that it is not."""
+    find, there = importlib.util.find_spec, {package: "a spec"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
+    return there
+
+
 @pytest.mark.parametrize(
     ("package", "option"), [("wandb", "observe.wandb.enabled=true"), ("triton", "actor.logprob_kernel=triton")]
 )
 def test_an_option_whose_package_is_missing_is_refused(files, monkeypatch, package, option):
-    find = importlib.util.find_spec
-    there = {package: "a spec"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
-    assert refusals(files.file, option) == []
+    there, gpus = installed(monkeypatch, package), "cluster.gpus_per_node=8"
+    assert refusals(files.file, gpus, option) == []
     there[package] = None
-    (found,) = refusals(files.file, option)
+    (found,) = refusals(files.file, gpus, option)
     assert found.option == option.partition("=")[0] and package in found.got
+
+
+@pytest.mark.parametrize(("interpreted", "refused"), [("0", ["actor.logprob_kernel"]), ("1", [])])
+def test_kernels_of_triton_are_refused_without_a_gpu_but_not_interpreted(files, monkeypatch, interpreted, refused):
+    installed(monkeypatch, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert options_of(refusals(files.file, "actor.logprob_kernel=triton")) == refused
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed: no names")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from run_configuration import configured
 from test_batch import make_group
 
 from megatron_daro.actor.translation import objective_settings
-from megatron_daro.algo.weighting import Daro
+from megatron_daro.algo.weighting import Daro, Kimi
 from megatron_daro.config.rules import algorithm as rules
 from megatron_daro.config.rules import unread
 from megatron_daro.data.batch import build_batch
@@ -26,6 +28,12 @@ class Twice(Daro):
         common = {"std": std, "group_filter": group_filter, "normalizer": normalizer}
         super().__init__(rollouts_per_prompt=rollouts_per_prompt, max_response_tokens=max_response_tokens, **common)
         self.factor = factor
+
+
+class Mirrored(Kimi):
+    """Kimi k1.5's under another name."""
+
+    name = "mirrored"
 
 
 def remarks(**sections) -> list[str]:
@@ -47,6 +55,8 @@ def test_the_named_algorithm_gets_its_own_options():
         {"daro": {"parameter": "linear", "half_life": 5.0}},
         {"trust_region": "sapo", "dual_clip": 3.0},
         {"trust_region": "gspo", "correction": {"kind": "tis", "level": "token"}},
+        {"correction": {"kind": "mis", "low": 1.2}},
+        {"correction": {"kind": "mis", "high": 0.9}},
     ],
     ids=str,
 )
@@ -102,6 +112,23 @@ def test_an_option_that_the_algorithm_does_not_take_is_refused(name, options, al
 def test_an_algorithm_that_weighs_by_a_rollouts_advantage_has_none_per_token(given):
     with pytest.raises(ConfigError, match=rf"algorithm\.{next(iter(given))}: got it with algorithm\.name ha_dw"):
         algorithm_of(configured(algorithm={"name": "ha_dw", **given}))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "option"),
+    [
+        ("toy_algorithm:Toy", {"kl": {"place": "token_reward"}}, "kl.place"),
+        ("toy_algorithm:Fluent", {"kl": {"place": "token_reward"}}, "kl.place"),
+        (f"{__name__}:Mirrored", {"trust_region": "cispo"}, "trust_region"),
+        (f"{__name__}:Mirrored", {"dual_clip": 3.0}, "dual_clip"),
+    ],
+)
+def test_a_class_of_ones_own_is_asked_for_what_the_rules_cannot_know_of_it(name, given, option):
+    options = {"toy_algorithm:Toy": {"baseline": 0.5}, "toy_algorithm:Fluent": {"scale": 0.1, "discount": 0.9}}
+    section = {"name": name, "options": options.get(name, {})}
+    algorithm_of(configured(algorithm=section))
+    with pytest.raises(ConfigError, match=rf"algorithm\.{re.escape(option)}: got .*; allowed: .*; fix: "):
+        algorithm_of(configured(algorithm={**section, **given}))
 
 
 def test_a_divisor_that_the_algorithm_has_not_is_refused_and_another_than_the_published_one_remarked():
