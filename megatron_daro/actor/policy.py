@@ -26,7 +26,8 @@ from megatron_daro.actor.precision import remarks, uses_transformer_engine
 from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
-from megatron_daro.actor.translation import megatron_options, objective_settings, transformer_config_of
+from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.translation import megatron_options, transformer_config_of
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection

@@ -1,9 +1,8 @@
-"""The configuration in the terms of Megatron-core and of the loss: layout, options of each part, token objective."""
+"""The configuration in the terms of Megatron-core: layout, and options of each part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from megatron_daro.actor.model import data_parallel_config, split_megatron_optio
 from megatron_daro.actor.optimizer import optimizer_config
 from megatron_daro.actor.parallel import Layout
 from megatron_daro.actor.precision import fp8_options, refuse_unsaveable_experts, uses_transformer_engine
-from megatron_daro.algo.objective import KIMI_TAU, ObjectiveSettings
-from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.config.actor import ActorSection
-from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.megatron_options import TRANSFORMER_ENGINE_ONLY, gpu_defaults
 from megatron_daro.config.model_shape import ModelShape
 from megatron_daro.errors import ConfigError
@@ -33,35 +29,6 @@ def layout_of(actor: ActorSection) -> Layout:
         expert_tensor=actor.expert_tensor_parallel,
         virtual_pipeline=actor.virtual_pipeline_parallel,
     )
-
-
-def objective_settings(section: AlgorithmSection, algorithm: Algorithm) -> ObjectiveSettings:
-    """Return the token objective that the section describes, but for what is the algorithm's own."""
-    options: dict[str, Any] = {
-        "clip_low": section.clip_low,
-        "clip_high": section.clip_high,
-        "dual_clip": section.dual_clip,
-        "kl_coefficient": section.kl.coefficient if section.kl.place == "loss" else 0.0,
-        "kl_mean": section.kl.mean,
-        "reward_kl_coefficient": section.kl.coefficient if section.kl.in_reward else 0.0,
-        "reward_kl_per_token": section.kl.place == "token_reward",
-        "kl_estimator": section.kl.estimator,
-        "entropy_coefficient": section.entropy_coefficient,
-        "correction": section.correction.kind,
-        "correction_cap": section.correction.cap,
-        "correction_low": section.correction.low,
-        "correction_high": section.correction.high,
-        "correction_level": section.correction.level,
-        "trust_region": section.trust_region,
-        "sapo_positive": section.sapo.positive,
-        "sapo_negative": section.sapo.negative,
-        "mirror_tau": KIMI_TAU,  # of an algorithm with a "mirror" of its own only
-        "old_is_rollout": section.old_logprobs == "rollout",
-    }
-    options |= algorithm.own_objective
-    forgotten = [field.name for field in fields(ObjectiveSettings) if field.name not in options]
-    assert not forgotten, f"{forgotten} of ObjectiveSettings would have their defaults, whatever the configuration says"
-    return ObjectiveSettings(**options)
 
 
 def check_megatron_options(actor: ActorSection, shape: ModelShape) -> None:

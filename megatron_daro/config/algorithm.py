@@ -30,6 +30,16 @@ class Traits:
     own_surrogate: bool = False
 
 
+_CLIPPED = frozenset({"clip_low", "clip_high", "dual_clip"})
+READ_BY_REGION: Mapping[str, frozenset[str]] = {
+    "clip": _CLIPPED,
+    "gspo": _CLIPPED,
+    "cispo": frozenset({"clip_high"}),
+    "sapo": frozenset({"sapo"}),
+    "reinforce": frozenset(),
+}
+"""By `trust_region`: the options, of those that are for one, which it reads."""
+
 ALGORITHMS: Mapping[str, Traits] = {
     "grpo": Traits(),
     "grpo_sequence": Traits(),
@@ -246,6 +256,12 @@ class AlgorithmSection(Section):
     def traits(self) -> Traits | None:
         """What this algorithm means for other options; None for one of your own, whose class says it."""
         return ALGORITHMS.get(self.name)
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether rewards of training are others than the verdicts' (data/advantages.py, actor/advantages.py)."""
+        lengths = self.overlong.penalizes or self.length_reward.weight > 0
+        return lengths or self.repetition_penalty > 0 or self.kl.in_reward
 
     @property
     def has_critic(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_daro.actor.token_objective import objective_settings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import changed
@@ -22,6 +23,7 @@ def algorithm_of(config: Config) -> Algorithm:
     )
     try:
         algorithm = make_algorithm(**arguments)
+        objective_settings(config.algorithm, algorithm)
     except AlgorithmError as error:
         option, field, fix = str(error).partition(":")[0], "algorithm", ""
         for section, given in (("options", config.algorithm.options), ("daro", changed(config.algorithm.daro))):
@@ -50,12 +52,10 @@ def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
             "allowed: grpo, daro and others with it; fix: set algorithm.name=grpo, or turn_rewards=false"
         )
     own = algorithm.own_objective.get("trust_region", "")
-    replaced = own and section.trust_region not in ("clip", own)
-    unread = own not in ("", "clip", "gspo") and section.dual_clip is not None
-    if option := "trust_region" if replaced else "dual_clip" if unread else "":
+    if own and section.trust_region not in ("clip", own):
         raise ConfigError(
-            f"algorithm.{option}: got {getattr(section, option)} with algorithm.name {section.name}, which has a "
-            f"surrogate of its own ({own}); allowed: unset with it; fix: remove algorithm.{option}"
+            f"algorithm.trust_region: got {section.trust_region} with algorithm.name {section.name}, which has a "
+            f"surrogate of its own ({own}); allowed: unset with it; fix: remove algorithm.trust_region"
         )
     if "values" in (columns or ()):
         return

@@ -67,7 +67,7 @@ def algorithm(config: Config) -> Iterator[Problem]:
     section, reward, steps = config.algorithm, config.reward, config.trainer.steps_per_batch
     plain_rewards = (reward.correct_reward, reward.incorrect_reward) == (1, 0)
     penalized = section.overlong.penalizes
-    shaped = not plain_rewards or penalized or section.length_reward.weight > 0 or section.kl.in_reward
+    shaped = not plain_rewards or section.shapes_rewards
     deviation, every = section.options.get("deviation", "verdicts"), section.options.get("every", "step")
     if section.name == "dgpo" and deviation == "verdicts" and shaped:
         field = "algorithm.options.deviation"

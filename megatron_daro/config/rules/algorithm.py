@@ -28,9 +28,8 @@ def loss(config: Config) -> Iterator[Problem]:
         allowed = "1 with trust_region reinforce, which has no ratio to the old policy"
         fix = "set algorithm.trust_region=clip"
         yield wrong(config, "trainer.epochs_per_batch", allowed, fix, beside="algorithm.trust_region")
-    if section.traits and section.traits.own_surrogate and (region != "clip" or section.dual_clip is not None):
-        field = "algorithm.trust_region" if region != "clip" else "algorithm.dual_clip"
-        allowed = f"unset with name {section.name}, which has a surrogate of its own"
+    if section.traits and section.traits.own_surrogate and region != "clip":
+        field, allowed = "algorithm.trust_region", f"unset with name {section.name}, which has a surrogate of its own"
         yield wrong(config, field, allowed, f"remove {field}", beside="algorithm.name")
     if section.old_logprobs == "forward" and config.trainer.steps_per_batch > 1:
         allowed, fix = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
+from megatron_daro.config.algorithm import READ_BY_REGION
 from megatron_daro.config.base import changed
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.rules.algorithm import may_have_critic, may_learn_weights
@@ -26,6 +27,18 @@ class _Options(NamedTuple):
     switch: str
 
 
+def _of_region(name: str) -> _Options:
+    readers = [region for region, options in READ_BY_REGION.items() if name in options]
+
+    def is_read(run: Config) -> bool:
+        own = run.algorithm.traits is not None and run.algorithm.traits.own_surrogate
+        return run.algorithm.trust_region in readers and not own
+
+    return _Options(
+        f"algorithm.{name}", is_read, f"trust_region {' or '.join(readers)}", f"algorithm.trust_region={readers[0]}"
+    )
+
+
 _REFUSED = (
     _Options(
         "algorithm.critic trainer.export_critic",
@@ -40,12 +53,7 @@ _REFUSED = (
         "a teacher's servers",
         "algorithm.distill.urls",
     ),
-    _Options(
-        "algorithm.dual_clip",
-        lambda run: run.algorithm.trust_region in ("clip", "gspo"),
-        "trust_region clip or gspo",
-        "algorithm.trust_region=clip",
-    ),
+    _of_region("dual_clip"),
     _Options(
         "algorithm.kl.mean",
         lambda run: run.algorithm.kl.place == "loss",
@@ -62,12 +70,7 @@ _WARNED = (
     ),
     _Options("data.curriculum", lambda run: run.data.order == "curriculum", "that order", "data.order=curriculum"),
     _Options("data.prioritised", lambda run: run.data.order == "prioritised", "that order", "data.order=prioritised"),
-    _Options(
-        "algorithm.sapo",
-        lambda run: run.algorithm.trust_region == "sapo",
-        "that trust region",
-        "algorithm.trust_region=sapo",
-    ),
+    *map(_of_region, ("sapo", "clip_low", "clip_high")),
     _Options(
         "algorithm.correction",
         lambda run: run.algorithm.correction.kind != "none",

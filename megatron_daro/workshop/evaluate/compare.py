@@ -28,7 +28,10 @@ from megatron_daro.workshop.report.page import COLOURS, Page, Plot, Section, Tab
 
 FLIPS = 10_000
 _EXACT = 12
-_COMPARED = ("max_response_tokens", "stop_token_ids", "stop", "repetition", "seed", "engine", "verifier", "tokenizer")
+_COMPARED = (
+    *("max_response_tokens", "stop_token_ids", "stop", "repetition", "seed", "engine", "verifier", "tokenizer"),
+    "template_date",
+)
 _OF_SET = ("file", "template", "temperature", "top_p", "samples")
 
 

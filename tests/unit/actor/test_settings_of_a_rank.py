@@ -10,6 +10,7 @@ from single_rank import GRPO, policy_of, save_random_model
 from megatron_daro.actor import translation
 from megatron_daro.actor.policy import MegatronPolicy
 from megatron_daro.actor.settings import PolicySettings
+from megatron_daro.actor.token_objective import objective_settings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("world")
 def objective(section):
     """Of a rank whose algorithm the section names."""
     algorithm = make_algorithm(**section.arguments(rollouts_per_prompt=2, max_response_tokens=8))
-    return translation.objective_settings(section, algorithm)
+    return objective_settings(section, algorithm)
 
 
 def test_the_objective_is_that_of_the_section():
