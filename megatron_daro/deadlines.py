@@ -73,7 +73,7 @@ class Deadlines:
     score: float = 7200.0
     """Until the verdicts of one group arrive, after those of all groups that came before it."""
     engine_free: float = 28800.0
-    """Until the generation of a batch ends, so that weights may be replaced."""
+    """Until the engine is free: a batch, a sync or an evaluation that has it ends."""
     turn: float = 28800.0
     """Until training has caught up, so that the next batch may be generated; for each optimizer step of a batch."""
     batch: float = 28800.0

@@ -2,7 +2,7 @@
 
 Lengths of samples -> Schedule -> each rank packs its own micro-batches.
 All ranks get the same number of micro-batches, since they meet in collective calls once per micro-batch under expert or
-pipeline parallelism. The split is a pure function of the lengths: every rank may compute it and finds the same.
+pipeline parallelism. The driver makes the split, a pure function of the lengths.
 Refuses a sample that does not fit the token budget. It never drops or repeats a sample.
 
 Method: samples go to ranks longest first, each to the rank with the least cost; exchanges between the heaviest and the
@@ -10,7 +10,7 @@ lightest rank remove what is left. Within a rank the same rule fills micro-batch
 best-fit packing is used; where that needs more micro-batches, all ranks get more. A rank that has fewer samples than
 others have micro-batches, which happens in short batches only, gets empty ones: they train nothing.
 
-Shape letters: N samples, K rollouts per prompt, D data-parallel ranks.
+Shape letters: N samples, D data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class PolicyGroup:
         # so far: the store of a lost node had columns of them.
         self._prepared: dict[tuple[int | None, int], list[Shard]] = {}
         self._numbers = itertools.count()
-        self._version, self._updates = 0, 0
+        self._version, self._steps_taken = 0, 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
         self.ranks = Ranks(run, settings, algorithm, placement, outlive_groups=healing is not None)
@@ -159,7 +159,7 @@ class PolicyGroup:
             if self._healing:
                 await self._healing.trained(prepared.batch, step)
                 result = dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
-            self._version, self._updates = step, self._updates + 1
+            self._version, self._steps_taken = step, self._steps_taken + 1
         return result
 
     async def repeat(self, batch: StepBatch, step: int) -> StepResult:
@@ -184,7 +184,7 @@ class PolicyGroup:
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
         """While it is held the weights do not change: `export`, `write` and `score` are called within, all else waits.
         Yields their version, the number of the last optimizer step; `version`, where given, is what they are called
-        from now on: after skipped steps it is a later step."""
+        from now on: a resumed run says it."""
         async with self._busy:
             self._version = self._version if version is None else version
             yield self._version
@@ -244,19 +244,19 @@ class PolicyGroup:
         """
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
-            updates, replacements = self._updates, self._replacements
+            steps_taken, replacements = self._steps_taken, self._replacements
         captured()
         try:
             await self.ranks.all(lambda worker: worker.finish_save.remote())
         except WorkerError as error:
-            await self._save_again(directory, updates, replacements, error)
+            await self._save_again(directory, steps_taken, replacements, error)
 
     async def _start_save(self, directory: Path) -> None:
         if self._healing:  # what an earlier try left behind goes
             await asyncio.to_thread(_empty, directory)
         await self.ranks.all(lambda worker: worker.start_save.remote(directory.absolute()))
 
-    async def _save_again(self, directory: Path, updates: int, replacements: int, error: WorkerError) -> None:
+    async def _save_again(self, directory: Path, steps_taken: int, replacements: int, error: WorkerError) -> None:
         """Write the checkpoint anew, if what failed was a rank that was lost, and the weights are still those."""
         healing = self._healing
         if healing is None:
@@ -266,7 +266,7 @@ class PolicyGroup:
                 raise error
 
             async def anew() -> None:
-                if self._updates != updates:
+                if self._steps_taken != steps_taken:
                     raise LostSaveError(f"a rank died while a checkpoint was saved: {error}") from error
                 await self._start_save(directory)
                 await self.ranks.all(lambda worker: worker.finish_save.remote())
