@@ -416,7 +416,8 @@ class Controller:
         if not self._parts.gpus.policy_is_ready:
             await self._parts.evaluations.ended()
             async with self._engine_use():
-                await self._parts.gpus.to_policy()
+                with self._parts.phases.measure("to_policy"):
+                    await self._parts.gpus.to_policy()
 
     async def _end_batch(self, old_version: int) -> Mapping[str, float]:
         """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of

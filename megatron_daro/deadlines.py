@@ -22,8 +22,9 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 _MARGIN_S = 600.0
 """Of a wait, beyond the longest limit of what runs inside it."""
-_TRIES = 3
-"""Starts in a row that the only server is given, and times that a conversation is begun."""
+STARTS, ATTEMPTS = 3, 3
+"""Starts in a row that the only server is given (engine/sglang/fleet.py), and times that a group's missing rollouts are
+requested before it is dropped (rollout/)."""
 
 INSIDE: Mapping[str, tuple[str, ...]] = {
     "collective": ("update_call",),  # the other ranks gather the next bucket of weights while a server takes one
@@ -129,8 +130,8 @@ class Deadlines:
         """
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
         waits["turn"] *= steps_per_batch
-        allowed = {"server_start": server_start, "only_server": _TRIES * server_start, "request": request}
-        allowed |= {"update_call": update_call, "conversation": _TRIES * conversation, "verdicts": verdicts}
+        allowed = {"server_start": server_start, "only_server": STARTS * server_start, "request": request}
+        allowed |= {"update_call": update_call, "conversation": ATTEMPTS * conversation, "verdicts": verdicts}
         for outer, inside in INSIDE.items():
             longest = max((waits | allowed)[name] for name in inside)
             waits[outer] = max(waits[outer], longest + _MARGIN_S * scale)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
-from megatron_daro.deadlines import Deadlines, first_cause, mark_as_seen
+from megatron_daro.deadlines import ATTEMPTS, Deadlines, first_cause, mark_as_seen
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
@@ -22,9 +22,6 @@ from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight, Unfini
 from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.rollout.protocol import Notices, PromptSource, Rollouter
 from megatron_daro.types import GroupRequest
-
-_MAX_ATTEMPTS = 3
-"""Times that a group's missing rollouts are requested before the group is dropped."""
 
 _BURST = 64
 """Calls that are begun in one turn of the event loop, which a thousand would hold for 0.3 s."""
@@ -120,7 +117,7 @@ class BatchFiller:
 
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
         """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
-        for attempt in range(_MAX_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
             if flight.stopping or not wanted:
                 return
@@ -227,6 +224,6 @@ class BatchFiller:
         if flight.incomplete:
             group_id, missing = flight.incomplete[0]
             self._parts.notices.warn(
-                f"{len(flight.incomplete)} groups were still incomplete after {_MAX_ATTEMPTS} attempts "
+                f"{len(flight.incomplete)} groups were still incomplete after {ATTEMPTS} attempts "
                 f"and are dropped (the first: group {group_id}, rollouts {list(missing)})"
             )

@@ -20,7 +20,12 @@ one filtered group at the beginning would look like a filter that keeps nothing,
 class Filling(Protocol):
     """A way to fill a batch. Each `flight` begins with `wanted`. Whenever a call has ended, and its groups are in the
     batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile, so one that ends a batch by the
-    clock gives `BatchFiller`'s wait for the next end of a call a limit."""
+    clock gives `BatchFiller`'s wait for the next end of a call a limit.
+
+    apart: whether each group is a call of its own, so that a batch ends as soon as enough have ended.
+    """
+
+    apart: bool
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
         """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
@@ -56,6 +61,8 @@ class InRounds:
     next begins when all of its groups have ended. What is in a batch follows from the saved state alone, so a run
     repeats exactly."""
 
+    apart = False
+
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""
         self._section = section
@@ -87,6 +94,8 @@ class Continuous:
     """Every group is a call of its own, as fits servers. One that the filter takes out is replaced while others are
     still generated. Enough trainable groups end the batch: the rest is aborted, and goes on in the next batch or is
     dropped. A run does not repeat exactly. A round is only a measure of prompts: oversampling x prompts_per_batch."""
+
+    apart = True
 
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""

@@ -132,7 +132,7 @@ class PolicyGroup:
 
     async def prepare(self, batch: StepBatch) -> PreparedBatch:
         """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights; its
-        shards stay with the ranks for `train`."""
+        shards stay in Ray's store for `train`."""
         async with self._busy:
             return await self._repeated(lambda: self._prepare(batch))
 
@@ -151,7 +151,7 @@ class PolicyGroup:
         return PreparedBatch(dataclasses.replace(batch, **columns), number)
 
     async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
-        """One optimizer step on the whole batch; the shards of one that `prepare` gave are with the ranks already."""
+        """One optimizer step on the whole batch; the shards of one that `prepare` gave are in Ray's store already."""
         async with self._busy:
             if self._healing:
                 await self._healing.settle()

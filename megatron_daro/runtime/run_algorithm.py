@@ -8,6 +8,7 @@ from megatron_daro.config import Config
 from megatron_daro.config.base import changed
 from megatron_daro.engine.own import one_batch_at_a_time
 from megatron_daro.errors import AlgorithmError, ConfigError
+from megatron_daro.rollout.filling import FILLINGS
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -82,12 +83,13 @@ def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
     class."""
     rollout, remarks, one_at_a_time = config.rollout, list(algorithm.remarks), one_batch_at_a_time(config)
     finish_batch = rollout.finish_batch_with(one_batch_at_a_time=one_at_a_time)
-    if one_at_a_time and finish_batch != "all":
+    apart = FILLINGS[finish_batch](rollout).apart
+    if one_at_a_time and apart:
         remarks.append(
             f"rollout.finish_batch: got {finish_batch}; allowed: all or auto with engine {config.engine.kind}: else it "
             "generates one group after the other, and a run does not repeat; fix: set rollout.finish_batch=auto"
         )
-    used = rollout.keeps_unfinished or finish_batch != "all"
+    used = rollout.keeps_unfinished or apart
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "

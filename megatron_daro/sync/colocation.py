@@ -87,7 +87,7 @@ class Colocation:
         """Move nothing. Args: deadlines: `memory` bounds each move. warn: shows the user memory left behind."""
         self._policy, self._engine, self._within, self._warn = policy, engine, deadlines.within, warn
         self.policy_is_ready = True
-        self._metrics = dict.fromkeys(("timing/to_policy_s", "timing/to_engine_s", "memory/moved_bytes"), 0.0)
+        self._metrics = dict.fromkeys(("timing/to_engine_s", "memory/moved_bytes"), 0.0)
         self._has_worked = False  # libraries take their work space when a batch is trained for the first time
         self._left = LeftBehind("a rank's device after its memory went to the host", _MOST_GROWTH)
         where = "a device, contexts included, after the servers gave their memory back"
@@ -95,12 +95,10 @@ class Colocation:
 
     async def to_policy(self) -> None:
         """Have the engine give its memory back, then the policy take its own."""
-        started = time.perf_counter()
         await self._within("memory", self._engine.release_memory(), what="of the engine")
         self.policy_is_ready = self._has_worked = True
         move = await self._within("memory", self._policy.onload(KINDS_OF_MEMORY), what="of the policy")
         self._metrics["memory/servers_left_bytes"] = float(move.others)
-        self._metrics["timing/to_policy_s"] = time.perf_counter() - started
         self._tell(self._servers_left.observe(move.others))
 
     async def publish(self, sync: WeightSync, version: int) -> Mapping[str, float]:

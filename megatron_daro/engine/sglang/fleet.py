@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_daro.deadlines import STARTS
 from megatron_daro.engine.sglang.client import ServerFacts, SGLangClient
 from megatron_daro.errors import DeadlineError, EngineError
 
@@ -38,8 +39,6 @@ _MARGIN = 1.5
 # A server is given up when so many requests failed with no success between, over so many seconds: a moment in which
 # everything under way at once is refused is no reason to start a server again.
 _FAILURES_IN_A_ROW, _FAILING_S = 5, 3.0
-# So many starts in a row after which a server served nobody, and the run waits for it no longer.
-_UNSERVED_STARTS = 3
 
 
 @dataclass(eq=False)
@@ -98,7 +97,7 @@ class Server:
         if self.is_up or self.served_at is None:
             return self.state in ("joining", "suspect")
         start = self.restarts + (self.state == "fenced")  # the one that goes on, or comes next
-        return start <= min(self.awaited_restarts, self.served_at + _UNSERVED_STARTS)
+        return start <= min(self.awaited_restarts, self.served_at + STARTS)
 
     def failed(self) -> bool:
         """Note that a request to it failed. Returns whether that is enough to give it up."""

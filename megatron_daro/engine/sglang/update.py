@@ -105,7 +105,7 @@ class ServerUpdate:
 
     async def blame(self, report: SendReport) -> None:
         """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only
-        saw the group end; from shards to shards they have everything."""
+        saw the group end; where each is sent its own (`report.apart`) they have everything."""
         if report.apart:
             await self._fence_each(report)
             return
