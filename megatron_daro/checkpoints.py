@@ -67,7 +67,7 @@ class Checkpoints:
         Args:
             run_dir: the run directory.
             keep: newest checkpoints that stay, at least 1.
-            keep_every: those of multiples of so many steps stay as well; 0: none.
+            keep_every: the first at or after each multiple of so many steps stays as well; 0: none.
             provenance: what the run is made of (runtime/provenance.py), written into every checkpoint.
         """
         self._directory = Path(run_dir) / "checkpoints"

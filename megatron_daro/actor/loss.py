@@ -70,7 +70,7 @@ class StepSums:
 
     @property
     def finite(self) -> bool:
-        """Whether every sum is a number."""
+        """Whether every sum of the loss is a number; what is only reported of tokens may not be."""
         sums = torch.cat([values.reshape(-1) for values in self.step_stats.sums.values()])
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 

@@ -3,7 +3,7 @@
 Groups (rollouts and verdicts, filtered already) -> StepBatch -> schedule -> packing.
 Bins come from the verdicts' `correct`, never from the shaped reward; advantages from the shaped one (advantages.py).
 Refuses groups that are not exactly K finished rollouts with as many verdicts, and records whose columns do not fit.
-Non-finite log-probabilities pass: whether a step with them stops or is skipped is the policy's decision.
+Non-finite log-probabilities pass: where they make the loss so, the policy decides whether the step stops or is skipped.
 
 Shape letters: N samples, K rollouts per prompt, T tokens of all samples, R response tokens of all samples.
 """

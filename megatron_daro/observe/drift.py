@@ -1,8 +1,8 @@
 """How far the engine's log-probs are from the trainer's, and a warning when they drift apart.
 
 A run stays healthy with a constant small mismatch (other kernels, another dtype); what precedes a collapse is growth.
-`DriftWatch` warns once per drift, never about a single step. A resumed run learns its baseline anew from its first
-steps.
+`DriftWatch` warns once per drift, never about a single step, but for log-probs that are not finite. A resumed run
+learns its baseline anew from its first steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STALENESS = "rollout/staleness_mean"
 class DriftWatch:
     """The watch of one run.
 
-    correction: `algorithm.correction.kind`; empty: not known.
+    correction: what corrects for the age of rollouts, as messages name it; "none", or empty: not known.
     """
 
     correction: str = ""

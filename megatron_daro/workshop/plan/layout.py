@@ -1,8 +1,8 @@
 """The layouts that can be asked for, and the parameters that each rank of one holds.
 
 Shape and GPU -> candidates (parallel sizes, recomputation and token budget of the trainers, size of a server) ->
-memory.py, times.py. The rules are those of the configuration's checks: what the trainer would refuse is not proposed.
-Refused ones are returned with the rule that they break.
+memory.py, times.py. The rules are those of the configuration's checks: what the trainer would refuse is not proposed,
+nor replicas that do not divide the samples of an update. Refused ones are returned with the rule that they break.
 
 Parameters are counted from the shape alone, the vocabulary padded as actor/model.py pads it; `tests/unit/plan` counts
 the real modules on the meta device against them.

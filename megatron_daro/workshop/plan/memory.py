@@ -3,7 +3,7 @@
 Workload, ModelLayout, Gpu -> Memory -> search.py (fits or not, and why not). Weights, gradients
 and optimizer are exact counts; activations are the elements that each kind of layer keeps for the backward pass, fitted
 to the live bytes of real runs on a CPU (`tests/unit/plan`) for the local layers, and counted by hand for Transformer
-Engine's, which no machine of this project has run.
+Engine's, never measured.
 """
 
 from __future__ import annotations

@@ -240,6 +240,10 @@ def _trainers(
             f"an update has {workload.smallest_minibatch} samples, fewer than replicas (DP)", data, f"DP {data}"
         )
         return None
+    samples = workload.samples // workload.minibatches
+    if samples % data:  # the trainer takes such layouts, and some of its replicas wait
+        refusals.add("replicas (DP) that do not divide the samples of an update", data, f"{samples} samples, DP {data}")
+        return None
     num = micro_batches_of(workload, layout, data)
     memory = trainer_memory(workload, layout, shards=data * layout.context, micro_batches=num)
     room = room_of_trainer(workload, gpu)

@@ -224,7 +224,7 @@ def _generated(rollout: Mapping[str, Any]) -> list[float]:
 
 
 _CONFIG_CHARACTERS = 200_000
-_SKIPPED = " The newest batch was skipped, since no group had both right and wrong answers: see the sample rollouts."
+_SKIPPED = " The newest batch was skipped, since nothing of it could be trained: see the sample rollouts."
 
 
 def write_report(run_dir: Path, output: Path | None = None, *, host: str | None = None) -> Path:

@@ -101,9 +101,9 @@ def test_what_does_not_fit_says_which_part_and_what_would():
         search(workload(), GPUS["a100-40g"], 8)
 
 
-def test_replicas_need_not_divide_the_samples_of_an_update():
-    plan = search(workload(), H100, 7 * 16, best=200)
-    assert any(512 * 16 % choice.trainers.data for choice in plan.choices)
+def test_samples_of_an_update_are_a_multiple_of_the_replicas():
+    plan = search(workload(), H100, 128, best=50)
+    assert all(512 * 16 % choice.trainers.data == 0 for choice in plan.choices)
 
 
 def test_recomputation_trades_time_for_memory():

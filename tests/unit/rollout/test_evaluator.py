@@ -104,7 +104,7 @@ def test_beside_generation_only_answers_of_its_version_count():
     rollouter = Answers({(-1, 0): (0,)}, version=5)
     metrics, said = evaluated(rollouter, held_out(rollouts_per_prompt=2), step=5, answers_beside=2)
     asked = [[(r.group_id, r.attempt, r.indices) for r in call] for call in rollouter.calls]
-    assert asked == [[(-1, 0, (0, 1))], [(-2, 0, (0, 1))], [(-1, 0, (0,))]]
+    assert asked == [[(-1, 0, (0, 1))], [(-2, 0, (0, 1))], [(-1, 1, (0,))]]
     assert metrics["eval/d/accuracy"] == 0.5 and said == []
     old = Answers(version=4)
     metrics, said = evaluated(old, held_out(), step=5, answers_beside=2)
