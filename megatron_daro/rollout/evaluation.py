@@ -119,18 +119,18 @@ class Evaluator:
         of the servers, and whether some were of another version, as of a server that was started again and has newer
         weights; no answers where some cannot be had."""
         by_place: dict[tuple[int, int], Rollout] = {}
-        others, failed = False, set[tuple[int, int]]()
+        others, failed = False, set[int]()
         for attempt in range(_ROUNDS):
-            missing = _missing(requests, by_place)  # an answer of another version is asked for with the same draws
-            again = [any((r.group_id, index) in failed for index in r.indices) for r in missing]
-            left = iter([replace(r, attempt=attempt * was) for r, was in zip(missing, again, strict=True)])
+            # Where none failed, and one was of another version, the draws stay.
+            missing = _missing(requests, by_place)
+            left = iter([replace(one, attempt=attempt) if one.group_id in failed else one for one in missing])
 
             async def work(left: Iterator[GroupRequest] = left) -> None:
                 nonlocal others
                 for request in left:
                     for one in await self._all([request]):
                         if one.finish_reason == "abort":
-                            failed.add((one.group_id, one.index))
+                            failed.add(one.group_id)
                         elif {one.weight_version, *(v for v, _ in one.version_spans)} == {version}:
                             by_place[one.group_id, one.index] = one
                         else:

@@ -52,8 +52,10 @@ class Filling(Protocol):
 def old_and_new(section: RolloutSection, waiting: int, wanted: int) -> tuple[int, int]:
     """Return how many of the groups that the batch before left go on, and how many prompts begin, of so many that are
     wanted. Where answers are made in segments all go on, beside new prompts."""
-    old = waiting if section.segment_tokens is not None else min(waiting, wanted)
-    return old, wanted if section.segment_tokens is not None else wanted - old
+    if section.segment_tokens is not None:
+        return waiting, wanted
+    old = min(waiting, wanted)
+    return old, wanted - old
 
 
 class InRounds:

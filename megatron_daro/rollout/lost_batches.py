@@ -16,8 +16,8 @@ _MAX_IN_A_ROW = 5
 
 
 class LostBatches:
-    """A batch is lost if no optimizer step of it was taken: all were skipped, or it has none since all of its
-    groups were too old.
+    """A batch is lost if no optimizer step of it was taken: all were skipped, or it has none since all of its groups
+    were too old.
 
     * Skipped steps are counted since the run began: in every line of metrics (`rollout/steps_skipped`) and in
       checkpoints.
@@ -59,11 +59,11 @@ class LostBatches:
         self._count(cause)
 
     def step_trained(self, minibatch: MiniBatch) -> None:
-        """Take in a step that was taken."""
+        """Take note of a step that was taken."""
         self._trained_step, self._in_a_row = minibatch.step, 0
 
     def step_skipped(self, minibatch: MiniBatch, cause: str) -> None:
-        """Take in a step that was skipped. Raises DataError: too many batches are lost, with this one."""
+        """Take note of a step that was skipped. Raises DataError: too many batches are lost, with this one."""
         self.skipped_steps += 1
         if minibatch.last and self._trained_step < minibatch.first_step:  # nor did the batch's steps before it
             self._count(cause)
