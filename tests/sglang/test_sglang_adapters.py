@@ -1,7 +1,8 @@
 """A real SGLang server keeps its base and gets the ranks' adapters under a name for each version: equal log-probs after
 every sync, no answer of two versions, and none of weights that are not the named ones.
 
-1e-5: both compute in fp32. alpha / sqrt(rank) is 6 here, alpha / rank 3, and 1 where alpha is lost.
+3e-5: both compute in fp32, each up to 1.4e-5 from fp64. alpha / sqrt(rank) is 6 here, alpha / rank 3, and 1 where alpha
+is lost.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from test_sglang_sync import batch_of, policy_of, ray_cluster, sampled, worst_di
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_daro.config.rules.lora import served_config
+from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.types import PreparedBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TOLERANCE, LIMIT_S = 1e-5, 500
+TOLERANCE, LIMIT_S = 3e-5, 500
 RANK, SCALE = 4, 6.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = {"qwen3": {}, "llama": {}, "mistral": {"sliding_window": None}}
@@ -132,14 +134,18 @@ async def trained(policy, rollouts, version):
 
 async def loaded(server):
     """Names of the adapters that the server has."""
-    models = (await server.client.get("/v1/models", timeout_s=60))["data"]
+    async with SGLangClient(server.url) as client:
+        models = (await client.get("/v1/models", timeout_s=60))["data"]
     return {model["id"] for model in models[1:]}
 
 
 async def until_only_newest(server):
-    """`run` limits the wait."""
-    while await loaded(server) != {server.adapter}:
-        await asyncio.sleep(0.05)
+    """Raises AssertionError, with those that it has, after a minute."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            while await loaded(server) != {server.adapter}:
+                await asyncio.sleep(0.05)
+    assert await loaded(server) == {server.adapter}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +228,7 @@ def test_a_server_that_does_not_compute_with_the_adapters_answers_nothing(servin
                         await sync.publish(1)
                     with pytest.raises(EngineError):
                         await collect(engine, [group(0)])
+                assert not await loaded(serving.server)
                 proxy.edit, proxy.rule = None, lambda path: ""
 
     run(scenario())

@@ -56,6 +56,11 @@ class Adapters:
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
+    def unload_all(self, server: Server) -> None:
+        """Unload what a server has that gets no request any more, once those under way have ended."""
+        server.adapter = ""
+        self.unload_unused(server)
+
     async def _unload(self, url: str, adapter: str) -> None:
         async with SGLangClient(url) as client:  # that of a server that was given up is closed
             with suppress(EngineError):  # it only takes room, and ends with the server
@@ -64,8 +69,7 @@ class Adapters:
     async def close(self, servers: Iterable[Server]) -> None:
         """Unload all that these servers have: they outlive the run. May be called twice."""
         for server in servers:
-            server.adapter = ""
-            self.unload_unused(server)
+            self.unload_all(server)
         if self._unloading:
             await asyncio.wait(self._unloading, timeout=_CLOSE_S)
         for task in self._unloading:

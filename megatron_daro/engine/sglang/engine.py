@@ -81,7 +81,7 @@ class SGLangEngine:
         self.fleet = Fleet(
             [Server(name, awaited_restarts=awaited if one.restartable else 0) for name, one in handles.items()],
             max_tokens_in_flight=options.max_tokens_in_flight,
-            on_fenced=lambda server: self._supervision.restart(server),
+            on_fenced=self._given_up,
         )
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
         self._adapters = Adapters(options.sync_timeout_s)
@@ -205,6 +205,11 @@ class SGLangEngine:
         await self._asker.close()
         await asyncio.to_thread(shutil.rmtree, self._end.sync_dir, ignore_errors=True)
         self._started = False
+
+    def _given_up(self, server: Server) -> None:
+        if not self._handles[server.name].restartable:  # its process may live on
+            self._adapters.unload_all(server)
+        self._supervision.restart(server)
 
     async def _join(self, server: Server) -> None:
         """Ask for weights for a server that came back. Before the first update, that one brings them; and where the
