@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _COMMON = {
     "strict": Option(
-        bool, True, "accept only the expected form (box, Answer line, marker); off: also a trailing number."
+        bool,
+        True,
+        "accept only the expected form (box, Answer line, marker); off: also a trailing number (exact: all the text).",
     ),
     "after_thinking": Option(
         bool,

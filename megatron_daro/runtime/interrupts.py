@@ -49,7 +49,7 @@ class Interrupts:
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt at the first of the three signals; later ones change nothing."""
+        """Raise KeyboardInterrupt at the first of the three signals; end by force at the `INSISTING`th after it."""
         if not self._ending:
             self._ending, self._raised = True, number
             raise KeyboardInterrupt(signal.Signals(number).name)
