@@ -419,9 +419,10 @@ def _named_disk_errors(path: Path) -> Iterator[None]:
         if step_directories(path.parent):
             rest = f"earlier checkpoints are untouched; {advice}; trainer.keep_checkpoints says how many stay"
         elif recorded_steps(run_dir):
+            _, advice = disk_fault(error, run_dir, f"train with another trainer.run_dir and --replay {run_dir}")
             rest = (
                 f"there is no earlier one, so --resume would begin again at step 0 and discard {run_dir}/rollouts. To "
-                f"use them: free disk space, and train with another trainer.run_dir and --replay {run_dir}"
+                f"use them: {advice}"
             )
         else:
             raise CheckpointError(f"{path}: checkpoint not saved, {cause}; {advice}") from error

@@ -62,7 +62,7 @@ from megatron_daro.types import Group, PreparedBatch, StepBatch, StepResult
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
 )
-_NOT_EVALUATED = "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates its checkpoint"
+_NOT_EVALUATED = "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates checkpoints"
 
 BuildBatch = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 EXIT_INTERRUPTED = 130
 """Exit code of a command that a signal ended, as of a shell's child that SIGINT ends."""
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 class DaroError(Exception):
@@ -113,4 +113,6 @@ def disk_fault(error: OSError, directory: Path, then: str | None = None) -> tupl
     then = then or how_to_go_on(directory)
     if error.errno in _NO_SPACE:
         return f"the disk is full: {error}", f"free disk space and {then}"
+    if error.errno == errno.EFBIG:
+        return f"the file would be larger than this process may write: {error}", f"raise `ulimit -f` and {then}"
     return f"the disk refused: {error}", f"make the directory writable and {then}"

@@ -71,7 +71,7 @@ class Reservation:
 
 
 def reserve_port(host: str) -> Reservation:
-    """Reserve a TCP port that nothing listens on and no other caller of this function on the machine holds.
+    """Reserve a TCP port that nothing listens on and no other caller of this function, of the same user, holds.
 
     Args:
         host: address or name of this machine that the server will listen on.
@@ -165,7 +165,7 @@ def _lock(directory: Path, port: int) -> Reservation | None:
 
 
 def _lock_directory() -> Path:
-    """Return a directory that only this user can write: the first of a few names that is, or can be made, one."""
+    """Return a directory that this user owns and can write: the first of a few names that is, or can be made, one."""
     user = os.getuid()
     base = Path(tempfile.gettempdir())
     for number in range(_MOST_DIRECTORIES):

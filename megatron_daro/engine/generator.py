@@ -69,8 +69,8 @@ class EmbeddedGenerator:
         self.max_positions = self.model.config.max_position_embeddings
 
     def plan(self, requests: Sequence[GroupRequest]) -> list[list[Row]]:
-        """Return the batches of a list of requests: rows by prompt length, then in the order asked, `batch_size`
-        together.
+        """Return the batches of a list of requests: rows by the length of what each goes on from, then in the order
+        asked, `batch_size` together.
 
         Raises:
             EngineError: a request that cannot be generated: empty prompt, unknown token, too long, bad sampling values.

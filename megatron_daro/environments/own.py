@@ -128,9 +128,9 @@ def make_environment(
     """Return what holds conversations with environments in worker processes, or with agents.
 
     Args:
-        chat: whether prompts are written by the tokenizer's chat template. warn: told what an environment in workers
-            has to say of itself. pools: makes the worker processes; None: on this machine. correct_reward: from which
-            on an agent's reward alone says that a problem is solved.
+        chat: whether prompts are written by the tokenizer's chat template. warn: told what a person should know of
+            environments in workers and of agents. pools: makes the worker processes; None: on this machine.
+            correct_reward: from which on an agent's reward alone says that a problem is solved.
 
     Raises:
         ConfigError: a package is not installed, or the chat template cannot go on after an answer.

@@ -1,7 +1,7 @@
 """The program of a worker that runs tasks of the package verifiers (0.4): its taskset, harness and rewards, its code.
 
 CommandAgents -> (this) -> verifiers' Env -> the endpoint -> its rewards. One rollout at a time. Limits and protocol are
-those of every worker (worker_pool/child.py). It refuses what has several agents, since all would be trained as one.
+those of agent_worker.py. It refuses what has several agents, since all would be trained as one.
 """
 
 from __future__ import annotations

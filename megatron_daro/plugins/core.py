@@ -61,7 +61,8 @@ def bins_of_pass_rates(pass_rates_N: Tensor, rollouts_per_prompt: int) -> Tensor
     """Bins from pass rates that travelled through a host as floating numbers.
 
     Args:
-        pass_rates_N: [N], k/K of each sample's group; any floating dtype (half precision rounds k/K by less than 1/2K).
+        pass_rates_N: [N], k/K of each sample's group; any floating dtype (bfloat16 is too coarse for most K
+            from 27 on).
         rollouts_per_prompt: K.
 
     Returns:
@@ -192,7 +193,7 @@ class DifficultyStep:
             The totals of the step.
 
         Raises:
-            AlgorithmError: bins outside 0..K, shapes that differ, or a step without any trained token in bins 1..K-1.
+            AlgorithmError: bins outside 0..K, or shapes that differ.
         """
         lengths_N = torch.as_tensor(lengths_N).to("cpu", torch.int64)
         bins_N = torch.as_tensor(bins_N).to("cpu", torch.int64)

@@ -1,7 +1,7 @@
 """What an adapter asks of its host when it starts: names that it looks up, options that go with DARO, one log line.
 
 An adapter holds one `Host`; `look_up` before anything else of it runs, `check` on the host's
-parsed options, `announce` once DARO is in force. Options are allowed by name: one that the adapter does not know must
+parsed options, `announce` once DARO is on. Options are allowed by name: one that the adapter does not know must
 have its default, so that a new option of the host is refused where it is set, and never ignored.
 """
 
@@ -141,7 +141,7 @@ class Host:
         return config_error(f"options of {self.name} {self.version} that do not go with DARO", problems)
 
     def announce(self, step: DifficultyStep, options: PluginSection) -> None:
-        """Log the one line that says that DARO is in force: versions, K, and every option."""
+        """Log the one line that says that DARO is on: versions, K, and every option."""
         version = self.version.split("+")[0]
         known = any(version == words.split()[0] or version.startswith(words.split()[-1]) for words in self.tested)
         note = "" if known else f" (tested: {', '.join(self.tested)})"

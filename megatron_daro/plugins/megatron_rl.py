@@ -61,7 +61,7 @@ _PROBE_TOLERANCE = 1e-3
 class PackedBin:
     """A packed bin that the script loaded.
 
-    rows_M: int64 [M], rows of the batch. spans: first and last-but-one log-prob of each sequence. mask_P: bool [P].
+    rows_M: int64 [M], rows of the batch. spans: log-probs of each sequence, as a slice's bounds. mask_P: bool [P].
     """
 
     index: int
@@ -92,7 +92,7 @@ class Session:
     bins_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     advantages_R: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     scored: tuple[Tensor, Tensor] | None = None
-    """Bins and advantages of the rollouts that were last scored, in order; float64 and int64."""
+    """Bins and advantages of the rollouts that were last scored, in order; int64 and float64."""
     current: PackedBin | None = None
     divisor: float = 0.0
     seen: dict[int, tuple[SampleSums, Tensor]] = field(default_factory=dict)
@@ -404,7 +404,7 @@ def _loss(own: Callable[..., Sequence[Tensor]], **given: object) -> Sequence[Ten
         alone = {**given, "kl_beta": 0.0, "entropy_weight": 0.0}
         plain_P = own(**{**alone, "advantages": advantages_M.to(device)})[0][0]
         sums = state.current.token_losses(plain_P)
-        if state.step.steps == 0:
+        if state.step.first_here:
             weighed_P = own(**{**alone, "advantages": (advantages_M * factors_M).to(device)})[0][0]
             probe(sums, state.current.token_losses(weighed_P), factors_M)
     state.seen[state.current.index] = sums, bins_M

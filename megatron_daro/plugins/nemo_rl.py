@@ -7,7 +7,7 @@ makes its token mean the weighted sum; the loss sums per bin come back as metric
 Refuses: sequence-level losses, more than one optimizer step a call, the synchronous trainer's data plane, which hides
 the batch.
 
-    daro = nemo_rl.install(master_config)        # before grpo.setup
+    daro = nemo_rl.install(master_config)        # before grpo_train
     policy = daro.wrap(policy)                   # what setup returned
     loss_fn = nemo_rl.DaroLoss(loss_fn)
     daro.resume(checkpointer.get_latest_checkpoint_path())

@@ -1,7 +1,7 @@
 """What a verifier is, how one is named, and the reasons a verdict can carry.
 
-Rollout text and gold answer -> Verdict. Model answers are data here: nothing in this package
-evaluates them outside a limited worker process. Refuses unknown verifier names and empty markers.
+Rollout text and gold answer -> Verdict. Model answers are data here: a run evaluates
+them in limited worker processes only. Refuses unknown verifier names and empty markers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _COMMON = {
     "strict": Option(
-        bool, True, "accept only the expected form (box, Answer line, marker); off: also a trailing number."
+        bool,
+        True,
+        "accept only the expected form (box, Answer line, marker); off: also a trailing number (exact: all the text).",
     ),
     "after_thinking": Option(
         bool,

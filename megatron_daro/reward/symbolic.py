@@ -1,6 +1,6 @@
 """Equality of two leaves by math-verify, with the gold always wrapped in `\\boxed{}` and always first.
 
-Pairs of canonical texts -> outcome. Runs inside a worker process only for model answers: time
+Pairs of canonical texts -> outcome. A run has it in worker processes only: time
 and memory are bounded there, not here (math-verify's own time-outs use signals and are switched off).
 Refuses what the algebra system would wrongly accept: floats that agree only because both are tiny.
 """

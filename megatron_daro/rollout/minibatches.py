@@ -24,9 +24,9 @@ class MiniBatch:
     """What is planned for one optimizer step.
 
     filtered, dropped: what is recorded with this step although it does not train, and generated_tokens of the batch
-    (the first one of a batch has them all). first, last: whether it is the first and the last of its batch, whose first
-    optimizer step is `first_step`. epoch: of the batch, from 1. again: ids of groups that a later one of the batch
-    takes again. trains: false in a replay, of a step that was not finite.
+    (the first one of a batch has them all). first, last: whether it is the first and the last of its batch that trains;
+    `first_step`: the batch's first optimizer step. epoch: of the batch, from 1. again: ids of groups that a later one
+    of the batch takes again. trains: false in a replay, of a step that was not finite.
     """
 
     step: int

@@ -104,7 +104,7 @@ def sampled_groups(batch: SampledBatch, rollouts_per_prompt: int) -> list[Group]
 
 
 def environment_metrics(groups: Sequence[Group], environment_of_source: Mapping[str, str]) -> dict[str, float]:
-    """Return accuracy, reward and length of each of several environments, and its share of the groups."""
+    """Return accuracy, reward and length of each of several environments, and the number of its groups."""
     metrics: dict[str, float] = {}
     for name in sorted(set(environment_of_source.values())):
         own = [group for group in groups if environment_of_source.get(group.prompt.source) == name]

@@ -212,6 +212,7 @@ def _after_leaving(state: State, left: Left) -> tuple[State, Action | None]:
         missing = sources
     peer = peers_of(left.infos)[missing]
     why = (
-        f"rank {missing} and the rank that kept its copy (rank {peer}) died: nobody has the state of that rank any more"
+        f"rank {', '.join(map(str, lost))} died, and rank {peer} keeps the copy of rank {missing}: nobody has the "
+        "state of that rank any more"
     )
     return after(state, Hopeless(why))

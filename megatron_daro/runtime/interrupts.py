@@ -33,7 +33,7 @@ _ABORT_ALARM_S = 3
 
 
 class Interrupts:
-    """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted only.
+    """The first signal raises KeyboardInterrupt; those after it, and all after `ending`, are counted.
 
     Where Python cannot raise (in `__del__`, in a callback of a weak reference such as importlib's own) it swallows the
     exception: `swallowed` lets the same signal come again.
@@ -49,7 +49,7 @@ class Interrupts:
         self._ending = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt at the first of the three signals; later ones change nothing."""
+        """Raise KeyboardInterrupt at the first of the three signals; end by force at the INSISTING-th counted one."""
         if not self._ending:
             self._ending, self._raised = True, number
             raise KeyboardInterrupt(signal.Signals(number).name)

@@ -66,7 +66,7 @@ class NodeWorkers:
     """The workers of one kind."""
 
     def __init__(self, kind: str, make: Make, run: RunContext) -> None:
-        """`start` starts one on each node.
+        """`start` starts one on each node it is given.
 
         Args:
             kind: what each is, for messages: "answer worker".

@@ -8,8 +8,9 @@ Where a run starts, from prompts as from a recording, which is never that of its
 
 A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
 it was; otherwise it is written. RUN/restarts.txt says what a restart changes, or why it was rejected.
-`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files, and writes
-nothing. It starts nothing of the run; what the configuration names is tried in a process of its own, which ends.
+`train --dry-run` calls the same functions as a start, reads only the first and last rows of training files (all where
+those are refused), and writes nothing. It starts nothing of the run; what the configuration names is tried in a process
+of its own, which ends.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def _compare_with_checkpoint(config: Config, replay: Path | None, lines: _Lines)
 
 
 def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere: bool = False) -> None:
-    """Refuse what a start refuses before it reads or writes anything.
+    """Refuse what a start refuses before it reads training files or writes anything.
 
     Args:
         config: checked.
@@ -223,7 +224,8 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
         elsewhere: on other machines, which alone can tell whether environments and servers work.
 
     Raises:
-        ConfigError: a field that cannot work here. CheckpointError: the run directory holds the wrong thing.
+        ConfigError: a field that cannot work here. CheckpointError: another process uses the run directory, or
+            Megatron weights do not fit.
         EngineError: a server that runs already does not answer. ModelError: weights that are not those of config.json,
             or `sync: shards` between layouts without a plan.
     """

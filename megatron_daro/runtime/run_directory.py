@@ -1,6 +1,6 @@
 """The run directory: one owner at a time, never written over; and RUN/hf in it, the trained policy for others to load.
 
-`owned` is the first thing that a start does; held until the end. Refuses a directory that holds a run (without
+`owned` comes before all that a start writes; held until the end. Refuses a directory that holds a run (without
 --resume), one that another process uses, and one that cannot be written.
 
 RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load, RUN/hf_critic one of a critic, for

@@ -82,10 +82,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it ended. output: standard output and error in the order they came, at most `output_bytes` of UTF-8.
+    """How it ended. output: standard output and error in the order they came, at most `output_bytes`, read as UTF-8.
 
     reason: ok; error: an exit status other than 0; time, cpu, memory, output: the limit at which it was ended; killed:
-    by another signal. status: the exit status, negative: the signal; None where a limit ended it.
+    by another signal. status: the exit status, negative: the signal; None where none is known.
     """
 
     output: str

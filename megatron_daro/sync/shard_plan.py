@@ -57,7 +57,7 @@ class Write:
 class Balance:
     """Bytes that each rank sends or receives in one sync.
 
-    sent: [trainer's ranks]. received: [servers, ranks of one], all alike. links: pairs of a sender and a receiver.
+    sent: [trainer's ranks]. received: [ranks of a server], alike for all. links: pairs of a sender and a receiver.
     floor: the most that some rank has to send in any plan, by what only it and its peers hold.
     """
 

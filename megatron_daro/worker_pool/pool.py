@@ -53,9 +53,9 @@ def longest_wait_s(waiting: int, workers: int, timeout_s: float) -> float:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """What happened so far. answered: requests with a reply. restarts: workers started again. asked_again: requests
-    that a stopped worker never took, given to another. failed_starts: starts of a worker that ended before it was
-    ready, and that were tried again."""
+    """What happened so far. answered: requests with a reply, also `timeout` and `memory`, not `crash`. restarts:
+    workers started again. asked_again: requests that a stopped worker never took, given to another. failed_starts:
+    starts of a worker that ended before it was ready, and that were tried again."""
 
     answered: int = 0
     timeouts: int = 0

@@ -135,6 +135,7 @@ class Walk:
             assert recent + len(lost) > self.per_hour
             return "too often"
         assert "nobody has the state" in text and not self.common()
+        assert text.startswith(f"rank {', '.join(map(str, sorted(lost)))} died"), text
         assert self.take(states.Stopped()) is None, "what is over stays over"
         return "nobody"
 

@@ -322,13 +322,15 @@ def test_a_removed_run_directory_is_not_called_a_full_disk(tmp_path):
     assert "full" not in str(raised.value)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space"), OSError(13, "Permission denied")])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_disk_that_is_full_at_the_first_checkpoint_names_the_replay_of_what_was_recorded(tmp_path, recorded):
+def test_a_disk_that_refuses_the_first_checkpoint_names_the_replay_of_what_was_recorded(tmp_path, recorded, error):
     if recorded:
         Recorder(tmp_path).write_step(1, {}, RecordedMiniBatch(1, 1, 1, (), applied=True))
-    with pytest.raises(CheckpointError, match=r"step_000001.*No space") as raised:
-        save(tmp_path, 1, error=OSError(28, "No space"))
+    with pytest.raises(CheckpointError, match=rf"step_000001.*{error.strerror}") as raised:
+        save(tmp_path, 1, error=error)
     assert ("--replay" in str(raised.value)) == recorded
+    assert ("free disk space" in str(raised.value)) == (error.errno == 28)
 
 
 def test_a_file_size_limit_is_named_too(tmp_path):
@@ -337,7 +339,7 @@ def test_a_file_size_limit_is_named_too(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(CheckpointError, match="File too large"):
+        with pytest.raises(CheckpointError, match=r"File too large.*ulimit -f"):
             save(tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

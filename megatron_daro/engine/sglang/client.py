@@ -174,7 +174,7 @@ class SGLangClient:
         """Ask to end these requests, each within `timeout_s`; those the server does not know are ignored by it.
 
         A few are sent at a time, on connections that are used again: thousands that are opened at once keep the event
-        loop from everything else for seconds. After one without an answer the server is left alone.
+        loop from everything else for seconds. After so many without an answer the server is left alone.
         """
         remaining_ids = iter(request_ids)
 

@@ -4,8 +4,8 @@
 ManagedProcess. Refuses arguments that this package owns, and values that a command line cannot carry.
 
 A server starts from inside a Ray worker of the trainer with another interpreter, so much of the trainer's environment
-is wrong for it and is left out. Kept are CUDA_VISIBLE_DEVICES as Ray set it (this is how the server learns its GPUs),
-NCCL_*, SGLANG_*, OMP_*, LD_LIBRARY_PATH and HF_HOME. `_ADDED` wins over these, `engine.sglang.env` over every rule.
+is wrong for it and is left out. The rest is kept: CUDA_VISIBLE_DEVICES as Ray set it (this is how the server learns its
+GPUs), NCCL_*, SGLANG_*, OMP_*, HF_HOME, ... `_ADDED` wins over these, `engine.sglang.env` over every rule.
 """
 
 from __future__ import annotations

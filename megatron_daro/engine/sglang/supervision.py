@@ -85,7 +85,7 @@ class Supervision:
                 self._run(self._watch(server))
 
     def _say_what_loads(self, starting: Sequence[asyncio.Task[EngineError | None]]) -> None:
-        """Say which server is loading: the first that is still to come."""
+        """Say which server is loading, as if they came up one after another."""
         ended = sum(task.done() for task in starting)
         if ended < len(starting):
             self._loads(f"server {ended + 1} of {len(starting)} loads")

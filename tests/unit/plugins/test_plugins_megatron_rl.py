@@ -280,9 +280,18 @@ def test_advantages_of_other_rows_stop_the_run(host):
         host.step(0, 1)
 
 
-def test_a_loss_that_is_not_homogeneous_stops_the_run(host):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_loss_that_is_not_homogeneous_stops_the_run(host, tmp_path, resumes):
+    host.score()
+    host.step(0, 1)
+    host.args.save = str(tmp_path)
+    host.training.save_checkpoint(7, None, None, None)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     other = Host(loss=lambda **given: tuple(x + 1 for x in host_loss(**given)))
     other.arguments.parse_and_validate_args()
+    if resumes:
+        other.args.load = str(tmp_path)
+        other.training.load_checkpoint(None, None, "scheduler")
     other.score()
     with pytest.raises(AlgorithmError, match="loss of the first step"):
         other.step(0, 1)
