@@ -156,3 +156,14 @@ def test_scaling_says_every_size_and_writes_a_plot(tmp_path, capsys):
     assert main([*command, "--best", "1", "--scaling", str(page)]) == 0
     said = capsys.readouterr().err
     assert "8 GPUs" in said and "16 GPUs" in said and str(page) in said and page.exists()
+
+
+def test_scaling_without_checkpoints_loses_more_to_failures(tmp_path, capsys):
+    _, command = written(tmp_path)
+    options = ["--gpus", "8", "--best", "1", "--mtbf-hours", "100", "--scaling", str(tmp_path / "plot.html")]
+
+    def said(every: int) -> float:
+        assert main([*command[:2], f"trainer.save_every_steps={every}", *command[2:], *options]) == 0
+        return float(capsys.readouterr().err.split("8 GPUs:")[1].split("tokens/s")[0])
+
+    assert said(0) < said(1)
