@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,6 +49,12 @@ def test_the_tables_have_the_choices_of_the_json(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{record['choices'][0]['seconds']['step']:.0f}" in out and str(record["layouts"]) in out
     assert "optimizer" in out and all(reason in out for reason in record["refused"])
+
+
+def test_a_model_config_may_lie_beside_a_pipe(tmp_path):
+    _, command = written(tmp_path)
+    os.mkfifo(tmp_path / "another")
+    assert main([*command, "--best", "1"]) == 0
 
 
 def test_json_has_parts_of_memory_and_time(tmp_path, capsys):
