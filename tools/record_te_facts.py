@@ -120,7 +120,7 @@ def _optimizer_round_trip(config: dict[str, Any], *, distributed: bool) -> bool:
 
     first, second = (_train_state(config, distributed=distributed) for _ in range(2))
     with tempfile.TemporaryDirectory() as directory:
-        pending = checkpoint.start_save(first, Path(directory))
+        pending = checkpoint.start_save(first, Path(directory), Path(directory))
         pending.wait()
         checkpoint.load(second, Path(directory))
     states = [state for part in optimizer_parts(second.optimizer) for state in part.optimizer.state.values()]

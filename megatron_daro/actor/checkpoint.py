@@ -75,10 +75,13 @@ class PendingSave:
             self._error = error
 
 
-def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
+def start_save(train_state: TrainedModel, directory: Path, checkpoint: Path) -> PendingSave:
     """Begin to write into an existing, empty directory. Collective over all ranks.
 
     Everything small is written when this returns; weights and optimizer state are written by a thread.
+
+    Args:
+        directory: of this model. checkpoint: that it is a part of, or all of.
 
     Raises:
         CheckpointError: the disk refused. The other ranks then wait for this one: the group is not usable any more.
@@ -91,9 +94,9 @@ def start_save(train_state: TrainedModel, directory: Path) -> PendingSave:
         if isinstance(train_state, TrainState) and dist.get_rank() == 0:
             (directory / ALGORITHM_FILE).write_text(json.dumps(train_state.algorithm.state_dict()))
     except (OSError, SafetensorError) as error:
-        raise _refused(directory, error) from error
+        raise _refused(checkpoint, error) from error
     parameters = (p for chunk in train_state.chunks for p in chunk.module.parameters() if p.requires_grad)
-    return PendingSave(directory, file, most_copied=_COPIED_BYTES * sum(p.numel() for p in parameters))
+    return PendingSave(checkpoint, file, most_copied=_COPIED_BYTES * sum(p.numel() for p in parameters))
 
 
 def _refused(directory: Path, error: BaseException) -> CheckpointError:

@@ -297,7 +297,7 @@ def _windowed_attention(
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[Tensor]:
-    """Sequence indices grouped so that padding each group to its longest adds at most MAX_PADDING_RATIO."""
+    """Sequence indices in groups, each of which, padded to its longest, has at most MAX_PADDING_RATIO of its tokens."""
     by_length = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
     groups: list[list[int]] = []
     longest = real = 0

@@ -106,7 +106,7 @@ class StepLoss:
         """Sum the totals of the step. Collective over the data-parallel group.
 
         Args:
-            algorithm: holds the weights w; read here, changed only by `Algorithm.learn`.
+            algorithm: holds the weights w; read here, not changed.
             settings, output: how token losses and log-probabilities are made.
             batch: this rank's shard of the step.
         """

@@ -252,8 +252,7 @@ class MegatronPolicy:
     def start_save(self, directory: Path) -> None:
         """Begin to write model, optimizer, schedule and DARO's weights into an existing directory. Collective.
 
-        Training may go on, and waits before its next update until all of it is written or copied that memory has no
-        room for.
+        Training may go on, and waits before its next update until what is not copied is written.
 
         Raises:
             CheckpointError: the disk refused.
@@ -266,7 +265,7 @@ class MegatronPolicy:
             folder = directory / critic.FOLDER if name == "critic" else directory
             folder.mkdir(exist_ok=True)
             self._take_turn(name)  # one that is saved is copied first
-            self._pending_saves.append(checkpoint.start_save(model, folder))
+            self._pending_saves.append(checkpoint.start_save(model, folder, directory))
 
     def finish_save(self) -> None:
         """Wait until this rank's part is on the disk; may be called in another thread. Raises CheckpointError."""

@@ -83,6 +83,6 @@ def remarks(actor: ActorSection, shape: ModelShape, transformer_engine: bool) ->
     if shape.local_layers and actor.precision != "fp32":
         why = "its layers are not known to be the model's"
     return (
-        f"ranks on GPUs compute without Transformer Engine ({why}): attention then takes its sequences one by one in "
-        "Python, many times slower; good for tests only",
+        f"ranks on GPUs compute without Transformer Engine ({why}): attention is many times slower "
+        "then; good for tests only",
     )

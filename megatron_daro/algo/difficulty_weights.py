@@ -346,7 +346,8 @@ class DifficultyWeights:
             if state.get(field) != own:
                 raise CheckpointError(
                     f"difficulty weights, {field}: the saved state has {state.get(field)!r}, this run has {own!r}; "
-                    f"set {field} to the saved value, or start with fresh weights"
+                    f"set {'half_life' if field == 'averages' else field} to the saved value, "
+                    "or start with fresh weights"
                 )
         values = column(state, "values", len(self._values), "difficulty weights")
         self._adam.load_state_dict(state, "difficulty weights")

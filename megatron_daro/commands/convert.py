@@ -134,9 +134,8 @@ def _merge(adapter: Path, base: Path | None, out: Path, max_shard_size: str, oth
     """Write a checkpoint with an adapter added to it. Raises ConfigError: options that do not go with it."""
     if others or base is None:
         got = f"it with {', '.join(others)}" if others else "it without --hf"
-        raise ConfigError(
-            f"--merge: got {got}; allowed: with --hf, the adapter's base; fix: convert before or after it"
-        )
+        fix = "convert before or after it" if others else "give --hf DIR"
+        raise ConfigError(f"--merge: got {got}; allowed: with --hf, the adapter's base; fix: {fix}")
     from megatron_daro.workshop.convert.merging import merge
 
     changed = merge(adapter, base, out, max_shard_bytes=parse_size(max_shard_size))
@@ -282,7 +281,7 @@ def _announcement(plan: Plan, out: Path) -> str:
 def _forward_check(plan: Plan, written: Path) -> str:
     """Run the HF model and the Megatron model of the two checkpoints on the same tokens, if both fit into memory."""
     if plan.format != "hf" and plan.source_format != "hf":
-        return "forward pass not compared: both are Megatron checkpoints, and every tensor is the same"
+        return "forward pass not compared: both are Megatron checkpoints, of which every tensor was compared"
     from megatron_daro.workshop.convert.forward_check import compare_logits
 
     hf, megatron = (written, plan.source) if plan.format == "hf" else (plan.source, written)

@@ -76,7 +76,8 @@ def plan(
     rows = _sync_rows(config, shape, result, kind) if sync else []
     _show(result, workload, kind, Bill(-(-config.trainer.steps // per_batch), price), rows, as_json)
     if scaling:
-        _simulate(workload, kind, gpus, mtbf_hours, constants, config.trainer.save_every_steps // per_batch, scaling)
+        save_every = (config.trainer.save_every_steps or config.trainer.steps) // per_batch
+        _simulate(workload, kind, gpus, mtbf_hours, constants, save_every, scaling)
     if write:
         chosen = options_of(result.choices[0])
         write_options(recipe, chosen)

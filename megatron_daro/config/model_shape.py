@@ -500,8 +500,9 @@ def read_model_shape(source: str | Path | Mapping[str, Any], endings: Sequence[s
     if isinstance(source, Mapping):
         config, where = dict(source), "the model configuration"
     else:
-        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-        config, where = text_part(read_json(file)), str(file)
+        alone = not Path(source).is_dir()
+        file = Path(source) if alone else Path(source) / "config.json"
+        config, where = text_part(read_json(file, alone=alone)), str(file)
     family = _family(config, where, endings)
     config = _completed(config, family)
     _refuse_unsupported(config, family, where)
@@ -564,9 +565,9 @@ def without_further_layers(config: Mapping[str, Any]) -> dict[str, int]:
     return {family.further_tokens: 0} if family and family.further_tokens in config else {}
 
 
-def require_regular_files(directory: Path) -> None:
-    """Refuse a folder with a pipe, a socket or a device in it: who reads one may wait for ever. Raises ModelError."""
-    for path in directory.iterdir() if directory.is_dir() else ():
+def require_regular_files(place: Path) -> None:
+    """Refuse a pipe, a socket or a device, or a folder with one: who reads one may wait for ever. Raises ModelError."""
+    for path in place.iterdir() if place.is_dir() else (place,):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ModelError(f"{path} is a pipe, a socket or a device, not a file. Put the model's own file there.")
 
@@ -576,9 +577,9 @@ def dangling_link(path: Path) -> str:
     return f"{path.name} is a link to {str(path.readlink())!r}, which is not there"
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's directory. Raises ModelError: it names the file."""
-    require_regular_files(file.parent)
+def read_json(file: Path, *, alone: bool = False) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's directory, or `alone`. Raises ModelError: it names the file."""
+    require_regular_files(file if alone else file.parent)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

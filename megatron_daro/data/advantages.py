@@ -1,6 +1,6 @@
 """What the driver decides of rewards and advantages, of whole groups before the batch is split over ranks:
 
-    shaped_rewards            the verdicts' rewards, and what answers gain or lose by their length, repetition, end
+    shaped_rewards            the verdicts' rewards, and what answers gain or lose by their length and repetition
     Algorithm.advantages      an advantage for each rollout, of these rewards
     with_turn_advantages      in its place, for each token: of the rewards of turns
     with_teacher_advantages   and beside these: of what a teacher said

@@ -45,7 +45,7 @@ _REFUSED = {
     b"\xfe\xff": ("UTF-16 text", "save the file as UTF-8"),
 }
 """First bytes -> what such a file is, and what to do with it."""
-_MOST_DIGITS = 4000  # Python converts no longer text to an integer.
+_MOST_DIGITS = 4000  # Python converts at most 4300 to an integer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None 
 
     Args:
         path: Parquet, a JSON array of objects, or one JSON object per line; also packed with gzip or zstd.
-        data_format: "jsonl" and "parquet" insist on that container; the others take whichever it is.
+        data_format: "parquet" insists on that container, "jsonl" on another; the others take whichever it is.
         ends: only so many first and as many last rows. Lines and packed files are read to their end all the same.
 
     Yields:

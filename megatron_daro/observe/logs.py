@@ -148,7 +148,7 @@ def driver_log(directory: Path, *, terminal: bool) -> Iterator[None]:
         directory: of the logs. terminal: whether messages are shown there anyway; else warnings go to standard error.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the directory cannot be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
     handlers = [_formatted(_LogFile(directory / file_name("driver"), delay=True), "driver")]

@@ -52,7 +52,7 @@ class MetricsLog:
 
         Raises:
             ConfigError: wandb was asked for and is not installed, or cannot start.
-            DataError: the file that is there is damaged before its last line, or cannot be written.
+            DataError: the file that is there is damaged before its last line. OSError: it cannot be written.
         """
         self.path = Path(run_dir) / FILE_NAME
         run_dir = self.path.parent

@@ -1,8 +1,9 @@
 """Every rank of a world, built without memory: does a layout use every tensor of a checkpoint, each exactly once?
 
 A config.json and a layout -> `check_world` -> what each rank holds. Each rank is built as it is
-in training, on the meta device, with Megatron's own groups over a process group that sends nothing; its parameters
-are then traced back to the Hugging Face tensors by the rules that loading, export and conversion use.
+in training without Transformer Engine, on the meta device, with Megatron's own groups over a process group that sends
+nothing; its parameters are then traced back to the Hugging Face tensors by the rules that loading, export and
+conversion use.
 Refuses: a layout that does not fit the model; anything that is held twice, never, or in another shape than its rule's.
 """
 

@@ -251,7 +251,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
 
 
 def _disk_of(config: Config) -> tuple[float, str]:
-    """Return the GiB that a run writes at most, and what they are of."""
+    """Return the GiB that checkpoints and exports of a run take at most, and what they are of."""
     try:
         shape = read_model_shape(config.model.path)
         critic = critic_shape(config, shape)

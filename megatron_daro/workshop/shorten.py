@@ -1,4 +1,4 @@
-"""Long-to-short data from recorded rollouts: the shortest right answer to a problem, and pairs of it with longer ones.
+"""Long-to-short data from recorded rollouts: the shortest right answer of a group, and pairs of it with longer ones.
 
 Rollouts of a run or answers of an evaluation -> one file in TRL's forms: prompt and completion for SFTTrainer
 ("shortest rejection sampling"), prompt, chosen and rejected for DPOTrainer. Source: Kimi k1.5, arXiv 2501.12599,
@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is written. kind: sft or dpo. longer: as LONGER. most: pairs of a problem; None: all.
+    """What is written. kind: sft or dpo. longer: as LONGER. most: pairs of a group; None: all.
     prompt_text: prompt token ids -> the prompt as the policy read it; None: prompts are written as chat messages."""
 
     kind: Kind = "dpo"
@@ -105,7 +105,7 @@ def shorten(files: Sequence[Path], out: Path, rules: Rules) -> Counts:
     if not chosen:
         raise DataError(
             f"nothing to write: of {counts.groups} groups {counts.without_right} have no right answer that ended by "
-            f"itself, and {counts.without_longer} no answer that is longer than the shortest right one"
+            f"itself, and {counts.without_longer} no longer one that would be rejected"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")

@@ -55,7 +55,7 @@ def environments(config: Config) -> Iterator[Problem]:
 
 
 def _environment(config: Config, path: str, section: EnvironmentSection) -> Iterator[Problem]:
-    """Yield what belongs to an environment of your own, and what the run hands to one by itself."""
+    """Yield options that do not go with the kind, and an address that agents cannot reach."""
     kind = f"{path}.kind"
     if (section.kind == "agent") != bool(section.command):
         allowed = "a program and its arguments, with kind agent, and only with it"
@@ -68,7 +68,7 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
     if not section.has_turns:
         for name in ("options", "reward_weights"):
             if getattr(section, name):
-                allowed = f"{name} of module:Class only"
+                allowed = "nothing with single_turn"
                 yield wrong(config, f"{path}.{name}", allowed, "remove them", beside=kind)
 
 

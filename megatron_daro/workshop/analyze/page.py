@@ -82,7 +82,7 @@ def advice(view: View) -> list[str]:
     if never + always >= _MOST_WASTED:
         lines.append(
             "Leave out groups without signal and ask for others instead (dynamic sampling: algorithms daro and dapo, "
-            "or algorithm.group_filter: pass_rate); it does not save what was generated."
+            "or algorithm.filter: pass_rate); it does not save what was generated."
         )
     if never >= _MOST_WASTED / 2:
         lines.append(

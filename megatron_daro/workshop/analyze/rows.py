@@ -1,4 +1,4 @@
-"""Recorded rollouts of several frameworks as rows of four numbers, file by file; a file is a step.
+"""Recorded rollouts of several frameworks as rows of one kind, file by file; a file is a step.
 
 A file -> its records (`files`, `host_lines`) -> its columns (`columns`) -> Rows.
 """

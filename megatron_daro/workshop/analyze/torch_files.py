@@ -1,4 +1,5 @@
-"""Files of `torch.save` from other programs: nothing that they name is run, classes stand for inert records."""
+"""Files of `torch.save` from other programs: of what they name only what makes tensors and arrays is run; classes stand
+for inert records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`megatron-daro convert --merge`: a Hugging Face checkpoint with an adapter (LoRA) of PEFT's files added to it.
 
-W + scale * B A, added in fp32 and rounded to the type of W, as engines get merged weights. One tensor at a time is in
-memory. Refuses adapters that are more than that, and those of another model. The target appears whole or not at all.
+W + scale * B A, added in fp32 and rounded to the type of W, as engines get merged weights. The adapter and
+one file's tensors are in memory. Refuses adapters that are more than that, and those of another model. The target
+appears whole or not at all.
 """
 
 from __future__ import annotations

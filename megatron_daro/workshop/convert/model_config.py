@@ -24,8 +24,8 @@ from megatron_daro.workshop.convert.conversion import HF_FOLDER
 _VERL_FOLDER = "huggingface"
 _GIVE = "Name a folder with its config.json with --hf-config"
 
-# What every model of the families here has. An argument that is missing has Megatron-LM's default, which does not count
-# as another value: older versions do not have all of them.
+# What every model has that arguments can describe here. An argument that is missing has Megatron-LM's
+# default, which does not count as another value: older versions do not have all of them.
 _FIXED: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),

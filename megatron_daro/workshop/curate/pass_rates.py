@@ -34,7 +34,7 @@ _SERVED_AS_LOADED = ("default", "")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How each problem is asked. template: a name of data/tokenizer.py, or "data". overrides: A.B=C, as in
+    """How each problem is asked. template: a name of data/templates.py, or "data". overrides: A.B=C, as in
     training."""
 
     samples: int

@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """classes: of each sample, -1 without an answer. right: the class of right ones, None where there is none. answer:
+    """classes: of each sample, -1 without an answer. right: the class of right ones, None where there is none. answers:
     the form of each class."""
 
     classes: tuple[int, ...]

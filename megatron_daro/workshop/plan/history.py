@@ -1,8 +1,8 @@
 """What a recorded run teaches the planner: lengths of its answers, and how far off the assumed constants were.
 
 RUN/config.yaml, RUN/metrics.jsonl, RUN/rollouts -> History -> Workload and Constants of the
-search. The model of times stays; what is fitted is one factor for each phase (training, generation) and two times that
-nothing hides (sync, everything else), as medians over the steps.
+search. The model of times stays; what is fitted is one factor for each phase (training, generation, sync) and one time
+that nothing hides (everything else), as medians over the steps.
 """
 
 from __future__ import annotations

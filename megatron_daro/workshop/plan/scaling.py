@@ -3,11 +3,7 @@
 Workload, Gpu -> the best layout at each size -> simulated steps -> Size records -> plot. The
 batch stays that of the recipe. Each step draws the sum and the maximum of its answers' lengths; GPUs fail at random,
 and a failure costs what was done since the last checkpoint, and a restart.
-
-The plot of a scaling simulation: one HTML page without network.
-
-Size records -> file. Throughput against GPUs with the ideal beside it, and what a step waits
-for.
+The plot is one HTML page without network: throughput against GPUs with the ideal beside it, and what a step waits for.
 """
 
 from __future__ import annotations

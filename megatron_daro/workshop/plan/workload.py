@@ -196,7 +196,7 @@ def workload_of(
 
     Args:
         config: resolved. shape: of its model.
-        mean_response, mean_prompt: tokens; a share of the limits where None. spread: see `quantiles`.
+        mean_response, mean_prompt: tokens; taken from the limits where None. spread: see `quantiles`.
         response_Q: recorded lengths instead of assumed ones.
 
     Raises:

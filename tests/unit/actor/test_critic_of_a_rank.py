@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from single_rank import policy_of, save_random_model, with_passes
 from small_models import ROLLOUTS, random_batch
 
-from megatron_daro.actor import critic_metrics
+from megatron_daro.actor import critic_metrics, shard_file
 from megatron_daro.actor.advantages import with_advantages
 from megatron_daro.actor.token_objective import objective_settings
 from megatron_daro.config.algorithm import AlgorithmSection
@@ -226,6 +226,22 @@ def test_a_checkpoint_without_a_critic_is_refused_by_name(tmp_path, model):
     written.finish_save()
     with pytest.raises(CheckpointError, match=r"no critic.*algorithm\.name=ppo"):
         policy_of(model, ppo()).load(tmp_path)
+
+
+def test_a_disk_that_refuses_its_checkpoint_leaves_the_one_before(tmp_path, model, monkeypatch):
+    policy, directory, write = policy_of(model, ppo()), tmp_path / "checkpoints/step_000002.tmp", shard_file.FileWriter
+
+    def refuse(path, *arguments, **options):
+        if path.parent != directory:
+            raise OSError(28, "the disk is full")
+        return write(path, *arguments, **options)
+
+    directory.mkdir(parents=True)
+    (directory.parent / "step_000001").mkdir()
+    monkeypatch.setattr(shard_file, "FileWriter", refuse)
+    policy.start_save(directory)
+    with pytest.raises(CheckpointError, match=r"--resume$"):
+        policy.finish_save()
 
 
 def test_values_of_an_algorithm_without_a_critic_are_refused(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,6 +49,12 @@ def test_the_tables_have_the_choices_of_the_json(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{record['choices'][0]['seconds']['step']:.0f}" in out and str(record["layouts"]) in out
     assert "optimizer" in out and all(reason in out for reason in record["refused"])
+
+
+def test_a_model_config_may_lie_beside_a_pipe(tmp_path):
+    _, command = written(tmp_path)
+    os.mkfifo(tmp_path / "another")
+    assert main([*command, "--best", "1"]) == 0
 
 
 def test_json_has_parts_of_memory_and_time(tmp_path, capsys):
@@ -156,3 +163,14 @@ def test_scaling_says_every_size_and_writes_a_plot(tmp_path, capsys):
     assert main([*command, "--best", "1", "--scaling", str(page)]) == 0
     said = capsys.readouterr().err
     assert "8 GPUs" in said and "16 GPUs" in said and str(page) in said and page.exists()
+
+
+def test_scaling_without_checkpoints_loses_more_to_failures(tmp_path, capsys):
+    _, command = written(tmp_path)
+    options = ["--gpus", "8", "--best", "1", "--mtbf-hours", "100", "--scaling", str(tmp_path / "plot.html")]
+
+    def said(every: int) -> float:
+        assert main([*command[:2], f"trainer.save_every_steps={every}", *command[2:], *options]) == 0
+        return float(capsys.readouterr().err.split("8 GPUs:")[1].split("tokens/s")[0])
+
+    assert said(0) < said(1)
