@@ -7,8 +7,9 @@ Reads the same configuration. Plain torch and transformers do the sampling and t
 the formulas. The second form trains on the rollouts that a real run recorded, and compares losses per pass-rate bin,
 DARO weights, gradient norms and the rest with that run's metrics.jsonl; it ends with exit code 1 if they differ.
 
-Left out: what makes it fast or safe (parallelism, packing, checkpoints, verifier processes). Refuses options that it
-does not implement. Letters: N samples, M samples of one forward pass, S positions, V vocabulary, K rollouts per prompt.
+Left out: what makes it fast or safe (parallelism, packing, sampling ahead, checkpoints, verifier processes), and the
+limit of a prompt's length. Refuses other options that change what is trained and that it does not implement.
+Letters: N samples, M samples of one forward pass, S positions, V vocabulary, K rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ algorithm.overlong.kind=none algorithm.correction.kind=none algorithm.old_logpro
 actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs_per_batch=1 reward.verifier=exact
 rollout.stop=() rollout.stop_token_ids=() environments=() environment.kind=single_turn data.order=epochs lora.rank=0
 algorithm.filter=auto algorithm.length_reward.weight=0.0 algorithm.repetition_penalty=0.0 algorithm.turn_rewards=False
-model.megatron_weights=None"""
+algorithm.trust_region=clip algorithm.distill.urls=() rollout.segment_tokens=None rollout.repetition.tokens=None
+data.pass_rates=None data.shuffle=True model.megatron_weights=None"""
 
 
 @dataclass(frozen=True, slots=True)

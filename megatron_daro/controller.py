@@ -15,7 +15,7 @@ evaluates them, then has three coroutines under one task group:
     _train      a batch, or None: there are no more                `_generate`
                 after its last step, and where policy and engine   `_generate`, once the batch that it samples is
                 take turns on GPUs, the engine (`_engine_lock`):   complete and what is left of it is aborted
-                no request runs while weights change
+                no request runs while weights of all change
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
 
 One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
@@ -24,8 +24,9 @@ A checkpoint follows a batch, or with shared GPUs comes before the next one, whe
 are written while the training goes on (`BackgroundSave`). The weight version of the policy is the number of the last
 step, also where a step was skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
 
-Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed), `WeightSync`'s own (one sync or
-comparison at a time), and that of the policy (`hold`: the ranks work on one thing at a time).
+Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed as a whole; a server that joins
+gets its weights beside others that generate), `WeightSync`'s own (one sync or comparison at a time), and that of the
+policy (`hold`: the ranks work on one thing at a time).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from cli_runs import assert_same_run, checkpoint, digests, metric_lines, signalled, trained
+from documented_metrics import is_documented
 from exported_model import assert_is_model_of
 from transformers import AutoModelForCausalLM
 
@@ -39,6 +40,7 @@ def test_run_directory_has_everything_the_contract_names(reference):
 def test_metrics_have_the_keys_of_the_contract(reference):
     lines = read_metrics(reference)
     assert [line["step"] for line in lines] == [0, *STEPS]
+    assert {key for line in lines for key in line if not is_documented(key)} == set()
     for line in lines[1:]:
         assert set(line) >= REQUIRED, REQUIRED - set(line)
         assert all(line[f"difficulty/groups/{k}"] is not None for k in range(5))

@@ -62,8 +62,8 @@ def daro(config: Config) -> Iterator[Problem]:
     if not may_learn_weights(config):
         return
     low, high = section.clamp
-    if not 0 < low <= 1 <= high or low == high:
-        allowed = "[lower, upper] with 0 < lower <= 1 <= upper, lower < upper: weights start at 1"
+    if not 0 < low <= 1 <= high:
+        allowed = "[lower, upper] with 0 < lower <= 1 <= upper: weights start at 1"
         yield wrong(config, "algorithm.daro.clamp", allowed, "set algorithm.daro.clamp=[0.1,10]")
     if section.parameter == "linear" and section.half_life is not None:
         allowed, fix = "log with a half-life: w itself is not learnt there", "set algorithm.daro.parameter=log"

@@ -166,12 +166,12 @@ algorithm.name=grpo algorithm.kl.place=token_reward | algorithm.kl.place | algor
 algorithm.daro.half_life=1e-300 | algorithm.daro.half_life | algorithm.daro.half_life=0.001
 algorithm.daro.parameter=linear algorithm.daro.half_life=5 | algorithm.daro.parameter | algorithm.daro.half_life=null
 algorithm.daro.clamp=0.5 | algorithm.daro.clamp | algorithm.daro.clamp=[0.5,2]
-algorithm.daro.clamp=[1,1] | algorithm.daro.clamp | algorithm.daro.clamp=[1,2]
+algorithm.daro.clamp=[1.5,2] | algorithm.daro.clamp | algorithm.daro.clamp=[1,2]
 algorithm.daro.clamp=[1.1,2] | algorithm.daro.clamp | algorithm.daro.clamp=[0.5,1]
 algorithm.daro.clamp=[0.5,0.9] | algorithm.daro.clamp |
 algorithm.daro.clamp=[0,2] | algorithm.daro.clamp | algorithm.daro.clamp=[1e-30,1e30]
 algorithm.name=grpo algorithm.daro.normalizer=shared | algorithm.daro | algorithm.name=daro_ppo
-algorithm.name=grpo algorithm.daro.clamp=[1,1] | algorithm.daro | algorithm.daro.clamp=[0.1,10]
+algorithm.name=grpo algorithm.daro.clamp=[1.5,2] | algorithm.daro | algorithm.daro.clamp=[0.1,10]
 algorithm.dual_clip=1 | algorithm.dual_clip | algorithm.dual_clip=1.01
 algorithm.trust_region=cispo algorithm.dual_clip=3 | algorithm.dual_clip | algorithm.trust_region=gspo
 algorithm.trust_region=reinforce algorithm.dual_clip=3 | algorithm.dual_clip |

@@ -1,4 +1,5 @@
-"""docs/metrics.md names every metric key that the package writes or reads, and no key twice."""
+"""docs/metrics.md names every metric key that the package writes or reads in the families that it names, and no key
+twice. What a whole run wrote is looked at in tests/e2e/test_train_runs.py."""
 
 from __future__ import annotations
 
@@ -6,24 +7,14 @@ import ast
 import re
 from pathlib import Path
 
+from documented_metrics import DOCUMENTED, is_documented
 from syntax import parsed
 from synthetic_run import write_synthetic_run
 
 from megatron_daro.observe import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTED = re.findall(r"^[*|] `([^`]+)` [(|]", (ROOT / "docs/metrics.md").read_text(), re.M)
 FAMILIES = tuple(sorted({key.split("/")[0] + "/" for key in DOCUMENTED if "/" in key}))
-
-
-def _pattern(key: str) -> re.Pattern:
-    """`{k}` stands for anything within a part of the path, here and in the package's f-strings."""
-    return re.compile("[^/]+".join(re.escape(part) for part in re.split(r"\{[^}]*\}", key)))
-
-
-def _is_documented(key: str) -> bool:
-    plain = re.sub(r"\{[^}]*\}", "x", key)
-    return any(_pattern(d).fullmatch(plain) or _pattern(key).fullmatch(d) for d in DOCUMENTED)
 
 
 def _literal(node: ast.AST) -> str | None:
@@ -41,21 +32,21 @@ def _keys_in(path: Path) -> set[str]:
     return {t for t in texts if t and t.startswith(FAMILIES) and re.fullmatch(r"[a-z0-9_{}]+(/[a-z0-9_{}]+)+", t)}
 
 
-def test_every_key_in_the_package_is_documented():
+def test_every_key_in_the_packageis_documented():
     # host_metrics.py has names that other frameworks give to what they log.
     files = sorted(p for p in (ROOT / "megatron_daro").rglob("*.py") if p.name != "host_metrics.py")
     found = {key: path.relative_to(ROOT) for path in files for key in _keys_in(path)}
     assert len(found) > 30, "the search itself finds nothing"
     # A family without its last part is a prefix that code adds `/{k}` to.
-    undocumented = {k: p for k, p in found.items() if not _is_documented(k) and not _is_documented(k + "/{k}")}
+    undocumented = {k: p for k, p in found.items() if not is_documented(k) and not is_documented(k + "/{k}")}
     assert undocumented == {}
 
 
 def test_the_synthetic_run_of_these_tests_uses_documented_keys_only(tmp_path):
     run = write_synthetic_run(tmp_path, steps=20, with_rollouts=False)
     used = {key for row in read_metrics(run) for key in row}
-    assert {k for k in used if not _is_documented(k)} == set()
+    assert {k for k in used if not is_documented(k)} == set()
 
 
-def test_no_key_is_documented_twice():
+def test_no_keyis_documented_twice():
     assert len(DOCUMENTED) == len(set(DOCUMENTED))

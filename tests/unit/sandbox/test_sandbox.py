@@ -37,7 +37,8 @@ def _isolated():
 def run(code, box=BOX, **options):
     before = {*descendants(os.getpid())}
     outcome = box.run(code, **options)
-    assert {*descendants(os.getpid())} <= before, "nothing of it lives on"
+    left = {*descendants(os.getpid())} - before
+    assert not left, [Path(f"/proc/{pid}/stat").read_text() + Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
     return outcome
 
 
