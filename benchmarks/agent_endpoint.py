@@ -249,6 +249,7 @@ async def beside_sglang(arguments: argparse.Namespace, folder: Path) -> dict[str
         asker=DirectAsker(response_decoder(tokenizer)),
         warn=print,
         run_dir=folder,
+        seed=0,
         temperature=1.0,
         probe_tokens=range(8),
     )

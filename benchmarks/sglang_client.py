@@ -88,6 +88,7 @@ def make_engine(arguments: argparse.Namespace, directory: Path) -> SGLangEngine:
         asker=DirectAsker(lambda ids: " ".join(map(str, ids))),
         warn=print,
         run_dir=directory,
+        seed=0,
         temperature=1.0,
         probe_tokens=range(8),
     )

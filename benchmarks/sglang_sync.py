@@ -196,6 +196,7 @@ def make_engine(arguments: argparse.Namespace, sync: Any, model: Path, directory
         asker=DirectAsker(lambda ids: ""),
         warn=print,
         run_dir=directory,
+        seed=0,
         temperature=1.0,
         probe_tokens=probe_text(16_384, longest=64),
     )

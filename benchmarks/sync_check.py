@@ -158,6 +158,7 @@ async def measure(arguments: argparse.Namespace, dtype: str, directory: Path) ->
         asker=DirectAsker(lambda ids: ""),
         warn=print,
         run_dir=directory,
+        seed=0,
         temperature=1.0,
         probe_tokens=probe_text(SHAPE["vocab_size"], longest=512),
     )

@@ -58,8 +58,6 @@ class SamplingParams:
     """How an engine samples. `temperature` 0 is greedy; `top_p` in (0, 1]; lengths in tokens.
 
     stop: texts that end an answer with the first token after which its own text, without special tokens, holds one.
-    seed: with group id, attempt, turn and index it names the randomness of each answer to engines that are told one
-    with every request (SGLang servers started with enable_deterministic_inference); None: they have their own.
     routed_experts: (layers, experts of a token) of the model, where the engine shall say which experts it chose.
     repetition: (tokens, period): an answer ends where its last so many tokens repeat a block of at most `period`.
     """
@@ -68,7 +66,6 @@ class SamplingParams:
     top_p: float = 1.0
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
     routed_experts: tuple[int, int] | None = None
     stop: tuple[str, ...] = ()
     repetition: tuple[int, int] | None = None

@@ -316,6 +316,7 @@ def engine_of(
     temperature: float = 1.0,
     expect: Expected | None = None,
     warnings: list[str] | None = None,
+    seed: int = 0,
 ) -> SGLangEngine:
     """An engine, not started. servers: handles, or URLs of servers that run already."""
     handles = {f"server {i}": ExternalServer(s) if isinstance(s, str) else s for i, s in enumerate(servers)}
@@ -327,6 +328,7 @@ def engine_of(
         asker=answers or DirectAsker(decode or (lambda ids: " ".join(map(str, ids))), ExpertsFolder(run_dir)),
         warn=told.append,
         run_dir=run_dir,
+        seed=seed,
         temperature=temperature,
         probe_tokens=probe_text(VOCAB, longest=64),
     )

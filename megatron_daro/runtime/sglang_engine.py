@@ -69,6 +69,7 @@ def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placeme
         warn=run.progress.warn,
         loads=partial(run.progress.stage, "engine"),
         run_dir=run.run_dir,
+        seed=filled(config.engine.seed),
         temperature=rollout.temperature,
         probe_tokens=probe_text(
             min(tokenizer.vocabulary, model.get("vocab_size") or tokenizer.vocabulary),

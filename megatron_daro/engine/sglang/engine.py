@@ -59,6 +59,7 @@ class SGLangEngine:
         warn: Callable[[str], None],
         loads: Callable[[str], None] = lambda text: None,
         run_dir: Path,
+        seed: int,
         temperature: float,
         probe_tokens: Sequence[int],
     ) -> None:
@@ -68,7 +69,7 @@ class SGLangEngine:
             handles: where servers come from, by name. options: the configuration's engine.sglang.
             expected: what every server must be.
             asker: asks servers; started and closed with this. warn: shows the user a warning.
-            run_dir: for logs and weight files.
+            run_dir: for logs and weight files. seed: of sampling.
             temperature: at which the policy's log-probs are computed.
             probe_tokens: prompt of the check after each weight update.
 
@@ -86,7 +87,14 @@ class SGLangEngine:
         self._supervision = Supervision(self.fleet, handles, options, expected, warn=warn, loads=loads, join=self._join)
         self._adapters = Adapters(options.sync_timeout_s)
         self._generation = ServerGeneration(
-            self.fleet, self._supervision, asker, options, self._adapters, vocabulary=expected.vocabulary, warn=warn
+            self.fleet,
+            self._supervision,
+            asker,
+            options,
+            self._adapters,
+            seed=seed,
+            vocabulary=expected.vocabulary,
+            warn=warn,
         )
         self._end = ServersEnd(
             options=options,

@@ -57,12 +57,14 @@ class ServerGeneration:
         options: SGLangSection,
         adapters: Adapters,
         *,
+        seed: int,
         vocabulary: int | None,
         warn: Callable[[str], None],
     ) -> None:
-        """Args: asker: asks servers. vocabulary: of the model, see `rollouts_of`. warn: shows a warning."""
+        """Args: asker: asks servers. seed: of sampling. vocabulary: of the model, see `rollouts_of`. warn: shows a
+        warning."""
         self._fleet, self._supervision, self._asker, self._options = fleet, supervision, asker, options
-        self._adapters = adapters
+        self._adapters, self._seed = adapters, seed
         self._vocabulary, self._warn = vocabulary, warn
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._running: set[RunningGroup] = set()
@@ -151,6 +153,7 @@ class ServerGeneration:
         calls = calls_of(
             request,
             self.new_name(),
+            seed=self._seed,
             cache_key=f"{self._prefix}-weights-{version}",
             streams=server.facts is not None and not server.facts.streams_deltas,
             adapter=adapter,

@@ -159,8 +159,7 @@ def ask_all(plan: Plan, notices: Notices) -> tuple[list[HeldOut], list[Question]
     stops = answer_stops(config, tokenizer)
     sets = held_out_sets(config.data, tokenizer, notices)
     identity.check_or_write(plan.out, _made_of(plan, stops, date))
-    seed = config.engine.seed or 0
-    questions = questions_of(sets, seed=seed, max_new_tokens=config.rollout.max_response_tokens, stops=stops)
+    questions = questions_of(sets, max_new_tokens=config.rollout.max_response_tokens, stops=stops)
     _ask_until_whole(plan, tokenizer, questions, notices)
     return sets, questions
 

@@ -38,12 +38,11 @@ class Question:
         return ((self.group_id, index) for index in range(self.samples))
 
 
-def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, stops: Stops) -> list[Question]:
+def questions_of(sets: Sequence[HeldOut], *, max_new_tokens: int, stops: Stops) -> list[Question]:
     """Return every problem of every set, in order.
 
     Args:
-        sets: with names that differ. seed: of sampling. max_new_tokens: longest answer. stops: what ends one,
-            beside its template's.
+        sets: with names that differ. max_new_tokens: longest answer. stops: what ends one, beside its template's.
     """
     questions = []
     for held_out in sets:
@@ -54,7 +53,6 @@ def questions_of(sets: Sequence[HeldOut], *, seed: int, max_new_tokens: int, sto
             section.top_p,
             max_new_tokens,
             ends.token_ids,
-            seed,
             stop=ends.texts,
             repetition=ends.repetition,
         )

@@ -29,9 +29,9 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(chr(token) for token in tokens if token != STOP)
 
 
-def draw(request: GroupRequest, index: int) -> int:
+def draw(seed: int, request: GroupRequest, index: int) -> int:
     """0 to 9, from (seed, group, index) only."""
-    words = f"{request.sampling.seed} {request.group_id} {index}"
+    words = f"{seed} {request.group_id} {index}"
     return hashlib.sha256(words.encode()).digest()[0] % 10
 
 
@@ -39,7 +39,10 @@ class SeededEngine:
     """Answers `####d` to the problem `d`, right as often as the digit drawn is above it. fails_after: requests after
     which it dies. tail: text behind each answer. aborted: samples that come back cut off."""
 
-    def __init__(self, *, fails_after: int | None = None, tail: str = "", aborted: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, seed: int = 0, fails_after: int | None = None, tail: str = "", aborted: Sequence[int] = ()
+    ) -> None:
+        self._seed = seed
         self.asked: list[tuple[int, int]] = []
         self._left, self._tail, self._aborted = fails_after, tail, aborted
 
@@ -52,7 +55,7 @@ class SeededEngine:
             yield tuple(self.rollout(request, index) for index in request.indices)
 
     def rollout(self, request: GroupRequest, index: int) -> Rollout:
-        wanted, drawn = int(request.prompt.answer), draw(request, index)
+        wanted, drawn = int(request.prompt.answer), draw(self._seed, request, index)
         said = f"####{wanted if drawn >= wanted else drawn}{self._tail}"
         ids = [*map(ord, said), STOP]
         prompt = request.prompt.tokens
@@ -82,8 +85,8 @@ def digits(name: str = "digits", *, samples: int = 4, template: str = "data", le
     return HeldOut(section, prompts)
 
 
-def questions(*sets: HeldOut, seed: int = 0) -> list[Question]:
-    return questions_of(sets, seed=seed, max_new_tokens=8, stops=Stops((0,)))
+def questions(*sets: HeldOut) -> list[Question]:
+    return questions_of(sets, max_new_tokens=8, stops=Stops((0,)))
 
 
 def ask_for(
@@ -97,9 +100,9 @@ def ask_for(
     return len(pending)
 
 
-def scored(out: Path, *sets: HeldOut, engine: object | None = None, seed: int = 0) -> list[results.Scored]:
+def scored(out: Path, *sets: HeldOut, engine: object | None = None) -> list[results.Scored]:
     """Every problem's score; the answers are asked for before."""
-    asked = questions(*sets, seed=seed)
+    asked = questions(*sets)
     ask_for(out, engine or SeededEngine(), asked)
     with RewardPool("exact", workers=0) as pool:
         return asyncio.run(results.score_problems(out, asked, RewardSection(verifier="exact", workers=1), pool))
@@ -110,6 +113,6 @@ def evaluated(out: Path, *sets: HeldOut, seed: int, tail: str = "") -> Path:
     names = {one.section.name: {"file": "ab", "samples": one.section.rollouts_per_prompt} for one in sets}
     out.mkdir()
     identity.check_or_write(out, {"weights": {"files": str(seed)}, "seed": seed, "sets": names})
-    found = scored(out, *sets, engine=SeededEngine(tail=tail), seed=seed)
+    found = scored(out, *sets, engine=SeededEngine(seed=seed, tail=tail))
     results.write(out, results.summarise(found, sets, (1,), seed=0), found)
     return out

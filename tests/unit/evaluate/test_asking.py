@@ -38,7 +38,6 @@ def test_randomness_belongs_to_the_problem_and_not_to_its_place():
     both, one = questions(digits("a"), digits("b")), questions(digits("b"))
     assert [q.group_id for q in both[10:]] == [q.group_id for q in one]
     assert len({q.group_id for q in both}) == 20 and all(q.group_id < 0 for q in both)
-    assert [q.sampling.seed for q in questions(digits(), seed=5)] == [5] * 10
 
 
 def test_more_samples_ask_only_for_the_new_ones(tmp_path):

@@ -34,7 +34,7 @@ def asked(monkeypatch):
         plans.append(plan)
         (one,) = plan.config.data.eval
         prompts, _ = load_problems([one.path], repeats="keep")
-        questions = questions_of([HeldOut(one, tuple(prompts[:-1]))], seed=0, max_new_tokens=1, stops=Stops(()))
+        questions = questions_of([HeldOut(one, tuple(prompts[:-1]))], max_new_tokens=1, stops=Stops(()))
         store = AnswerStore(plan.out)
         for question in questions:
             for index in range(one.rollouts_per_prompt + 1):  # one more than is wanted: of an earlier command

@@ -90,7 +90,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, answers=None, expect=None, updated=None, **options):
+async def rig(
+    tmp_path, *stubs, count=2, handles=None, decode=None, answers=None, expect=None, updated=None, seed=0, **options
+):
     """A started engine. stubs: options of each, or `count` plain ones. handles: made of the stubs' URLs.
     updated: the Weights that it has from the beginning. Servers that fail stay away unless max_restarts is given."""
     warnings = []
@@ -99,7 +101,7 @@ async def rig(tmp_path, *stubs, count=2, handles=None, decode=None, answers=None
         servers = [stub.url for stub in up] if handles is None else [handles(stub.url) for stub in up]
         engine = engine_of(
             servers, tmp_path, options=section(**{"max_restarts": 0, **options}), warnings=warnings, decode=decode,
-            answers=answers, expect=expect,
+            answers=answers, expect=expect, seed=seed,
         )  # fmt: skip
         await stack.enter_async_context(started(engine))
         fleet = Rig(engine, up, servers, warnings)

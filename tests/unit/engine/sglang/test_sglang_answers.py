@@ -80,24 +80,27 @@ def cut(index, ids, version=1):
 def test_a_server_gets_the_sampling_of_the_request(tmp_path, sampling, sent):
     _, (body,), _ = answers_of(tmp_path, group(0, count=2, **sampling))
     assert body["input_ids"] == [list(group(0).prompt.tokens)] * 2 and body["return_logprob"]
-    assert sent.items() <= body["sampling_params"].items() and body["sampling_params"]["max_new_tokens"] == 12
+    for sampling in body["sampling_params"]:
+        assert sent.items() <= sampling.items() and sampling["max_new_tokens"] == 12
 
 
-def test_with_a_seed_each_sample_has_its_own_that_follows_from_the_request_alone(tmp_path):
-    def seeds(request):
-        _, bodies, _ = answers_of(tmp_path, request)
+def test_each_sample_has_a_seed_that_follows_from_the_runs_and_the_request_alone(tmp_path):
+    """Without one a server that was started with enable_deterministic_inference draws with 42 for each."""
+
+    def seeds(request, seed):
+        _, bodies, _ = answers_of(tmp_path, request, seed=seed)
         return [one["sampling_seed"] for body in bodies for one in body["sampling_params"]]
 
-    both = seeds(group(0, count=2, seed=3))
+    both = seeds(group(0, count=2), 3)
     assert len(set(both)) == 2 and all(0 <= seed < 2**31 for seed in both)
-    alone = replace(group(0, count=2, seed=3), indices=(1,))
-    assert seeds(alone) == both[1:] and not set(seeds(group(0, count=2, seed=4))) & set(both)
+    alone = replace(group(0, count=2), indices=(1,))
+    assert seeds(alone, 3) == both[1:] and not set(seeds(group(0, count=2), 4)) & set(both)
 
 
 def test_samples_that_may_get_different_numbers_of_tokens_are_requests_of_their_own(tmp_path):
     request = replace(group(0, count=4), limits={0: 3, 1: 3, 2: 5}, partial={2: cut(2, [1, 1]), 3: cut(3, [4])})
     rollouts, bodies, _ = answers_of(tmp_path, request)
-    asked = [(body["input_ids"][0][3:], body["sampling_params"]["max_new_tokens"]) for body in bodies]
+    asked = [(body["input_ids"][0][3:], body["sampling_params"][0]["max_new_tokens"]) for body in bodies]
     assert sorted(asked) == [([], 3), ([], 3), ([1, 1], 3), ([4], 11)]
     ended = [(r.response_length, r.finish_reason) for r in rollouts]
     assert ended == [(3, "segment"), (3, "segment"), (5, "segment"), (12, "length")]
@@ -309,7 +312,7 @@ def test_answers_are_streamed_where_the_server_sends_them_whole(tmp_path, sends_
     assert [r.tokens[3:].tolist() for r in rollouts] == [[3, 4, 5, 6, 7, 8]] * count
     assert {(r.finish_reason, r.weight_version) for r in rollouts} == {("length", 1)}
     assert body["stream"] == (interval is not None)
-    assert body["sampling_params"].get("stream_interval") == interval
+    assert {one.get("stream_interval") for one in body["sampling_params"]} == {interval}
 
 
 def test_room_is_given_back_when_an_answer_has_ended(tmp_path):

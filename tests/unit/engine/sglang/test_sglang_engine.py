@@ -35,7 +35,7 @@ def test_a_group_is_one_request_with_all_its_samples(tmp_path):
             rollouts = await collect(fleet.engine, [group(5, count=3, max_new_tokens=6, temperature=0.7)])
             (body,) = fleet.stubs[0].bodies
             assert [len(ids) for ids in body["input_ids"]] == [3, 3, 3]
-            assert body["sampling_params"]["temperature"] == 0.7 and body["return_logprob"]
+            assert body["sampling_params"][0]["temperature"] == 0.7 and body["return_logprob"]
             assert [r.index for r in rollouts] == [0, 1, 2]
             for r in rollouts:
                 assert (r.group_id, r.prompt_id, r.weight_version, r.text) == (5, "p5", 1, "6 tokens")
@@ -183,7 +183,7 @@ def test_a_request_that_was_cut_short_goes_on_from_its_tokens(tmp_path):
             rollouts = await collect(fleet.engine, [group(0, count=2)])
             (again,) = stub.bodies
             assert [ids[3:] for ids in again["input_ids"]] == [[1, 2], [4, 5]]
-            assert again["sampling_params"]["max_new_tokens"] == 10
+            assert again["sampling_params"][0]["max_new_tokens"] == 10
             assert [r.tokens[3:5].tolist() for r in rollouts] == [[1, 2], [4, 5]]
             assert {(r.response_length, r.finish_reason) for r in rollouts} == {(12, "length")}
 
@@ -198,7 +198,7 @@ def test_samples_that_were_whole_are_not_asked_for_again(tmp_path):
             first(stub, 1, answering(200, answers))
             rollouts = await collect(fleet.engine, [group(0, count=3)])
             # Two lengths: two requests.
-            assert sorted((len(b["input_ids"][0]), b["sampling_params"]["max_new_tokens"]) for b in stub.bodies) == [
+            assert sorted((len(b["input_ids"][0]), b["sampling_params"][0]["max_new_tokens"]) for b in stub.bodies) == [
                 (4, 11),
                 (6, 9),
             ]

@@ -38,6 +38,7 @@ def test_each_server_that_loads_is_named_in_turn(tmp_path):
                 warn=print,
                 loads=told.append,
                 run_dir=tmp_path,
+                seed=0,
                 temperature=1.0,
                 probe_tokens=[0, 1, 2],
             )
