@@ -43,7 +43,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
         for i in range(args.answers // 8)
     )
     one = EvalSet(name="sums", path=Path("x"), rollouts_per_prompt=8, temperature=1.0)
-    return questions_of([HeldOut(one, prompts)], seed=0, max_new_tokens=args.tokens, stops=Stops((2,)))
+    return questions_of([HeldOut(one, prompts)], max_new_tokens=args.tokens, stops=Stops((2,)))
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -53,7 +53,9 @@ def text_of(ids: Sequence[int]) -> str:
 
 async def bare(urls: Sequence[str], asked: Sequence[Question], window: int) -> None:
     """Post, parse JSON, forget."""
-    bodies = [calls_of(request, f"bare-{i}", cache_key="x")[0].body for i, request in enumerate(requests(asked, ()))]
+    bodies = [
+        calls_of(request, f"bare-{i}", seed=0, cache_key="x")[0].body for i, request in enumerate(requests(asked, ()))
+    ]
     left = iter(enumerate(bodies))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -132,7 +132,8 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, l
 async def turn(side: str, engine: SGLangEngine, url: str, asked: Sequence[GroupRequest]) -> float:
     """Tokens per second of one turn of one side."""
     number = time.monotonic_ns()
-    bodies = [calls_of(request, f"bare-{number}-{i}", cache_key="bare")[0].body for i, request in enumerate(asked)]
+    calls = [calls_of(one, f"bare-{number}-{i}", seed=0, cache_key="bare") for i, one in enumerate(asked)]
+    bodies = [call.body for (call,) in calls]
     # A session of its own for each turn: like the engine's, it keeps connections no longer than the server.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         started = time.perf_counter()

@@ -386,12 +386,16 @@ class Sequences:
     def select(self, indices: Sequence[int]) -> Self:
         """Return the given samples, in the given order."""
         indices_M = np.asarray(indices, dtype=np.int64)
-        changed: dict[str, Any] = {"tokens_T": _ragged_select(self.tokens_T, self.lengths_N, indices_M)}
+        changed: dict[str, Any] = {}
         for column_field in fields(self):
             name, column = column_field.name, getattr(self, column_field.name)
-            if name.endswith("_R") and column is not None:
+            if column is None:
+                continue
+            if name.endswith("_T"):
+                changed[name] = _ragged_select(column, self.lengths_N, indices_M)
+            elif name.endswith("_R"):
                 changed[name] = _ragged_select(column, self.response_lengths_N, indices_M)
-            elif name.endswith(("_N", "_NK")) and column is not None:
+            elif name.endswith(("_N", "_NK")):
                 is_array = isinstance(column, np.ndarray)
                 changed[name] = column[indices_M] if is_array else tuple(column[i] for i in indices_M.tolist())
         return replace(self, **changed)

@@ -78,12 +78,12 @@ class BatchTotals:
         return int(self.tokens_per_bin.sum())
 
     @property
-    def kept_rollouts(self) -> int:
+    def mixed_rollouts(self) -> int:
         """Rollouts of groups with 0 < mu < 1, those without tokens included."""
         return int(self.rollouts_per_bin[1:-1].sum())
 
     @property
-    def kept_tokens(self) -> int:
+    def mixed_tokens(self) -> int:
         """Trained tokens of groups with 0 < mu < 1."""
         return int(self.tokens_per_bin[1:-1].sum())
 

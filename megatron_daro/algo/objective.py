@@ -352,29 +352,32 @@ def _ratio(
     sample_reduce: SampleReduce | None,
 ) -> Tensor:
     """Return the importance ratio that the trust region looks at: the token's, or its sequence's (gspo)."""
-    if settings.trust_region in ("cispo", "mirror", "reinforce"):
-        # What multiplies the gradient of log pi there is bounded by itself, so it flows at every ratio.
-        return importance_ratio(logprobs_T, old_T).detach() * (logprobs_T - logprobs_T.detach()).exp()
-    if settings.trust_region != "gspo":
-        return importance_ratio(logprobs_T, old_T)
-    log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, sample_reduce)
-    return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
+    match settings.trust_region:
+        case "clip" | "sapo":
+            return importance_ratio(logprobs_T, old_T)
+        case "gspo":
+            log_ratio_T = sequence_log_ratio(logprobs_T, old_T, *where, sample_reduce)
+            return importance_ratio(log_ratio_T, torch.zeros_like(old_T))
+        case "cispo" | "mirror" | "reinforce":
+            # What multiplies the gradient of log pi there is bounded by itself, so it flows at every ratio.
+            return importance_ratio(logprobs_T, old_T).detach() * (logprobs_T - logprobs_T.detach()).exp()
 
 
 def _surrogate(settings: ObjectiveSettings, ratio_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the token losses, and where their gradient was taken away or bounded."""
     nowhere_T = torch.zeros_like(ratio_T, dtype=torch.bool)
-    if settings.trust_region == "sapo":
-        losses_T = sapo_loss(ratio_T, advantages_T, settings.sapo_positive, settings.sapo_negative)
-        return losses_T, dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
-    if settings.trust_region in ("reinforce", "mirror"):
-        return reinforce_loss(ratio_T, advantages_T), dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
-    if settings.trust_region == "cispo":
-        losses_T = cispo_loss(ratio_T, advantages_T, settings.clip_high)
-        above_T = (ratio_T > 1 + settings.clip_high) & (advantages_T != 0)
-        return losses_T, {"clip_high": above_T, "clip_low": nowhere_T, "dual_clip": nowhere_T}
-    clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
-    return clipped_ratio_loss(ratio_T, advantages_T, *clip), clip_fractions(ratio_T, advantages_T, *clip)
+    unbounded = dict.fromkeys(("clip_high", "clip_low", "dual_clip"), nowhere_T)
+    match settings.trust_region:
+        case "clip" | "gspo":
+            clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
+            return clipped_ratio_loss(ratio_T, advantages_T, *clip), clip_fractions(ratio_T, advantages_T, *clip)
+        case "cispo":
+            above_T = (ratio_T > 1 + settings.clip_high) & (advantages_T != 0)
+            return cispo_loss(ratio_T, advantages_T, settings.clip_high), unbounded | {"clip_high": above_T}
+        case "sapo":
+            return sapo_loss(ratio_T, advantages_T, settings.sapo_positive, settings.sapo_negative), unbounded
+        case "reinforce" | "mirror":
+            return reinforce_loss(ratio_T, advantages_T), unbounded
 
 
 def _correction(

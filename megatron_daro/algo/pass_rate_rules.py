@@ -161,5 +161,5 @@ class Dgpo(Algorithm):
         weights_B = scores_B / (mean_score or 1.0)
         if self.deviation == "verdicts":
             weights_B = weights_B / torch.where(inner_B, 2 * mu_B * (1 - mu_B), 1.0)
-        kept_N = constant(inverse(totals.kept_tokens), lengths_N)
+        kept_N = constant(inverse(totals.mixed_tokens), lengths_N)
         return kept_N * torch.where(inner_B, weights_B, 0.0).to(bins_N.device)[bins_N]

@@ -109,7 +109,7 @@ class Dapo(Algorithm):
                 "denominator: got 'prompt', whose coefficients depend on the lengths of the whole group; call "
                 "`coefficients` with Samples, or set it to 'batch'"
             )
-        return torch.where(self._mixed(bins_N), constant(inverse(totals.kept_tokens), lengths_N), 0.0)
+        return torch.where(self._mixed(bins_N), constant(inverse(totals.mixed_tokens), lengths_N), 0.0)
 
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
@@ -120,7 +120,7 @@ class Dapo(Algorithm):
                 "dapo with denominator prompt: the samples have no group_lengths_NK; build the batch with this "
                 "algorithm, whose `needs_group_lengths` says so"
             )
-        prompts = totals.kept_rollouts / self.rollouts_per_prompt
+        prompts = totals.mixed_rollouts / self.rollouts_per_prompt
         tokens_N = samples.group_lengths_NK.sum(dim=1).to(torch.float64)
         kept_N = self._mixed(samples.bins_N) & (samples.lengths_N > 0)
         return torch.where(kept_N, 1 / (max(prompts, 1.0) * tokens_N.clamp(min=1)), 0.0)

@@ -189,9 +189,9 @@ class RolloutSection(Section):
     """Keep groups beyond the batch for the next one, unfinished ones with their tokens so far. Needs max_staleness
     >= 1."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
-    """all: each round waits for all of its groups, so a run repeats exactly; enough: a batch ends once
-    prompts_per_batch groups are trainable; auto: all with an engine that works on one batch at a time (embedded), else
-    enough."""
+    """all: each round waits for all of its groups, so a run repeats exactly if the engine's answers do; enough: a batch
+    ends once prompts_per_batch groups are trainable; auto: all with an engine that works on one batch at a time
+    (embedded), else enough."""
 
     segment_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one answer gets while one batch is sampled (again where none of its groups ended); then it is

@@ -60,8 +60,8 @@ def old_and_new(section: RolloutSection, waiting: int, wanted: int) -> tuple[int
 
 class InRounds:
     """Groups begin in rounds. A round is one call of the engine, as fits one that works on one batch at a time, and the
-    next begins when all of its groups have ended. What is in a batch follows from the saved state alone, so a run
-    repeats exactly."""
+    next begins when all of its groups have ended. What is in a batch follows from the saved state and the answers
+    alone: a run repeats exactly with an engine that does (embedded)."""
 
     apart = False
 

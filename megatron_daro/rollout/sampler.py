@@ -109,7 +109,10 @@ class Sampler:
 
     def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
         """Those whose weights are more than `max_staleness` batches behind this weight version."""
-        return tuple(group for group in groups if version - group.weight_version > self._max_lag)
+        return tuple(group for group in groups if self._is_stale(group.weight_version, version))
+
+    def _is_stale(self, oldest: int, version: int) -> bool:
+        return version - oldest > self._max_lag
 
     async def sample(self, use_version: int) -> SampledBatch:
         """Sample the next batch; never empty, never more than prompts_per_batch groups.
@@ -171,10 +174,9 @@ class Sampler:
 
     def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old."""
-        oldest = use_version - self._max_lag
 
         def is_usable(group: UnfinishedGroup) -> bool:
-            return group.weight_version is None or group.weight_version >= oldest
+            return group.weight_version is None or not self._is_stale(group.weight_version, use_version)
 
         self._discard(batch, [group for group in self._unfinished if not is_usable(group)])
         self._unfinished = tuple(filter(is_usable, self._unfinished))

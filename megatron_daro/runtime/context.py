@@ -12,6 +12,7 @@ from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.observe import logs
 from megatron_daro.observe.phases import Phases
+from megatron_daro.rollout.batch_so_far import LOWEST_KEEP_RATE
 from megatron_daro.rollout.protocol import Progress
 
 
@@ -34,12 +35,13 @@ class RunContext:
             "update_call": one.sync_timeout_s,
         }
         size, environments = rollout.rollouts_per_prompt, [e for e in config.all_environments if e.has_turns]
+        most_prompts = rollout.prompts_requested / LOWEST_KEEP_RATE  # of a round
         deadlines = Deadlines.of(
             config.trainer.deadline_scale,
             steps_per_batch=config.trainer.steps_per_batch,
             **(of_servers if config.engine.kind == "sglang" else {}),
             conversation=max((_conversations_s(environment, size) for environment in environments), default=0.0),
-            verdicts=math.ceil(rollout.prompts_requested * size / reward.workers) * reward.timeout_s,
+            verdicts=math.ceil(most_prompts * size / reward.workers) * reward.timeout_s,
         )
         return cls(config, progress, phases, deadlines)
 

@@ -9,8 +9,8 @@ Where a run starts, from prompts as from a recording, which is never that of its
 A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
 it was; otherwise it is written. RUN/restarts.txt says what a restart changes, or why it was rejected.
 `train --dry-run` calls the same functions as a start, reads only the first and last rows of training files (all where
-those are refused), and writes nothing. It starts nothing of the run; what the configuration names is tried in a process
-of its own, which ends.
+those are refused), and writes nothing. It starts nothing of the run. Classes that the configuration names are imported
+here, and what the run makes in worker processes is made in one, which ends.
 """
 
 from __future__ import annotations

@@ -76,8 +76,17 @@ def calls_of(
     """
     lengths = {(length_so_far(request, index), request.room(index)) for index in request.indices}
     parts = [request.indices] if len(lengths) == 1 else [(index,) for index in request.indices]
-    common = {"cache_key": cache_key, "streams": streams, "adapter": adapter, "seed": seed}
-    return [call_of(replace(request, indices=part), f"{name}.{part[0]}", **common) for part in parts]
+    return [
+        call_of(
+            replace(request, indices=part),
+            f"{name}.{part[0]}",
+            cache_key,
+            streams=streams,
+            adapter=adapter,
+            seed=seed,
+        )
+        for part in parts
+    ]
 
 
 def call_of(

@@ -122,7 +122,7 @@ def test_every_coefficient_by_hand():
     bins_N = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2])
     lengths_N = torch.tensor([2, 2, 1, 3, 2, 0, 3, 3])
     totals = BatchTotals.of(bins_N, lengths_N, 2)
-    assert (totals.tokens, totals.kept_tokens, totals.num_rollouts) == (16, 6, 8)
+    assert (totals.tokens, totals.mixed_tokens, totals.num_rollouts) == (16, 6, 8)
     mean = [1 / 16] * 5 + [0.0] + [1 / 16] * 2
     kept = [0.0, 0.0, 1 / 6, 1 / 6, 1 / 6, 0.0, 0.0, 0.0]
     expected = {
@@ -242,7 +242,7 @@ def test_totals_survive_the_way_through_one_vector():
     assert vector.tolist() == [0, 3, 5, 0, 2, 1] and vector.dtype == torch.int64
     back = BatchTotals.from_vector(vector.double())
     assert back.tokens_per_bin.tolist() == [0, 3, 5] and back.tokens_per_bin.dtype == torch.int64
-    assert (back.num_rollouts, back.tokens, back.kept_tokens) == (3, 8, 3)
+    assert (back.num_rollouts, back.tokens, back.mixed_tokens) == (3, 8, 3)
     assert back.rollouts_per_bin.tolist() == [0, 2, 1] and back.pass_rate == pytest.approx((2 * 1 + 1 * 2) / 2 / 3)
 
 
