@@ -164,9 +164,9 @@ class ObjectiveSettings:
     clip_low, clip_high, dual_clip: see `surrogate.clipped_ratio_loss`. kl_coefficient, entropy_coefficient: weights of
     the mean KL and entropy per trained token. kl_mean: "rollouts" is the mean over rollouts of the mean KL of their
     tokens (the caller hands in kl_scales_T then). reward_kl_coefficient: of the KL that the caller takes from rewards,
-    of each token's with reward_kl_per_token; not read here. correction: "none"; "tis" caps the rollout ratio at
-    correction_cap; "mis" drops what lies outside [correction_low, correction_high]. correction_level: what the rollout
-    ratio is taken over, "token" or "sequence".
+    of each token's with reward_kl_per_token; not read here. correction: "none"; "tis" multiplies by the
+    rollout ratio, at most correction_cap; "mis" by the ratio, and drops what lies outside [correction_low,
+    correction_high]. correction_level: what the rollout ratio is taken over, "token" or "sequence".
     trust_region: "clip", PPO's; "gspo", the same with the sequence's ratio (its clip range is usually near 4e-4);
     "cispo" reads clip_high only; "sapo" reads sapo_positive and sapo_negative, its temperatures; "reinforce", none;
     "mirror" reads mirror_tau, the weight of Kimi k1.5's relative entropy to the old policy. old_is_rollout: the old

@@ -87,7 +87,7 @@ class CorrectionSection(Section):
     """Importance correction between the engine that sampled and the policy that trains."""
 
     kind: Literal["none", "tis", "mis"] = "none"
-    """none; tis: truncated ratio; mis: drop what is outside [low, high]."""
+    """none; tis: times the truncated ratio; mis: times the ratio, without what is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
     """Per token, or per sequence."""
     cap: float = Field(default=2.0, ge=1e-6, le=1e6)

@@ -1,5 +1,6 @@
 """Fills a batch: begins groups and takes in those that end, until the batch is complete. When that is, how many begin,
-and which of them are one call of the engine is decided in `filling.py`.
+and which of them are one call of the engine is decided in `filling.py`; a batch trains at most `prompts_per_batch`
+groups however it was filled (sampler.py).
 
 `fill` waits for the next call that ends; each call waits for its engine, and its verdicts are made meanwhile.
 """
@@ -64,7 +65,8 @@ class BatchFiller:
             The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
 
         Raises:
-            DataError: no prompts. EngineError, RewardError, DeadlineError: the engine or the verifiers failed.
+            DataError: no prompts. EngineError, WorkerError, RewardError, DeadlineError: the engine or the verifiers
+            failed.
         """
         flight = Flight(deque(unfinished))
         try:
@@ -86,7 +88,7 @@ class BatchFiller:
         """Begin the groups that are wanted, beside those in flight."""
         # An unfinished group will be in a later batch: a prompt in its place would only wait as well.
         missing = self._section.prompts_per_batch - len(batch.kept) - len(flight.unfinished)
-        wanted = self._filling.wanted(batch, flight, missing) if missing > 0 else 0
+        wanted = self._filling.wanted(batch, flight, missing)
         if wanted <= 0:
             return
         flight.times_begun += 1

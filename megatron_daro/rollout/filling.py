@@ -32,7 +32,8 @@ class Filling(Protocol):
         ...
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """Return how many groups to begin, so that the batch is likely to keep `missing` (1 or more) more of them."""
+        """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more.
+        missing: to `prompts_per_batch`, the most that a batch trains."""
         ...
 
     def prompts_left(self, flight: Flight) -> float:

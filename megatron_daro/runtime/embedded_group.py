@@ -163,9 +163,8 @@ class EngineGroup:
                 "the engines hold mixed weights after a failed update and do not generate; resume the run"
             )
         number = len(self._replicas)
-        first = (
-            requests[0].group_id if len(requests) == 1 else 0
-        )  # calls of one group go to one replica after the other
+        # Calls with a single group go to one replica after the other.
+        first = requests[0].group_id if len(requests) == 1 else 0
         shares = [(replica, requests[(replica.number - first) % number :: number]) for replica in self._replicas]
         finished = False
         try:
@@ -203,7 +202,7 @@ class EngineGroup:
 
     def begin_update(self, version: int, only: str | None = None) -> _GroupUpdate | None:
         """Begin an update of all replicas together, or of the one that came back under this name (None: it does not
-        wait any more). Raises EngineError: one died too often."""
+        wait any more). Raises WorkerDiedError: one died too often."""
         self._check()
         if only is None:
             return _GroupUpdate(self, version)
@@ -228,7 +227,7 @@ class EngineGroup:
         return {one: one.worker for one in self._replicas if one.state != "away" and one.worker is not None}
 
     async def any_present(self) -> dict[_Replica, ActorHandle]:
-        """Wait for the first replica, and return `present`. Raises EngineError: one died too often."""
+        """Wait for the first replica, and return `present`. Raises WorkerDiedError: one died too often."""
         while not (there := self.present()):
             self._check()
             await self._changed.wait()
@@ -333,7 +332,7 @@ class EngineGroup:
             await self._when_back(replica.name)
 
     async def _serving(self, replica: _Replica) -> ActorHandle:
-        """Wait until a replica has the weights. Raises EngineError: one died too often."""
+        """Wait until a replica has the weights. Raises WorkerDiedError: one died too often."""
         while replica.state != "serving" or replica.worker is None:
             self._check()
             await self._changed.wait()

@@ -77,7 +77,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         stack.callback(run_directory.remove_unfinished_export, config.trainer)
         for remark in algorithm_remarks(config, algorithm):
             progress.warn(remark)
-        # Before any process is started: data that is wrong costs no time.
+        # Before any process of the run is started: data that is wrong costs no time.
         progress.stage("start", "reading the data")
         inputs: Inputs | ReplaySource
         if replay:

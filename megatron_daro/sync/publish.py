@@ -37,7 +37,8 @@ class WeightExporter(Protocol):
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Send everything as the plan says. Failures of receivers are reported; SyncError: nothing to give."""
+        """Send everything as the plan says. Failures of receivers are reported. SyncError: nothing to give;
+        LostSenderError: a rank died meanwhile, and was replaced."""
         ...
 
     async def write(self, files: WeightFiles) -> SendReport:
@@ -96,7 +97,7 @@ class WeightInstaller(Protocol):
         more).
 
         Raises:
-            SyncError: no receiver can take weights. EngineError: the engine is not running.
+            EngineError: the engine is not running. WorkerError: its processes died too often.
         """
         ...
 
@@ -129,7 +130,7 @@ class WeightSync:
         meanwhile, those that came back get them in another update, up to the third. Returns metrics.
 
         Raises:
-            SyncError: no receiver took them. EngineError: all are gone.
+            SyncError: no receiver took them. EngineError, WorkerError: all are gone.
         """
         async with self._one_at_a_time, self._policy.hold(version):
             self._published = True
