@@ -301,8 +301,8 @@ class Verdict:
 class Group:
     """The K rollouts of one prompt with their verdicts, in index order.
 
-    Only what is trained or filtered has them all: of a group that was given up, or that a later batch goes on with, it
-    holds those that had ended, maybe none, and its bin is not the group's.
+    Of a group that was given up, or that a later batch goes on with, it holds those that had ended, maybe none, and its
+    bin is not the group's.
     """
 
     group_id: int
@@ -377,11 +377,6 @@ class Sequences:
         """Return the tokens of each sequence of each of these samples."""
         whole = self.contexts_N or ((),) * len(self)
         return [whole[i] or (int(self.lengths_N[i]),) for i in indices]
-
-    def padded_lengths_N(self, multiple: int) -> np.ndarray:
-        """int64 [N], tokens per sample where each of its sequences is padded to a multiple."""
-        rows = self.contexts_of(range(len(self)))
-        return np.array([sum(-(-tokens // multiple) * multiple for tokens in row) for row in rows], dtype=np.int64)
 
     def select(self, indices: Sequence[int]) -> Self:
         """Return the given samples, in the given order."""

@@ -155,7 +155,7 @@ class MegatronPolicy:
             raise RuntimeError(f"{', '.join(sorted(lacking))}: on the host while servers have the device")
 
     def train_step(self, batch: StepBatch, micro_batches: MicroBatches, *, step: int) -> StepResult:
-        """One optimizer step on this data-parallel shard. Collective over all ranks; all get the same result."""
+        """One optimizer step on this data-parallel shard. Collective over all ranks; results differ in times only."""
         self._needs(*KINDS_OF_MEMORY)
         batch = self._routed(batch)
         result = train_step(

@@ -4,7 +4,7 @@
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
     -> who still reads the weights is waited for
     -> gradients are checked -> update, and what the algorithm learns -> the critic's update
-    -> StepResult, the same on every rank
+    -> StepResult: sums and `skipped` are the same on every rank, times its own
 
 Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
 weights stay as they were and the result says so.

@@ -32,7 +32,7 @@ _MAX_TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of a sample of L tokens, linear * L + quadratic * L ** 2, in any unit; attention is the quadratic part."""
+    """Cost of a sequence of L tokens, linear * L + quadratic * L ** 2, in any unit; attention is the quadratic part."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -44,9 +44,9 @@ class CostModel:
                 "must be above 0"
             )
 
-    def of(self, lengths_N: np.ndarray) -> np.ndarray:
-        """float64 [N], the cost of each sample."""
-        lengths = lengths_N.astype(np.float64)
+    def of(self, lengths_C: np.ndarray) -> np.ndarray:
+        """float64 [C], the cost of each sequence."""
+        lengths = lengths_C.astype(np.float64)
         return self.linear * lengths + self.quadratic * lengths * lengths
 
     @classmethod
@@ -104,6 +104,7 @@ def schedule(
     data_parallel_size: int,
     token_budget: int,
     *,
+    contexts_N: Sequence[Sequence[int]] | None = None,
     cost: CostModel | None = None,
     sequence_multiple: int = 1,
     total_multiple: int = 1,
@@ -113,9 +114,11 @@ def schedule(
     Args:
         lengths_N: tokens per sample, prompt and response, each at least 1.
         data_parallel_size: number of ranks.
-        token_budget: most tokens of one micro-batch, padding included, over all context-parallel ranks.
+        token_budget: most tokens of one micro-batch, padding included, over all context-parallel ranks. A sample of
+            several contexts whose padding alone is above it has a micro-batch of its own.
+        contexts_N: tokens of each sequence that a sample consists of; None: each is one.
         cost: what is balanced; tokens where None. The budget is in tokens always.
-        sequence_multiple: tokens; samples are counted as `pack` pads them.
+        sequence_multiple: tokens; sequences are counted as `pack` pads them.
         total_multiple: tokens; micro-batches are counted as `pack` pads them.
 
     Returns:
@@ -126,9 +129,13 @@ def schedule(
     """
     lengths = np.asarray(lengths_N, dtype=np.int64)
     budget = token_budget // total_multiple * total_multiple if total_multiple > 0 else 0
-    padded = -(-lengths // max(sequence_multiple, 1)) * sequence_multiple
-    _check(lengths, padded, data_parallel_size, token_budget, budget)
-    costs = (cost or CostModel()).of(padded)
+    multiple = max(sequence_multiple, 1)
+    _check(lengths, -(-lengths // multiple) * multiple, data_parallel_size, token_budget, budget)
+    rows = contexts_N or [(length,) for length in lengths.tolist()]
+    sample_C = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    padded_C = -(-np.array([tokens for row in rows for tokens in row]) // multiple) * multiple
+    padded = np.bincount(sample_C, padded_C).astype(np.int64).clip(max=budget)
+    costs = np.bincount(sample_C, (cost or CostModel()).of(padded_C))
     most = len(padded) // data_parallel_size  # micro-batches that every rank has a sample for
     micro_batches = max(1, -(-int(padded.sum()) // (budget * data_parallel_size)))
     while True:

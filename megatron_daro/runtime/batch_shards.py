@@ -42,9 +42,10 @@ def shards_of(batch: Sequences, actor: ActorSection, cost: CostModel) -> list[Sh
     """
     sequence_multiple, total_multiple = actor.pack_multiples
     plan = schedule(
-        batch.padded_lengths_N(sequence_multiple),
+        batch.lengths_N,
         actor.data_parallel,
         actor.micro_batch_tokens,
+        contexts_N=batch.contexts_of(range(len(batch))),
         cost=cost,
         sequence_multiple=sequence_multiple,
         total_multiple=total_multiple,

@@ -19,10 +19,12 @@ T, V, VP, D = 21, 70, 73, 24  # three columns of padding; no size is a multiple 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The module, with tiles smaller than the operands."""
+    """The module, with tiles smaller than the operands; one that another test has imported is back afterwards."""
     torch.manual_seed(20)
     for name, module in triton_in_torch.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "megatron_daro.actor.logprob_kernels", raising=False)
+    monkeypatch.delattr(megatron_daro.actor, "logprob_kernels", raising=False)
     found = importlib.import_module("megatron_daro.actor.logprob_kernels")
     small = found.TileShape(rows=16, columns=16, depth=16, columns_per_part=32)
     found.shape_of_tiles = found.tile_shape

@@ -297,7 +297,6 @@ def test_sequences_of_one_sample_are_packed_as_samples_of_their_own_and_count_as
         pack(batch, range(len(batch)), sequence_multiple=sequence_multiple, total_multiple=total_multiple)
         for batch in (together, apart)
     )
-    assert together.padded_lengths_N(sequence_multiple).sum() == apart.padded_lengths_N(sequence_multiple).sum()
     for rank in range(cp_size):
         mine, theirs = (context_parallel_slice(packed, rank, cp_size) for packed in (one, each))
         for name in ("tokens_T", "labels_T", "positions_T", "mask_T", "cu_seqlens"):

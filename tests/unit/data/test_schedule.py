@@ -181,6 +181,18 @@ def test_ranks_with_few_long_and_many_short_samples():
     check_laws(schedule(lengths, 4, 100), lengths, 4, 100)
 
 
+def test_attention_stops_at_each_context_of_a_sample():
+    contexts = [(8192,), (8192,), (1024,) * 8, (1024,) * 8]
+    plan = schedule([8192] * 4, 2, 16384, contexts_N=contexts, cost=CostModel(0.0, 1.0))
+    assert sorted(sorted(row // 2 for micro in rank for row in micro) for rank in plan) == [[0, 1], [0, 1]]
+
+
+def test_a_sample_that_is_over_the_budget_by_the_padding_of_its_contexts_is_alone():
+    contexts = [(5,) * 8, (30,), (10,)]  # 64 tokens when each is padded to a multiple of 4
+    plan = schedule([40, 30, 10], 1, 40, contexts_N=contexts, sequence_multiple=4)
+    assert sorted(plan[0]) == [(0,), (1,), (2,)]
+
+
 def test_sample_over_the_budget_is_named():
     with pytest.raises(DataError, match=r"sample 2 .*50 .*40"):
         schedule([10, 20, 50], 1, 40)
