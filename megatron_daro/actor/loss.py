@@ -1,7 +1,8 @@
 """The distributed loss of one optimizer step: token sums per pass rate, reduced over all ranks.
 
 StepBatch shard + packed micro-batches -> global totals (one all-reduce) -> per micro-batch X = sum of coefficient *
-token losses -> loss sums per bin (all-reduced once for the step, maxima with another), from which the algorithm learns.
+token losses, and of KL and entropy with theirs -> loss sums per bin (all-reduced once for the step, maxima with
+another), from which the algorithm learns.
 
 Why gradients are exact for every layout: every coefficient already has its global denominator, so the loss of the step
 is the plain sum of X over micro-batches, data-parallel and context-parallel ranks, and the gradient is the plain sum of
@@ -58,8 +59,8 @@ TOKEN_SUMS = ("tokens", *MEANS)
 class StepSums:
     """Sums of one optimizer step over all ranks; the same on every rank.
 
-    step_stats: what the algorithm learns from, the totals among it. policy_loss: sum of X. regularizer: KL and entropy
-    part of the loss. token_sums: by name. max_logprob_diff: over all tokens.
+    step_stats: what the algorithm learns from, the totals among it. policy_loss: token losses' part of
+    the sum of X. regularizer: that of KL and entropy. token_sums: by name. max_logprob_diff: over all tokens.
     """
 
     step_stats: StepStats

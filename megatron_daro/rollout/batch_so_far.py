@@ -12,7 +12,8 @@ from megatron_daro.rollout.ledger import Ledger
 from megatron_daro.types import Group
 
 LOWEST_KEEP_RATE = 0.25
-"""However few groups the filter keeps, no more than four prompts are requested for each that is missing."""
+"""However few groups the filter keeps, no more than four prompts, times `oversampling`, are requested for each that is
+missing."""
 
 
 class BatchSoFar:
