@@ -3,7 +3,7 @@
   StepBatch shard -> advantages (advantages.py)
     -> the critic's gradients -> the policy's: loss.py over the schedule of forward.py, reduced over all ranks
     -> who still reads the weights is waited for
-    -> gradients are checked -> update, and what the algorithm learns -> the critic's update
+    -> gradients are checked -> what the algorithm learns, and the update -> the critic's update
     -> StepResult: sums and `skipped` are the same on every rank, times its own
 
 Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
@@ -201,11 +201,11 @@ def train_step(
     check = check_gradients(train_state.optimizer, allowed=sums.finite and (critic_report is None or critic_report.fit))
     learning_rate = 0.0
     if check.fit and (critic is None or step > critic.pretrain_steps):
+        train_state.algorithm.learn(sums.step_stats)  # first: one that refuses the sums leaves the weights as they are
         learning_rate = apply_update(
             train_state.optimizer, train_state.scheduler, check.grad_norm, fresh_moments=fresh_moments
         )
         train_state.begun = False
-        train_state.algorithm.learn(sums.step_stats)
     metrics = _metrics(sums, check, learning_rate, extra_loss) | {"timing/forward_backward_s": forward_backward_s}
     if critic is not None and critic_report is not None:
         metrics |= critic_report.metrics

@@ -335,7 +335,7 @@ class Algorithm(ABC):
         """Take note that a batch of rollouts begins, before its first optimizer step; called on every rank."""
 
     def learn(self, step_stats: StepStats) -> None:  # noqa: B027
-        """Learn from a step that was applied; called once, on every rank with the same numbers."""
+        """Learn from a step that is applied; called once, on every rank with the same numbers."""
 
     @property
     def weights(self) -> Tensor | None:

@@ -1,8 +1,8 @@
 """One record of metrics per optimizer step: RUN/metrics.jsonl, which TensorBoard and Weights & Biases show too.
 
 Key names and units: docs/metrics.md. What depends on the clock lives under `timing/`, `throughput/` and `recovery/`, so
-that the rest of two runs of one seed can be compared exactly (`comparable`). Rejects values that are no numbers, steps
-that do not increase, and files damaged anywhere but in their last line.
+that the rest of two runs of one seed can be compared (`comparable`). Rejects values that are no numbers, steps that do
+not increase, and files damaged anywhere but in their last line.
 """
 
 from __future__ import annotations
@@ -168,8 +168,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def comparable(metrics: Metrics) -> dict[str, float | None]:
-    """Return the metrics that two runs of the same seed share exactly: all but the keys under `timing/`, `throughput/`
-    and `recovery/`."""
+    """Return the metrics that two runs of the same seed share exactly where they do not generate while they train: all
+    but the keys under `timing/`, `throughput/` and `recovery/`. With overlap counts of groups differ too (metrics.md).
+    """
     return {key: value for key, value in metrics.items() if not key.startswith(("timing/", "throughput/", "recovery/"))}
 
 

@@ -2,9 +2,10 @@
 
     JSON -> `read` or `read_sample` -> records that can be trusted -> `rollouts_of`: Rollout
 
-Everything that a server says is checked here and nowhere else, and its text is made printable on the way in: what it
-puts into a message may not act on a terminal. Unknown keys are ignored, since each SGLang has more. Tokens of rollouts
-are taken as ids, never through text, with log-probs and weight versions.
+Everything that a server says is read by a schema of this file (what must fit a request is compared where that was
+made), and its text is made printable on the way in: what it puts into a message may not act on a terminal. Unknown keys
+are ignored, since each SGLang has more. Tokens of rollouts are taken as ids, never through text, with log-probs and
+weight versions.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from small_models import random_batch
 
 from megatron_daro.actor import checkpoint, optimizer, shard_file, sharded_state
 from megatron_daro.actor.compat import forget_rotary_tables
-from megatron_daro.errors import CheckpointError, ConfigError, DataError
+from megatron_daro.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -98,6 +98,20 @@ def test_weights_of_classes_are_told_for_each(model, algorithm, by, classes):
         one, other = (after[f"difficulty/weight_by_{by}/{k}/{c}"] for c in classes)
         assert abs(one - other) > 0.01 and after[f"difficulty/weight/{k}"] == pytest.approx((one + other) / 2)
     assert f"difficulty/weight_by_{by}/1/2" not in after
+
+
+def test_an_algorithm_that_refuses_the_sums_leaves_the_weights_as_they_were(model, monkeypatch):
+    """The run then counts the step as none."""
+
+    def refuse(sums):
+        raise NonFiniteError("my sum is nan")
+
+    policy, batch = policy_of(model, GRPO, optimizer={"learning_rate": 1e-2}), random_batch()
+    before = policy.logprobs(batch, ROWS)
+    monkeypatch.setattr(policy.train_state.algorithm, "learn", refuse)
+    with pytest.raises(NonFiniteError, match="my sum"):
+        policy.train_step(batch, ROWS, step=1)
+    assert np.array_equal(policy.logprobs(batch, ROWS), before)
 
 
 def test_a_policy_that_is_gone_leaves_no_tables_of_angles_behind(model):
