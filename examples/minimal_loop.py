@@ -7,8 +7,9 @@ Reads the same configuration. Plain torch and transformers do the sampling and t
 the formulas. The second form trains on the rollouts that a real run recorded, and compares losses per pass-rate bin,
 DARO weights, gradient norms and the rest with that run's metrics.jsonl; it ends with exit code 1 if they differ.
 
-Left out: what makes it fast or safe (parallelism, packing, sampling ahead, checkpoints, verifier processes), and the
-limit of a prompt's length. Refuses other options that change what is trained and that it does not implement.
+Left out: what makes it fast or safe (parallelism, packing, sampling ahead, asking for more than is missing,
+checkpoints, verifier processes), and the limit of a prompt's length. Refuses other options that change what is trained
+and that it does not implement.
 Letters: N samples, M samples of one forward pass, S positions, V vocabulary, K rollouts per prompt.
 """
 
@@ -49,7 +50,7 @@ actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs
 rollout.stop=() rollout.stop_token_ids=() environments=() environment.kind=single_turn data.order=epochs lora.rank=0
 algorithm.filter=auto algorithm.length_reward.weight=0.0 algorithm.repetition_penalty=0.0 algorithm.turn_rewards=False
 algorithm.trust_region=clip algorithm.distill.urls=() rollout.segment_tokens=None rollout.repetition.tokens=None
-data.pass_rates=None data.shuffle=True model.megatron_weights=None"""
+data.pass_rates=None data.shuffle=True model.megatron_weights=None actor.precision=fp32"""
 
 
 @dataclass(frozen=True, slots=True)
