@@ -71,6 +71,8 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config, self.optimizer_steps, self.size = config, 0, config.rollout.rollouts_per_prompt
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        embedding: Any = self.model.get_input_embeddings()
+        embedding.padding_idx = None  # else a pad token that an answer has would get no gradient
         rollout = config.rollout
         sizes: dict[str, Any] = {"rollouts_per_prompt": self.size, "max_response_tokens": rollout.max_response_tokens}
         self.algorithm = make_algorithm(**config.algorithm.arguments(**sizes))
