@@ -9,7 +9,7 @@ evaluates them, then has three coroutines under one task group:
 
     coroutine   waits for                                          unblocked by
     _generate   its turn: batch m needs m - 1 - batches_ahead      `_end_batch`, once the engine has the weights
-                trained, so 0 is synchronous training, and 1       of a batch, or a batch trained nothing
+                trained, so 0 is synchronous training, and 1       of a batch
                 overlaps the two, by the same code;
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
     _train      a batch, or None: there are no more                `_generate`
@@ -47,13 +47,13 @@ from megatron_daro.observe.drift import DriftWatch
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.rollout.ledger import Outcome
-from megatron_daro.rollout.lost_batches import LostBatches
 from megatron_daro.rollout.minibatches import MiniBatch, passed, plan_minibatches, planned_steps
 from megatron_daro.rollout.no_signal import SignalWatch
 from megatron_daro.rollout.pace import Pace
 from megatron_daro.rollout.protocol import CheckpointStore, MetricsSink, Phases, Progress
 from megatron_daro.rollout.recorder import Recorder, read_waiting, write_waiting
 from megatron_daro.rollout.sampled_batch import BatchSource, SampledBatch
+from megatron_daro.rollout.skipped_steps import SkippedSteps
 from megatron_daro.rollout.summary import batch_metrics, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Gpus, OwnGpus
@@ -130,7 +130,7 @@ class Controller:
         self.step = 0
         self._lines = StepLines(self._write_line)
         self._signal = SignalWatch()
-        self._lost = LostBatches()
+        self._skips = SkippedSteps()
         self._saving = BackgroundSave(parts.progress)
         self._last_batch: SampledBatch | None = None
         self._weight_sync = WeightSync(parts.policy, parts.engine) if parts.engine else None
@@ -152,7 +152,7 @@ class Controller:
         self.step = state["step"]
         self._saving.go_on_from(self.step)
         self._pace.go_on_from(self.step, state["batches_done"])
-        self._lost.skipped_steps = state["skipped_steps"]
+        self._skips.total = state["skipped_steps"]
         await self.truncate_files()
 
     async def truncate_files(self) -> None:
@@ -299,8 +299,6 @@ class Controller:
             await self._checkpoint_if_due()
             await self._train_batch(batch)
             await self._checkpoint_if_due()
-        if self._parts.recorder and (lost := self._lost.unrecorded_groups):
-            self._parts.progress.warn(f"{lost} groups of batches that trained nothing are in no file: no step followed")
         await self._give_gpus_to_policy()
         await self._checkpoint()
         with self._parts.phases.measure("checkpoint"):
@@ -308,18 +306,11 @@ class Controller:
 
     async def _train_batch(self, batch: SampledBatch) -> None:
         """All optimizer steps of one batch, epoch by epoch; then the engines get the new weights."""
-        self._last_batch = batch = self._lost.join_to(batch)
+        self._last_batch = batch
         # Checkpoints continue from this batch's snapshot or a later one's: all other groups are finished in these.
         self._parts.source.ledger.forget_outcomes(but=batch.snapshot.handed_over)
-        stale = self._parts.source.stale(batch.groups, self.step)
-        minibatches, unused = plan_minibatches(batch, stale, self.step, self._section)
+        minibatches, unused = plan_minibatches(batch, self.step, self._section)
         self._resolve(unused, "dropped")
-        self._pace.begun(minibatches[-1].step - self.step if minibatches else 0)
-        if not minibatches:
-            cause = f"all {len(stale)} groups of a batch were older than rollout.max_staleness"
-            self._lost.without_step(batch, cause)
-            await self._pace.batch_done(self.step)
-            return
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
             minibatch.step: await self._with_logprobs(minibatch) for minibatch in minibatches if minibatch.epoch == 1
@@ -391,7 +382,7 @@ class Controller:
         except NonFiniteError as error:
             result = StepResult({}, skipped=True, reason=str(error))
         if not result.skipped:
-            self._lost.step_trained(minibatch)
+            self._skips.trained(minibatch)
             return result
         where = "observe.save_rollouts is off, so the batch was not written"
         if self._parts.recorder:
@@ -403,7 +394,7 @@ class Controller:
         if self._section.on_nonfinite == "stop":
             raise NonFiniteError(f"{message}. To go on without such batches, set trainer.on_nonfinite=skip")
         self._parts.progress.warn(message)
-        self._lost.step_skipped(minibatch, message)
+        self._skips.skipped(minibatch, message)
         return result
 
     async def _publish(self, what: str) -> Mapping[str, float]:
@@ -494,7 +485,7 @@ class Controller:
         return {f"rollout/groups_{state}": float(count) for state, count in ledger.counts().items()} | {
             "rollout/retries": float(ledger.retries),
             "rollout/late_refused": float(ledger.late_refused),
-            "rollout/steps_skipped": float(self._lost.skipped_steps),
+            "rollout/steps_skipped": float(self._skips.total),
         }
 
     async def _checkpoint_if_due(self) -> None:
@@ -514,7 +505,7 @@ class Controller:
             "format": STATE_FORMAT,
             "step": step,
             "batches_done": self._pace.batches_done,
-            "skipped_steps": self._lost.skipped_steps,
+            "skipped_steps": self._skips.total,
             "sampler": batch.snapshot.to_json(self._parts.source.ledger.outcomes),
         }
         waiting = batch.snapshot.waiting()

@@ -26,7 +26,7 @@ Files, in the order to read them:
     sampler.py              from batch to batch: what is kept, too old, empty; the snapshot
     sampled_batch.py        what the controller gets
     minibatches.py          which groups train at which optimizer step
-    lost_batches.py         what trained nothing: counted, recorded later, or the end of the run
+    skipped_steps.py        steps that were skipped: counted, or the end of the run
     summary.py              what groups say in numbers; where a metric is added
     no_signal.py            what to tell people when answers teach nothing
     evaluation.py           accuracy on held-out problems while a run trains

@@ -53,28 +53,27 @@ class MiniBatch:
 
 
 def planned_steps(batch: SampledBatch, step: int, section: TrainerSection) -> int:
-    """Return how many optimizer steps a batch takes, if it begins after `step` and nothing of it is dropped."""
+    """Return how many optimizer steps a batch takes, if it begins after `step`."""
     if batch.recorded:
         return batch.recorded[-1].step - step
     return min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch
 
 
 def plan_minibatches(
-    batch: SampledBatch, stale: Sequence[Group], step: int, section: TrainerSection
+    batch: SampledBatch, step: int, section: TrainerSection
 ) -> tuple[list[MiniBatch], tuple[Group, ...]]:
-    """Split what is fresh into one part per optimizer step.
+    """Split a batch into one part per optimizer step.
 
     Args:
-        batch: the sampled batch. stale: its groups that are too old.
+        batch: the sampled batch.
         step: optimizer steps done. section: parts, epochs, seed, and the optimizer steps of the whole run.
 
     Returns:
-        (mini-batches, unused groups: the stale ones, and those for which the run has no more steps). No mini-batches if
-        everything is stale; else one at least trains, also of a recorded batch (rollout/replay.py).
+        (mini-batches, groups for which the run has no more steps). One mini-batch at least trains, also of a recorded
+        batch (rollout/replay.py).
     """
-    old = {group.group_id for group in stale}
-    fresh = [group.group_id for group in batch.groups if group.group_id not in old]
-    steps = [one for one in batch.recorded or _steps(fresh, step, section) if one.step <= section.steps]
+    ids = [group.group_id for group in batch.groups]
+    steps = [one for one in batch.recorded or _steps(ids, step, section) if one.step <= section.steps]
     last_use = {group_id: one.step for one in steps for group_id in one.group_ids}
     unused = tuple(group for group in batch.groups if group.group_id not in last_use)
     group_of_id = {group.group_id: group for group in batch.groups}

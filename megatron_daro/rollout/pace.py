@@ -35,12 +35,8 @@ class Pace:
         self.batches_done = batches_done
 
     def sampled(self, steps: int) -> None:
-        """Take note of a sampled batch, which takes so many optimizer steps if nothing of it is dropped."""
+        """Take note of a sampled batch, which takes so many optimizer steps."""
         self._steps_of.append(steps)
-
-    def begun(self, steps: int) -> None:
-        """Take note of how many steps the oldest batch takes indeed, some of whose groups may be too old by now."""
-        self._steps_of[0] = steps
 
     async def may_generate(self, batch: int) -> bool:
         """Wait until the batch of this number may be generated. False: training needs no more batches."""

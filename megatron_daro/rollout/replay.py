@@ -69,10 +69,6 @@ class ReplaySource:
             self._last_step = int(state["source"][_STEP])
             self.ledger.load_state_dict(state["ledger"])
 
-    def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
-        """None: the recorded run has already dropped what was too old for it."""
-        return ()
-
     async def sample(self, use_version: int) -> SampledBatch | None:
         """Return the next recorded batch that trained any group; None after the last one.
 

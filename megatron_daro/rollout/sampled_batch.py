@@ -107,10 +107,6 @@ class BatchSource(Protocol):
         """
         ...
 
-    def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
-        """Those that are too old to be trained by a policy of this weight version."""
-        ...
-
     def load_state_dict(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup] = ()) -> None:
         """Continue where `Snapshot.to_json` says, with the groups of `Snapshot.waiting`. Raises CheckpointError."""
         ...

@@ -107,11 +107,8 @@ class Sampler:
                 "files of their experts"
             )
 
-    def stale(self, groups: Sequence[Group], version: int) -> tuple[Group, ...]:
-        """Those whose weights are more than `max_staleness` batches behind this weight version."""
-        return tuple(group for group in groups if self._is_stale(group.weight_version, version))
-
     def _is_stale(self, oldest: int, version: int) -> bool:
+        """Whether weights of version `oldest` are more than `max_staleness` batches behind this weight version."""
         return version - oldest > self._max_lag
 
     async def sample(self, use_version: int) -> SampledBatch:
@@ -166,10 +163,11 @@ class Sampler:
 
     def _take_surplus(self, batch: BatchSoFar, use_version: int) -> None:
         """Begin with the surplus of the batch before, but for groups that will be too old."""
-        old = self.stale(self._surplus, use_version)
-        batch.drop(old)
-        too_old = {group.group_id for group in old}
-        batch.kept.extend(group for group in self._surplus if group.group_id not in too_old)
+        for group in self._surplus:
+            if self._is_stale(group.weight_version, use_version):
+                batch.drop([group])
+            else:
+                batch.kept.append(group)
         self._surplus = ()
 
     def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "rollout"))
 from books import check_books, files_of, recorded_once
 from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_stack, run_stack, with_parts
 
-from megatron_daro.errors import DataError, DeadlineError, EngineError
+from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.observe.phases import Phases
 from megatron_daro.rollout.minibatches import epoch_order
@@ -167,50 +167,6 @@ def test_weights_are_never_replaced_during_generation_or_evaluation(tmp_path):
         generating += {"generate": 1, "generated": -1}.get(kind, 0)
         assert not (generating and kind in ("sync", "evaluate"))
     assert max(line["rollout/staleness_mean"] for line in read_metrics(tmp_path)[1:]) <= 2
-
-
-def test_groups_that_are_too_old_at_the_moment_of_use_are_dropped_and_counted(tmp_path):
-    stack = make_stack(tmp_path, trainer={"steps": 4})
-    answer = stack.engine.answer
-    # A replica that lags one version behind for the groups 12..23, two whole batches or more.
-    stack.engine.answer = lambda request: tuple(
-        replace(r, weight_version=r.weight_version - 1) if 12 <= r.group_id <= 23 else r for r in answer(request)
-    )
-    run_stack(stack)
-    check_books(tmp_path)
-    used = {g.group_id: (u, g.weight_version) for step in range(1, 5) for g, u in read_step(tmp_path, step)}
-    stale = [i for i, (u, _) in used.items() if 12 <= i <= 23 and u != "filtered"]
-    assert stale and all(used[i][0] == "dropped" for i in stale)
-    lines, outcomes = read_metrics(tmp_path), [outcome for outcome, _ in used.values()]
-    assert len(used) == lines[-1]["rollout/groups_admitted"]
-    for state in ("trained", "filtered", "dropped"):
-        assert outcomes.count(state) == lines[-1][f"rollout/groups_{state}"]
-    check_accuracy(tmp_path)  # of the step after a batch that trained nothing, its groups too
-    tokens = [r.response_length for step in range(1, 5) for g, _ in read_step(tmp_path, step) for r in g.rollouts]
-    assert sum(line["rollout/generated_tokens"] for line in lines) == sum(tokens)
-
-
-def test_a_run_that_stops_after_a_batch_that_was_too_old_says_how_many_groups_are_in_no_file(tmp_path):
-    stack = make_stack(tmp_path)
-
-    def all_are(groups, version):
-        if groups:
-            stack.controller.request_stop("SIGINT")
-        return tuple(groups)
-
-    stack.sampler.stale = all_are
-    assert run_stack(stack).step == 0
-    admitted = stack.sampler.ledger.counts()["admitted"]
-    assert any(f"{admitted} groups of batches that trained nothing" in text for text in stack.progress.messages)
-
-
-def test_batches_that_are_always_too_old_end_the_run(tmp_path):
-    stack = make_stack(tmp_path)
-    answer = stack.engine.answer
-    stack.engine.answer = lambda request: tuple(replace(r, weight_version=-1) for r in answer(request))
-    with pytest.raises(DataError, match=r"5 batches.*max_staleness"):
-        run_stack(stack)
-    assert stack.policy.steps == 0
 
 
 def test_several_minibatches_per_batch_are_one_line_each(tmp_path):
@@ -375,7 +331,6 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
     keep_surplus=st.booleans(),
     filter_groups=st.booleans(),
     finish_batch=st.sampled_from(["all", "enough"]),
-    lags=st.dictionaries(st.integers(0, 60), st.integers(1, 4), max_size=8),
     aborts=st.sets(st.tuples(st.integers(0, 60), st.integers(0, 2), st.integers(0, K - 1)), max_size=30),
     skips=st.sets(st.integers(2, 8), max_size=2),
     crash_at=st.one_of(st.none(), st.integers(2, 6)),
@@ -387,7 +342,6 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
     order_seed,
     minibatches,
     epochs,
-    lags,
     aborts,
     skips,
     crash_at,
@@ -409,12 +363,12 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
         "order_seed": order_seed,
     }
     stack = make_stack(run, crash=("train", crash_at, "exit") if crash_at else None, **options)
-    _misbehave(stack, lags, aborts, skips)
+    _misbehave(stack, aborts, skips)
     if crash_at:
         with pytest.raises(Crash):
             run_stack(stack)
         stack = make_stack(run, **options)
-        _misbehave(stack, lags, aborts, skips)
+        _misbehave(stack, aborts, skips)
         resume_stack(stack)
     else:
         run_stack(stack)
@@ -428,12 +382,8 @@ def test_whatever_happens_the_books_add_up_and_nothing_stale_or_twice_is_trained
             assert read_minibatch(run, step).first_step - 1 - group.weight_version <= staleness * minibatches * epochs
 
 
-def _misbehave(stack, lags, aborts, skips) -> None:
-    """Replicas that lag behind, rollouts that abort, steps that are not finite."""
-    answer = stack.engine.answer
-    stack.engine.answer = lambda request: tuple(
-        replace(r, weight_version=r.weight_version - lags.get(r.group_id, 0)) for r in answer(request)
-    )
+def _misbehave(stack, aborts, skips) -> None:
+    """Rollouts that abort, steps that are not finite."""
     stack.engine.abort_rollouts = aborts
     stack.policy.nonfinite_steps = dict.fromkeys(skips, "skip")
 

@@ -33,8 +33,8 @@ def batch_of(*ids, **others) -> SampledBatch:
     return SampledBatch(tuple(group(i) for i in ids), Snapshot({}, {}), **others)
 
 
-def planned(batch, step=0, stale=(), **section):
-    minibatches, unused = plan_minibatches(batch, stale, step, TrainerSection(**{"steps": 50} | section))
+def planned(batch, step=0, **section):
+    minibatches, unused = plan_minibatches(batch, step, TrainerSection(**{"steps": 50} | section))
     return minibatches, [one.group_id for one in unused]
 
 
@@ -62,11 +62,10 @@ def test_further_epochs_take_all_groups_again_in_another_order():
     assert minibatches[4].again == {g.group_id for g in minibatches[5].groups}
 
 
-def test_stale_groups_and_those_beyond_the_last_step_are_unused():
-    batch = batch_of(0, 1, 2, 3)
-    minibatches, unused = planned(batch, 9, stale=batch.groups[:1], minibatches_per_batch=3, steps=11)
-    assert [[g.group_id for g in one.groups] for one in minibatches] == [[1], [2]] and unused == [0, 3]
-    assert minibatches[1].last and planned(batch, stale=batch.groups) == ([], [0, 1, 2, 3])
+def test_groups_beyond_the_last_step_are_unused():
+    minibatches, unused = planned(batch_of(1, 2, 3), 9, minibatches_per_batch=3, steps=11)
+    assert [[g.group_id for g in one.groups] for one in minibatches] == [[1], [2]] and unused == [3]
+    assert minibatches[1].last
 
 
 def test_a_recorded_batch_has_its_recorded_steps():

@@ -50,7 +50,6 @@ def test_a_batch_has_what_trained_and_beside_it_what_did_not(tmp_path):
     assert batch.recorded == (RecordedMiniBatch(1, 1, 1, (5, 1), True),), "a step of one epoch that failed is left out"
     assert batch.snapshot.source == {"last_step": 2}
     assert one.ledger.counts() == {"admitted": 6, "trained": 0, "filtered": 2, "dropped": 2, "outstanding": 2}
-    assert one.stale(batch.groups, 99) == ()
     assert ids(sampled(one).groups) == [7] and sampled(one) is None
 
 

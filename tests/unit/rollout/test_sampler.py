@@ -163,15 +163,19 @@ def test_surplus_is_chosen_by_id_and_dropped():
     assert batch.snapshot.surplus == ()
 
 
-@pytest.mark.parametrize(("use_version", "carried"), [(0, True), (1, True), (2, False)])
-def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
-    parts = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
+@pytest.mark.parametrize(
+    ("steps_per_batch", "use_version", "carried"),
+    [(1, 0, True), (1, 1, True), (1, 2, False), (3, 3, True), (3, 4, False)],
+)
+def test_surplus_is_kept_while_it_is_young_enough(steps_per_batch, use_version, carried):
+    rollout = {"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1}
+    parts = setup(filter_groups=False, rollout=rollout, steps_per_batch=steps_per_batch)
     first = sample(parts)
     assert not first.dropped
     state = first.snapshot.to_json(dict.fromkeys([0, 1, 2], "trained"))
     waiting = through_parquet(first.snapshot.waiting())
     assert [record.group.group_id for record in waiting] == [3, 4, 5]
-    resumed = setup(filter_groups=False, rollout={"oversampling": 2.0, "keep_surplus": True, "max_staleness": 1})
+    resumed = setup(filter_groups=False, rollout=rollout, steps_per_batch=steps_per_batch)
     resumed.sampler.load_state_dict(state, waiting)
     parts.sampler.ledger.finish([0, 1, 2], "trained")
     for sampler_parts in (parts, resumed):
@@ -182,14 +186,6 @@ def test_surplus_is_kept_while_it_is_young_enough(use_version, carried):
     shorter = max(r.response_length for record in waiting for r in record.group.rollouts) - 1
     with pytest.raises(CheckpointError, match="max_response_tokens"):
         setup(rollout={"max_response_tokens": shorter}).sampler.load_state_dict(state, waiting)
-
-
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_staleness_is_counted_in_batches(steps_per_batch):
-    parts = setup(filter_groups=False, rollout={"max_staleness": 2}, steps_per_batch=steps_per_batch)
-    groups = sample(parts).groups
-    assert parts.sampler.stale(groups, 2 * steps_per_batch) == ()
-    assert parts.sampler.stale(groups, 2 * steps_per_batch + 1) == groups
 
 
 def test_a_dead_engine_ends_sampling_with_its_own_error():
