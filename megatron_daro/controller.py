@@ -384,10 +384,10 @@ class Controller:
         if not result.skipped:
             self._skips.trained(minibatch)
             return result
-        where = "observe.save_rollouts is off, so the batch was not written"
+        where = "observe.save_rollouts is off, so its groups were not written"
         if self._parts.recorder:
             path = await self._to_disk(self._parts.recorder.write_failed, minibatch.step, minibatch.groups)
-            where = f"the batch is in {path}"
+            where = f"its groups are in {path}"
         message = (
             f"step {minibatch.step}: {result.reason or 'loss or gradient is not finite'}; no optimizer step; {where}"
         )

@@ -95,7 +95,7 @@ class Deadlines:
     evaluate: float = 14400.0
     """One evaluation."""
     write: float = 600.0
-    """Writing the rollouts of a step to disk."""
+    """Writing rollouts, metrics or the experts of a step to disk."""
     save: float = 4200.0
     """Saving a checkpoint."""
     load: float = 3600.0

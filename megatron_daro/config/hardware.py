@@ -22,6 +22,7 @@ from megatron_daro.errors import ConfigError
 
 _SMI_TIMEOUT_S = 20
 _FP8_CAPABILITY = 8.9
+# Compute capability by how a type's name begins.
 _CAPABILITIES = {
     **dict.fromkeys(("V100",), 7.0),
     **dict.fromkeys(("T4",), 7.5),
@@ -32,7 +33,6 @@ _CAPABILITIES = {
     **dict.fromkeys(("B100", "B200", "GB200"), 10.0),
     **dict.fromkeys(("B300", "GB300"), 10.3),
 }
-# Compute capability by how a type's name begins.
 THIS_MACHINE = "this machine"
 
 Version = tuple[int, ...]

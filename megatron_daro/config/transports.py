@@ -47,7 +47,7 @@ class Transport:
         both layouts.
     maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
     checkpoint: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
-    on_shared_gpus: it works where a rank and a server share a GPU.
+    no_shared_gpus: why it cannot serve where a rank and a server share a GPU; empty where it can.
     adapters: the adapters of section `lora` go, and no weights: all in one call, under a name of their own which
         requests then give, so that servers go on with what they are doing.
     no_fp8_blocks: why it cannot carry blocks of fp8; empty where it can.
@@ -61,7 +61,7 @@ class Transport:
     shard_plan: bool = False
     maps_memory: bool = False
     checkpoint: bool = False
-    on_shared_gpus: bool = False
+    no_shared_gpus: str = ""
     adapters: bool = False
     no_fp8_blocks: str = ""
 
@@ -74,6 +74,7 @@ TRANSPORTS: Mapping[str, Transport] = {
             "/destroy_weights_update_group",
         ),
         collective=True,
+        no_shared_gpus="NCCL takes no two processes of one GPU into a group",
     ),
     "shards": Transport(
         calls=("/update_weights_from_tensor", "/begin_weight_update", "/end_weight_update"),
@@ -81,19 +82,20 @@ TRANSPORTS: Mapping[str, Transport] = {
         loader="megatron_daro_shards.receive",
         options=("shards_over",),
         shard_plan=True,
+        no_shared_gpus="TCP and RDMA are for other hosts",
         no_fp8_blocks="blocks of 128 x 128 reach over shards",
     ),
     "disk": Transport(
         calls=("/update_weights_from_disk",),
         options=("sync_dir",),
         checkpoint=True,
-        on_shared_gpus=True,
         no_fp8_blocks="files are written in bf16",
     ),
-    "tensor": Transport(calls=("/update_weights_from_tensor",), maps_memory=True, on_shared_gpus=True),
+    "tensor": Transport(calls=("/update_weights_from_tensor",), maps_memory=True),
     "adapters": Transport(
         calls=("/load_lora_adapter_from_tensors", "/unload_lora_adapter"),
         adapters=True,
+        no_shared_gpus="a server would lose its base model's weights with its memory",
         no_fp8_blocks="servers keep the weights of the model's files",
     ),
     "ray": Transport(),

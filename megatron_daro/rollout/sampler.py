@@ -74,16 +74,18 @@ class Sampler:
 
         Raises:
             CheckpointError: the state is torn or does not add up, or a group that waits has an answer that is
-                longer than answers may be now.
+                longer than answers may be now, or is to go on where there is no room.
         """
         with reading_state():
             self._load(state, waiting)
-        answers = [r for record in waiting for r in (*record.group.rollouts, *record.partial)]
-        longest, limit = max((r.response_length for r in answers), default=0), self._section.max_response_tokens
+        lengths = [rollout.response_length for record in waiting for rollout in record.group.rollouts]
+        lengths += [rollout.response_length + 1 for record in waiting for rollout in record.partial]
+        longest, limit = max(lengths, default=0), self._section.max_response_tokens
         if longest > limit:
             raise CheckpointError(
                 f"rollout.max_response_tokens: got {limit}, but a group that waits in the checkpoint has an answer of "
-                f"{longest} tokens; allowed: {longest} or more; fix: set it back, or start a new run from the weights"
+                f"{longest} tokens or more; allowed: {longest} or more; fix: set it back, or start a new run from the "
+                "weights"
             )
 
     def _load(self, state: Mapping[str, Any], waiting: Sequence[RecordedGroup]) -> None:

@@ -75,7 +75,7 @@ def train(config: Config, *, resume: bool = False, replay: Path | None = None) -
         run = RunContext.of(config, progress, phases)
         stack.enter_context(driver_log(run.log_dir, terminal=progress.mode != "off"))
         stack.callback(run_directory.remove_unfinished_export, config.trainer)
-        for remark in algorithm_remarks(config, algorithm):
+        for remark in algorithm_remarks(config, algorithm, generates=replay is None):
             progress.warn(remark)
         # Before any process of the run is started: data that is wrong costs no time.
         progress.stage("start", "reading the data")

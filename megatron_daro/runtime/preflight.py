@@ -151,7 +151,7 @@ def dry_run(config: Config, *, resume: bool, replay: Path | None) -> list[str]:
         DaroError: what the start would end with.
     """
     config, lines = with_template_date(config, resume=resume), _Lines()
-    for remark in algorithm_remarks(config, algorithm_of(config)):
+    for remark in algorithm_remarks(config, algorithm_of(config), generates=replay is None):
         lines.warn(remark)
     _tell_gpu_defaults(config, lines)
     elsewhere = config.cluster.gpus_per_node is not None
@@ -238,7 +238,7 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
     require_usable(run_dir, resume=resume)
     run_directory.require_replaceable_export(config.trainer)
     _look_at_weights(config)
-    if config.engine.is_own:
+    if generates and config.engine.is_own:
         own_engine_class(config.engine.kind, {"model_path": config.model.path, **config.engine.own_arguments})
     if generates:
         VerifierSpec.of_section(config.reward)

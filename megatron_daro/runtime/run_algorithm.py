@@ -78,10 +78,13 @@ def _refuse_what_it_has_not(config: Config, algorithm: Algorithm) -> None:
         )
 
 
-def algorithm_remarks(config: Config, algorithm: Algorithm) -> list[str]:
+def algorithm_remarks(config: Config, algorithm: Algorithm, *, generates: bool) -> list[str]:
     """Return what is allowed, but probably not meant, where that depends on the algorithm itself, or on the engine's
-    class."""
-    rollout, remarks, one_at_a_time = config.rollout, list(algorithm.remarks), one_batch_at_a_time(config)
+    class. Args: generates: false of a replay, for which the engine's class need not be there."""
+    rollout, remarks = config.rollout, list(algorithm.remarks)
+    if not generates:
+        return remarks
+    one_at_a_time = one_batch_at_a_time(config)
     finish_batch = rollout.finish_batch_with(one_batch_at_a_time=one_at_a_time)
     apart = FILLINGS[finish_batch](rollout).apart
     if one_at_a_time and apart:

@@ -118,6 +118,12 @@ def test_an_engine_that_does_not_fit_is_refused_before_anything_starts(tiny, tmp
     assert words in finished.last_line
 
 
+def test_a_replay_needs_no_engine(tiny, run, tmp_path):
+    options = ["engine.kind=no_such_module:Toy", *LAYOUT, f"trainer.run_dir={tmp_path / 'again'}"]
+    found = run_cli(["train", tiny.config, *options, "--replay", run, "--dry-run"], tmp_path / "log", TESTS)
+    assert found.code == 0, found.stderr
+
+
 def test_an_engine_that_cannot_be_made_is_refused_before_a_step(tiny, tmp_path):
     options = [*ENGINE, "engine.options.wrong=constructor", f"trainer.run_dir={tmp_path / 'run'}"]
     finished = run_cli(["train", tiny.config, *options], tmp_path / "log", TESTS)

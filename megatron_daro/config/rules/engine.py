@@ -137,10 +137,9 @@ def colocate(config: Config) -> Iterator[Problem]:
         )
         yield wrong(config, field, allowed, fix, beside="engine.kind engine.sglang.urls")
         return
-    if not sglang.transport.on_shared_gpus:
-        ways = sglang_transports(lambda way: way.on_shared_gpus)
-        allowed = f"{ways} where a rank and a server share a GPU: NCCL takes no two processes of one GPU into a group, "
-        allowed += "and TCP is for other hosts"
+    if reason := sglang.transport.no_shared_gpus:
+        ways = sglang_transports(lambda way: not way.no_shared_gpus)
+        allowed = f"{ways} where a rank and a server share a GPU: {reason}"
         yield wrong(config, _SYNC, allowed, f"set {_SYNC}=tensor", beside=field)
     if config.rollout.max_staleness > 0:
         allowed = "0: nothing is generated while a batch is trained"

@@ -11,6 +11,7 @@ from books import check_books, recorded_once
 from fleet_fakes import LONGEST, FleetEngine, count_ids, ids, plain, sample, saved, setup, train
 from loop_fakes import Crash, K, make_stack, resume_stack, run_stack
 
+from megatron_daro.errors import CheckpointError
 from megatron_daro.observe.metrics import comparable, read_metrics
 from megatron_daro.rollout.recorder import read_step, recorded_steps
 
@@ -110,6 +111,17 @@ def test_a_checkpoint_keeps_what_is_set_aside():
         for one, batch in zip((parts, again), following, strict=True):
             train(one, batch)
     assert any(len(r.version_spans) == 3 for group in following[0].groups for r in group.rollouts)
+
+
+def test_what_is_set_aside_needs_room_to_go_on():
+    parts = setup(rollout={"oversampling": 1.0, **ROLLOUT})
+    batch = sample(parts)
+    train(parts, batch)
+    state, waiting = saved(batch)
+    assert max(r.response_length for record in waiting for r in record.partial) == SEGMENT
+    full = setup(rollout={"oversampling": 1.0, **ROLLOUT, "max_response_tokens": SEGMENT})
+    with pytest.raises(CheckpointError, match=f"rollout.max_response_tokens: got {SEGMENT}.*allowed: {SEGMENT + 1} or"):
+        full.sampler.load_state_dict(state, waiting)
 
 
 def test_a_run_in_segments_that_crashed_goes_on_bit_for_bit(tmp_path):

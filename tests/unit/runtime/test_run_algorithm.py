@@ -48,7 +48,7 @@ class Misspelt(Kimi):
 
 def remarks(**sections) -> list[str]:
     config = configured(**sections)
-    return algorithm_remarks(config, algorithm_of(config))
+    return algorithm_remarks(config, algorithm_of(config), generates=True)
 
 
 def test_the_named_algorithm_gets_its_own_options():
