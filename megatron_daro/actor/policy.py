@@ -223,8 +223,8 @@ class MegatronPolicy:
         return batch
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's weights under Hugging Face names, with adapters added to them. Every tensor-parallel rank
-        must iterate to the end."""
+        """Yield this stage's weights under Hugging Face names, with adapters added to them, to every rank for which
+        `exports_weights` holds: each must iterate to the end."""
         self._needs("weights")
         self._take_turn("policy")
         return export_hf_weights(self.chunks, self.shape)

@@ -1,8 +1,9 @@
 """Recorded rollouts: one Parquet file per optimizer step, enough to train again without engines.
 
-The controller writes the groups of each step under RUN/rollouts, and the sampler those of a
-batch that it skips; the report shows them; replay and resume read them back. Files are written whole or not at all, and
-are on disk when a call returns. What is in them: group_columns.py. It refuses damaged files, and never unpickles.
+The controller writes the groups of each step under RUN/rollouts, and the sampler those of a batch that it skips; the
+report shows them, and a replay reads them back. A checkpoint has such a file of the groups that wait, which a resume
+reads. Files are written whole or not at all, and are on disk when a call returns. What is in them: group_columns.py. It
+refuses damaged files, and never unpickles.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What the groups of a batch and of its steps say in numbers: accuracy, length, bins, predicted loss, staleness.
 
-Groups and the built batch -> metrics, merged by the controller with what the policy reports. Keys are those of the run
-directory's contract. It measures samples only and knows no losses but the predicted one.
+Groups and the built batch -> metrics, merged by the controller with what the policy reports. It measures samples only
+and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
 metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that were sampled for the batch,
-so each step of the batch has the same number. What is of one step's groups alone stands in `step_metrics`.
+so each step of the batch has the same number. What is of one step's groups alone stands in `step_metrics`; what each of
+several environments has too, in _OF_ENVIRONMENTS.
 
 Shape letters: N samples, K rollouts per prompt.
 """

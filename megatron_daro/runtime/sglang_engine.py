@@ -51,14 +51,14 @@ def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placeme
     rollout, model_path = config.rollout, config.model.path.absolute()
     model = read_json(model_path / "config.json")
     expected = Expected(
-        model_path,
-        model["model_type"],
-        config.data.max_prompt_tokens,
-        config.data.max_prompt_tokens + rollout.max_response_tokens,
-        tokenizer.encode,
-        model.get("vocab_size"),
-        placement.shares_gpus,
-        tokenizer.stops,
+        model_path=model_path,
+        model_type=model["model_type"],
+        longest_prompt=config.data.max_prompt_tokens,
+        longest=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        encode=tokenizer.encode,
+        vocabulary=model.get("vocab_size"),
+        shares_gpus=placement.shares_gpus,
+        reads_text=tokenizer.stops,
         adapter=served_config(config),
     )
     return SGLangEngine(

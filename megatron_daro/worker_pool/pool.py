@@ -1,9 +1,9 @@
 """A pool of killable workers: one queue of requests, limits, replacements, without one request harming another.
 
-Requests -> worker processes -> replies. One is in flight per
-worker and idle workers take the next from one queue, so a slow one holds up its own worker only.
-A request that times out, takes too much memory or ends its worker has a reply that says so (`timeout`, `memory`,
-`crash`); a pool that cannot work raises.
+Requests -> worker processes -> replies. One is in flight per worker and idle workers take the next from one queue, so a
+slow one holds up its own worker only. A request that times out, takes too much memory, ends its worker, or meets only
+workers that are stopped before they take it, has a reply that says so (`timeout`, `memory`, `crash`, `unreached`); a
+pool that cannot work raises.
 
 Why not pebble (5.2.3, tried): its ProcessPool keeps order, kills at a time-out, passes over a stopped idle worker and
 is as fast. It lacks: a limit on resident memory (an answer that took 800 MiB came back), and its workers' ids are not
