@@ -234,16 +234,21 @@ class Daro(Algorithm):
             )
         return samples.environments_N
 
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+        """See `Algorithm.sample_coefficients`. Raises AlgorithmError: the weights are of environments too."""
+        return self._of_cells(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
+
     def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
+        return (
+            self._of_cells(samples, totals) if self.difficulty.environments else super().coefficients(samples, totals)
+        )
+
+    def _of_cells(self, samples: Samples, totals: BatchTotals) -> Tensor:
         bins_N = samples.bins_N
         coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
         cells_N = bins_N * self.difficulty.num_classes + self.classes_of(samples).to(bins_N.device)
         return torch.where(samples.lengths_N > 0, coefficients[cells_N], 0.0)
-
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
-        return self.coefficients(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
 
     def extra_loss(self, totals: BatchTotals) -> float:
         """See `Algorithm.extra_loss`."""

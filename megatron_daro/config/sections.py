@@ -478,8 +478,8 @@ class TrainerSection(Section):
     max_replacements: int = Field(default=8, ge=0, le=100_000)
     """Ranks that are replaced within an hour; one more ends the run."""
     hung_rank_s: float = Field(default=120.0, ge=1, le=86_400)
-    """Seconds after which a rank or embedded engine whose process neither answers, not even that it lives, nor uses the
-    CPU is killed; then the rank is replaced, the engine started again."""
+    """Seconds after which an embedded engine whose process neither answers, not even that it lives, nor uses the CPU is
+    killed and started again; with replace_lost_ranks also a rank, which is then replaced."""
 
     @property
     def steps_per_batch(self) -> int:

@@ -89,6 +89,12 @@ _WARNED = (
         "ranks that are replaced",
         "trainer.replace_lost_ranks=true",
     ),
+    _Options(
+        "trainer.hung_rank_s",
+        lambda run: run.trainer.replace_lost_ranks or run.engine.kind == "embedded",
+        "ranks that are replaced, or embedded engines",
+        "trainer.replace_lost_ranks=true",
+    ),
 )
 
 

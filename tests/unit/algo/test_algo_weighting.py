@@ -220,6 +220,18 @@ def test_denominator_of_a_micro_batch_would_inflate_the_loss_by_their_number(nam
     assert wrong == pytest.approx(3 * whole.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "daro"])
+def test_what_a_subclass_makes_of_bin_and_length_is_trained(name):
+    class Doubled(ALGORITHMS[name]):
+        def sample_coefficients(self, bins_N, lengths_N, totals):
+            return 2 * super().sample_coefficients(bins_N, lengths_N, totals)
+
+    bins_N, lengths_N = torch.tensor([1, 1]), torch.tensor([2, 3])
+    samples, totals = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0])), BatchTotals.of(bins_N, lengths_N, 2)
+    one, two = (kind(rollouts_per_prompt=2, max_response_tokens=LONGEST) for kind in (ALGORITHMS[name], Doubled))
+    assert two.coefficients(samples, totals).tolist() == (2 * one.coefficients(samples, totals)).tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_without_tokens_give_finite_coefficients(name):
     bins_N, lengths_N = torch.tensor([1, 1, 0, 0]), torch.zeros(4, dtype=torch.long)

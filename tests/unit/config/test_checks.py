@@ -78,6 +78,7 @@ algorithm.sapo.positive=2 | algorithm.sapo |
 algorithm.correction.cap=3 | algorithm.correction |
 trainer.snapshot_gib=1 | trainer.snapshot_gib |
 trainer.max_replacements=1 | trainer.max_replacements |
+{SERVERS} trainer.hung_rank_s=20 | trainer.hung_rank_s |
 rollout.max_staleness=1 | algorithm.correction.kind |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
