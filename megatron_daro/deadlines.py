@@ -40,7 +40,7 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
     "save": ("heal",),
     "export": ("heal",),
     "score": ("workers_start", "verdicts"),
-    "next_group": ("engine_start", "only_server", "request", "conversation", "score", "abort"),
+    "next_group": ("engine_start", "only_server", "request", "conversation", "score", "teacher", "abort"),
     "evaluate": ("engine_start", "only_server", "request", "conversation", "verdicts"),
     "batch": ("next_group", "write"),
     "engine_free": ("next_group", "write", "sync", "evaluate"),
@@ -74,6 +74,8 @@ class Deadlines:
     """Until an engine acknowledged an abort."""
     score: float = 7200.0
     """Until the verdicts of one group arrive, after those of all groups that came before it."""
+    teacher: float = 7200.0
+    """A teacher's log-probs of the answers of a group, or of a round, while others wait for it too."""
     engine_free: float = 28800.0
     """Until the engine is free: a batch, a sync or an evaluation that has it ends."""
     turn: float = 28800.0

@@ -11,9 +11,9 @@ start of a server and its vetting. Another one, to which ranks give Hugging Face
   things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
   `SendPlan.details`
 
-Some need more: a line in `EXPORTS` (runtime/weight_export.py) where pipeline stages do not send one after the other; a
-rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a loader where SGLang
-cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
+Some need more: a line in `EXPORTS` (runtime/weight_export.py) where more than one rank of a pipeline stage sends at a
+time; a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a loader where
+SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
 engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it. The planner
 (workshop/plan/times.py) reckons a broadcast for all but adapters.
 

@@ -136,7 +136,7 @@ class RolloutCollector:
         return finished
 
     async def score(self, rollouts: Sequence[Rollout], groups: Mapping[int, GroupInFlight]) -> None:
-        """Verify finished rollouts of one group, and let the teacher read them, whose requests have their own limits.
+        """Verify finished rollouts of one group, and let the teacher read them.
 
         Raises:
             RewardError: a verdict is missing. EngineError: the teacher failed. DeadlineError.
@@ -151,7 +151,8 @@ class RolloutCollector:
                 what=f"group {rollouts[0].group_id}, with reward.workers at once",
             )
         if self._teacher:
-            rollouts = await self._teacher.read(rollouts)
+            work, what = self._teacher.read(rollouts), "algorithm.distill.urls"
+            rollouts = await self._deadlines.within("teacher", work, what=what)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             entry = groups[rollout.group_id]
             entry.rollouts[rollout.index], entry.verdicts[rollout.index] = rollout, verdict

@@ -15,8 +15,7 @@ _MAX_BATCHES_IN_A_ROW = 5
 class SkippedSteps:
     """`total` counts since the run began: in every line of metrics (`rollout/steps_skipped`) and in checkpoints.
 
-    The fifth batch in a row all of whose steps were skipped ends the run. No checkpoint has this count: a resumed run
-    counts anew.
+    The fifth batch in a row all of whose steps were skipped ends the run; a resumed run counts these anew.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,8 @@ class UpdateParts:
 
 
 class ServerUpdate:
-    """An update of these servers; its methods are the steps that WeightSync calls."""
+    """An update of these servers, begun by `SGLangEngine.begin_update`; the other methods are the steps that WeightSync
+    calls."""
 
     def __init__(
         self, parts: UpdateParts, servers: Sequence[Server], version: int, *, awaits_others: bool = False

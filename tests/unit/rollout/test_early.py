@@ -171,6 +171,12 @@ def test_a_fleet_in_which_nothing_ends_is_named():
     assert not parts.engine.running
 
 
+def test_a_teacher_that_hangs_is_named():
+    parts = setup(deadlines=replace(FAST, teacher=0.05), teacher=SlowTeacher(99))
+    with pytest.raises(DeadlineError, match=r"'teacher' \(algorithm.distill.urls\)"):
+        sample(parts)
+
+
 def test_the_deadline_is_for_the_next_group_and_not_for_each():
     """Four groups of 0.1 s one after the other, with a deadline of 0.3 s: no wait is that long."""
     parts = setup(rollout={"prompts_per_batch": 4, "oversampling": 1.0}, deadlines=replace(FAST, next_group=0.3))
