@@ -1,6 +1,7 @@
 """The error tree: one root, picklable, every message says what was got, what is allowed and how to fix it.
 
-Every layer raises these. They cross process borders (Ray workers, verifier workers), so each carries only its message.
+Every layer raises these. They cross process borders (Ray workers, verifier workers), so those of this file carry only
+their message.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class BatchFiller:
                 await self._abort_in_flight(batch, flight)
         finally:
             await self._end(flight)
-        batch.rounds += self._filling.count_rounds(batch, flight)
+        batch.rounds += self._filling.flight_ended(batch, flight)
         self._warn_incomplete(flight)
         return tuple(sorted((*flight.to_resume, *flight.unfinished), key=lambda group: group.group_id))
 
@@ -94,7 +94,8 @@ class BatchFiller:
         flight.times_begun += 1
         resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
-        for together in self._filling.calls(groups):
+        calls = [{group_id: entry} for group_id, entry in groups.items()] if self._filling.apart else [groups]
+        for together in calls:
             task = asyncio.create_task(self._generate(flight, together))
             flight.calls[task] = together
             task.add_done_callback(flight.arrivals.put_nowait)

@@ -1,5 +1,5 @@
-"""The ways to fill a batch, one for each `rollout.finish_batch`: when it is complete, how many groups begin, and which
-of them are one call of the engine. A way answers; `BatchFiller` acts on it.
+"""The ways to fill a batch, one for each `rollout.finish_batch`: when it is complete, how many groups begin, and
+whether each is a call of the engine by itself. A way answers; `BatchFiller` acts on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
 from megatron_daro.rollout.batch_so_far import BatchSoFar
-from megatron_daro.rollout.groups_under_way import Flight, GroupInFlight
+from megatron_daro.rollout.groups_under_way import Flight
 
 _PRIOR_GROUPS = 8
 """Without rounds the share of kept groups begins at that of the flight before, which counts for so many groups. Else
@@ -22,7 +22,8 @@ class Filling(Protocol):
     batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile, so one that ends a batch by the
     clock gives `BatchFiller`'s wait for the next end of a call a limit.
 
-    apart: whether each group is a call of its own, so that a batch ends as soon as enough have ended.
+    apart: whether each group is a call of its own, so that a batch may end as soon as enough have ended; else those
+    that begin together are one call.
     """
 
     apart: bool
@@ -40,13 +41,8 @@ class Filling(Protocol):
         """Return how many new prompts may still be among them."""
         ...
 
-    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
-        """Split groups that begin into calls of the engine."""
-        ...
-
-    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return how many rounds of prompts a `flight` took that has ended, for metrics and messages. Called once for
-        each, so a way may learn here what was kept."""
+    def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Take note of what was kept, and return how many rounds of prompts it took, for metrics and messages."""
         ...
 
 
@@ -84,11 +80,7 @@ class InRounds:
         """No limit: rounds have one."""
         return math.inf
 
-    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
-        """All together."""
-        return [groups]
-
-    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
+    def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
         """Return the rounds."""
         return flight.times_begun
 
@@ -117,12 +109,8 @@ class Continuous:
         """As many as 1 + max_refill_rounds rounds have."""
         return (1 + self._section.max_refill_rounds) * self._section.prompts_requested - flight.admitted
 
-    def calls(self, groups: dict[int, GroupInFlight]) -> list[dict[int, GroupInFlight]]:
-        """Each by itself."""
-        return [{group_id: entry} for group_id, entry in groups.items()]
-
-    def count_rounds(self, batch: BatchSoFar, flight: Flight) -> int:
-        """Return the prompts, in rounds, and learn the share of kept groups for the next flight."""
+    def flight_ended(self, batch: BatchSoFar, flight: Flight) -> int:
+        """Learn the share of kept groups for the next flight, and return the prompts, in rounds."""
         self._keep_rate = self._rate(batch)
         return math.ceil(flight.admitted / self._section.prompts_requested)
 
