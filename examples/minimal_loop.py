@@ -50,7 +50,8 @@ actor.optimizer.schedule=constant trainer.minibatches_per_batch=1 trainer.epochs
 rollout.stop=() rollout.stop_token_ids=() environments=() environment.kind=single_turn data.order=epochs lora.rank=0
 algorithm.filter=auto algorithm.length_reward.weight=0.0 algorithm.repetition_penalty=0.0 algorithm.turn_rewards=False
 algorithm.trust_region=clip algorithm.distill.urls=() rollout.segment_tokens=None rollout.repetition.tokens=None
-data.pass_rates=None data.shuffle=True model.megatron_weights=None actor.precision=fp32"""
+data.pass_rates=None data.shuffle=True model.megatron_weights=None actor.precision=fp32
+algorithm.daro.magnitude=abs reward.options={} data.format=auto data.problem_field=None data.answer_field=None"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The policy calls this with a directory that checkpoints.py prepares, seals and verifies. What a rank holds goes through
 sharded_state.py, the state of a distributed optimizer through optimizer_shards.py, and a thread writes the file.
-Rejected: a checkpoint of another model, algorithm or K.
+Rejected: a checkpoint of another model or algorithm, or of weights by another K.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def load(train_state: TrainedModel, directory: Path) -> None:
     State comes from the checkpoint; options of the optimizer and its schedule stay those that this run was built with.
 
     Raises:
-        CheckpointError: files are missing or torn, or belong to another model, algorithm or K.
+        CheckpointError: files are missing or torn, or belong to another model or algorithm, or to weights by another K.
     """
     try:
         with quiet():

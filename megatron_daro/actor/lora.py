@@ -228,8 +228,8 @@ def gathered_adapters(chunks: Chunks, values_of: Any) -> Iterator[tuple[str, Ten
 
 
 def export_adapters(chunks: Chunks) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters of all stages under PEFT's names, on the rank that sends for the first stage. Collective over
-    all ranks for which `exports_weights` holds, of every stage."""
+    """Yield the adapters of all stages under PEFT's names: with several stages on the rank that sends for the first,
+    else on every rank for which `exports_weights` holds. Collective over all of these, of every stage."""
     own = gathered_adapters(chunks, lambda parameter: device.shown(parameter.detach()))
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:

@@ -88,8 +88,8 @@ def transformer_config(
     """Megatron's configuration of this shape on this layout; `fp8` and `options` are TransformerConfig fields by name.
 
     Raises:
-        ConfigError: upstream refuses the options, or weight gradients shall be added in the kernel, and the layers are
-            not Transformer Engine's.
+        ConfigError: upstream refuses the options; or weight gradients shall be added in the kernel, and the layers are
+            not Transformer Engine's; or clamped experts shall have the fused activation.
     """
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
@@ -226,8 +226,8 @@ _FIXED_TRANSFORMER_OPTIONS = {
 
 
 def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
-    """Routing as the checkpoint was trained: softmax in fp32, over the chosen experts where their weights sum to 1; or
-    sigmoid, whose bias `frozen_expert_biases` brings.
+    """Routing as the checkpoint was trained: softmax in fp32 or more, over the chosen experts where their weights sum
+    to 1; or sigmoid, whose bias `frozen_expert_biases` brings.
 
     No balancing loss and no capacity: a token meets the experts that the rollout engine chose for it.
     """

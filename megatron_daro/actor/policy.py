@@ -250,7 +250,8 @@ class MegatronPolicy:
         return export_hf_weights(own.chunks, own.shape)
 
     def start_save(self, directory: Path) -> None:
-        """Begin to write model, optimizer, schedule and DARO's weights into an existing directory. Collective.
+        """Begin to write policy and critic (model, optimizer, schedule), and what the algorithm has learned, into an
+        existing directory. Collective.
 
         Training may go on, and waits before its next update until what is not copied is written.
 

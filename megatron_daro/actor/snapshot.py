@@ -6,7 +6,8 @@ which of them every rank has (runtime/healing.py).
 
 What a snapshot holds is what the rank's checkpoint holds, and the states of the random generators: storages bit for
 bit, options and age of the optimizer's groups, the schedule, the buffers and extra states of modules, and what the
-algorithm has learned. It fits a rank of the same layout, model and options only, which `restore` checks.
+algorithm has learned. It fits a rank of the same layout, model and options only; `restore` checks the
+sizes of the storages.
 """
 
 from __future__ import annotations

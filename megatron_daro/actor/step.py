@@ -235,7 +235,7 @@ def _reason(sums: StepSums, check: GradientCheck, critic_report: CriticReport | 
         loss, grad_norm = critic_report.metrics["critic/loss"], critic_report.grad_norm
         what = "the critic's loss or gradient norm"
     else:
-        what = "the gradient norm" if sums.finite else "the loss"
+        what = "the gradient norm" if sums.finite else "the loss, or a sum of token losses or advantages,"
     return f"{what} was not finite (loss {loss}, gradient norm {grad_norm})"
 
 

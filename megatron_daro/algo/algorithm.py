@@ -233,6 +233,9 @@ class Algorithm(ABC):
                 f"std: got {std!r}, allowed with {self.name}: auto or {', '.join(self.std_allowed)}; set it to auto, "
                 "or choose another algorithm"
             )
+        if group_filter not in get_args(GroupFilter):
+            allowed = ", ".join(get_args(GroupFilter))
+            raise AlgorithmError(f"group_filter: got {group_filter!r}, allowed: {allowed}; set it to auto")
         self.rollouts_per_prompt = rollouts_per_prompt
         self.max_response_tokens = max_response_tokens
         self.std: AdvantageStd = self.advantage_std if std == "auto" else std

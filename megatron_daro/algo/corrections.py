@@ -150,7 +150,7 @@ def sample_means(
             parallel), called twice, in the same order on every rank. None: this process holds whole samples.
 
     Returns:
-        [T], dtype of the values; 0 for samples without tokens.
+        [T], dtype of the values; sample 0's mean where the mask is not set.
     """
     sums_M = sample_sums(values_T.detach(), mask_T, sample_T, num_samples)
     counts_M = sample_sums(torch.ones_like(values_T), mask_T, sample_T, num_samples)

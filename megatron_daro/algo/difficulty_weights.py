@@ -162,7 +162,8 @@ class DifficultyWeights:
             magnitude: m_k: "abs" |L_k|, "signed" L_k, "token" the mean |token loss| (needs abs_loss_sums), "advantage"
                 the mean |A| (needs advantage_sums).
             normalizer: L_k is the bin's loss sum over its own tokens ("bin"), or over those of bins 1..K-1 ("batch").
-                "shared": measured as with "bin", paid as with "batch": a token's coefficient is its weight over N.
+                "shared": measured as with "bin", paid as with "batch": a token's coefficient is its weight over N',
+                the tokens of bins 1..K-1.
             scale: the policy loss is the sum over bins ("sum") or divided by the number of present bins ("mean").
                 The weights' own gradient is not divided: the number of bins changes from step to step.
             clamp: (lowest, highest) weight, with 0 < lowest <= 1 <= highest.
@@ -222,7 +223,7 @@ class DifficultyWeights:
             token_counts: [C], trained tokens per bin in the whole optimizer step (all ranks, all micro-batches).
 
         Returns:
-            float64 [C] on the device of `token_counts`: w_k / N_k (or w_k / N, see `normalizer`), over the number of
+            float64 [C] on the device of `token_counts`: w_k / N_k (or w_k / N', see `normalizer`), over the number of
             present bins for scale "mean"; 0 for bins 0, K and absent ones. Carries no gradient.
 
         Raises:

@@ -28,7 +28,7 @@ class HaDw(SampleAlgorithm):
 
     Right answers to questions harder than usual count more, wrong ones less, and the reverse. After a step with pass
     rate y, C becomes (1 - eta) C + eta y with eta = rate * standard deviation of the last `window` values of C, at most
-    1 (eq. 7 to 12). That rule never moves a C that has not moved, and no start is given: until `window` steps have
+    1. That rule never moves a C that has not moved, and no start is given: until `window` steps have
     passed, C is the mean of their y (the paper's hard update, eq. 134), and the first step's own y before there is any.
 
     A step is an optimizer step here, and a batch of several in the paper: with `every="batch"` C stays as it is over

@@ -82,8 +82,8 @@ def reinforce_loss(ratio: Tensor, advantages: Tensor) -> Tensor:
 def mirror_weights(advantages_T: Tensor, log_ratio_T: Tensor, tau: float) -> Tensor:
     """Return A - tau * log(pi / pi_old) of the whole sequence, what its log-probs' gradient is multiplied by.
 
-    It is the gradient of (A - tau * log ratio)^2 / (2 tau), the squared surrogate with the group's mean reward in the
-    place of tau log Z.
+    It is minus the gradient, by the log ratio, of (A - tau * log ratio)^2 / (2 tau), the squared surrogate with the
+    group's mean reward in the place of tau log Z.
 
     Args:
         advantages_T: reward less the group's mean, by token. log_ratio_T: sums over each token's sequence, detached.

@@ -1,8 +1,9 @@
 """Fixed weights per pass rate: published rules that are a function of mu, and DGPO.
 
 As every algorithm (see `algorithm`): a group's advantage, times the rule's weight of its pass rate, averaged over the
-step's trained tokens. mu is always the share of right verdicts, never a mean of shaped rewards; with rewards of 0 and 1
-that is the same. What is open in these papers, and what was chosen: docs/algorithms.md.
+step's trained tokens (DGPO: those of groups with 0 < mu < 1). mu is always the share of right verdicts, never a mean of
+shaped rewards; with rewards of 0 and 1 that is the same. What is open in these papers, and what was chosen:
+docs/algorithms.md.
 
 Shape letters: N samples, K rollouts per prompt, B = K + 1 bins.
 """

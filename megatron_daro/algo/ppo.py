@@ -217,7 +217,7 @@ class WithCritic(Algorithm):
             length_factor: VAPO's alpha, above 0: the policy's lambda is 1 - 1 / (alpha * own tokens), by answer. Unset:
                 gae_lambda.
             bootstrap_truncated: an answer that the limit ended goes on as the critic expects: the value before its last
-                token stands for all that follows, and that token is not trained; false: it ended there, with its
+                token stands for all that follows, so that token has advantage 0; false: it ended there, with its
                 reward.
             whiten: advantages have mean 0 and variance 1 over the step's tokens.
         """

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_daro.errors import AlgorithmError
 
-# exp(20) = 4.9e8. Beyond it fp32 squares overflow, and an infinite ratio turns 0 * inf into NaN in the backward pass.
+# exp(20) = 4.9e8. Far beyond it, at exp(44), fp32 squares overflow; at exp(88) the ratio does too, and 0 * inf is NaN
+# in the backward pass.
 MAX_LOG_RATIO = 20.0
 
 

@@ -147,8 +147,8 @@ class DaroSection(Section):
     weights_by: Literal["pass_rate", "environment_pass_rate"] = "pass_rate"
     """A weight for each pass rate, or for each pass rate of each of `environments`."""
     clamp: tuple[float, float] = (0.1, 10.0)
-    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. 10 binds where wrong answers are less
-    than 1.2 to 1.4 times as long as right ones (by pass rate)."""
+    """Bounds of a weight; 0 < lower <= 1 <= upper, because weights start at 1. 10 binds where right and wrong
+    answers are about equally long: wrong ones up to 1.2 to 1.4 times as long, by pass rate."""
 
 
 class LengthRewardSection(Section):

@@ -87,7 +87,7 @@ OWNED = {
     "average_in_collective": "the distributed loss, which sums gradients",
     "overlap_param_gather": "the way of weights to engines, which needs all of them at once after an update",
     "variable_seq_lengths": "the packed batches",
-    "moe_router_dtype": "the routers, which compute in fp32 as those of the rollout engine",
+    "moe_router_dtype": "the routers, which compute in fp32 or more, as those of the rollout engine",
     "transformer_impl": "the device: Transformer Engine's layers where it can run, else Megatron's own",
     "use_cpu_initialization": "the device",
 }

@@ -242,6 +242,8 @@ class HFCheckpoint(Mapping[str, Tensor]):
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
                 raise ModelError(f"{index} names {file!r}, which is not a file name in its own directory. {_AGAIN}")
+        if not files:
+            raise ModelError(f"{index} names no file. {_AGAIN}")
         self._check_unnamed(files)
         held = {file: self._open(file) for file in files}
         for name, file in weight_map.items():

@@ -1,8 +1,9 @@
 """The parameters of Megatron-core's decoder, the same for every family, by role.
 
-Names are Megatron-core 0.16.1's: those of its local layers, and those under Transformer Engine, whose linear layers
-hold the weight of the norm before them and which keeps a rank's experts as numbered weights of one grouped linear
-layer. convert/mapping.py joins the table with a family's names (families/table.py).
+Names are Megatron-core 0.16.1's, but for `gated_norm` and `post_layernorm`, which it has not: those of its local
+layers, and those under Transformer Engine, whose linear layers hold the weight of the norm before them and which keeps
+a rank's experts as numbered weights of one grouped linear layer. convert/mapping.py joins the table with a family's
+names (families/table.py).
 """
 
 from __future__ import annotations

@@ -66,13 +66,13 @@ class Family:
     that says whether a model has it; of other roles every model of the family has those that stand in `tensors`.
     partial_rotary: `partial_rotary_factor` may be below 1: only the first entries of a head are rotated.
     further_tokens: the key of the number of layers that predict tokens after the next (MTP); they stand in the
-    checkpoint after the others, and are not trained. untrained: how the names of other tensors begin that a checkpoint
-    may hold and that are not trained. packed: role -> the tensor in which published checkpoints hold those of all
-    experts of a layer, [experts, rows, columns], gate before up; read, never written. centered_norms: norms multiply by
-    1 + weight. only: further keys with the only values that are computed, in place of those of all families. harmless:
-    further keys that change nothing. loaded_together: roles, in the order of an export, whose tensors SGLang takes in
-    one call or drops. quantized: the `quant_method` of checkpoints that are converted as if they were not, beside fp8
-    blocks.
+    checkpoint after the others or under a name of `untrained`, and are not trained. untrained: how the names of other
+    tensors begin that a checkpoint may hold and that are not trained. packed: role -> the tensor in which published
+    checkpoints hold those of all experts of a layer, [experts, rows, columns], gate before up; read, never written.
+    centered_norms: norms multiply by 1 + weight. only: further keys with the only values that are computed, in place of
+    those of all families. harmless: further keys that change nothing. loaded_together: roles, in the order of an
+    export, whose tensors SGLang takes in one call or drops. quantized: the `quant_method` of checkpoints that are
+    converted as if they were not, beside fp8 blocks.
 
     Raises ModelError where a role has more or fewer tensors than Megatron's parameter is made of.
     """

@@ -54,7 +54,7 @@ _MAY_CHANGE: tuple[tuple[str, str, ChangeClass, str], ...] = (
     ("data", "shuffle order curriculum.* prioritised.*", "refused", _ORDER),
     ("data", "answer_field", "refused", "the right answers would be others"),
     ("data", "*", "refused", _PROMPTS),
-    ("rollout", "rollouts_per_prompt", "refused", "DARO's weights belong to K"),
+    ("rollout", "rollouts_per_prompt", "refused", "groups that wait, and DARO's weights, belong to K"),
     ("rollout", "prompts_per_batch", "refused", "groups that wait in the checkpoint belong to batches of that size"),
     ("rollout", "*", "trains", ""),
     ("algorithm", "name", "refused", _ALGORITHM),

@@ -115,7 +115,7 @@ def critic(
         yield wrong(config, "algorithm.critic.warmup_steps", allowed, fix, beside="trainer.steps")
     bootstrap = "algorithm.options.bootstrap_truncated"
     if section.options.get("bootstrap_truncated") is True and config.rollout.max_response_tokens == 1:
-        allowed = "false with answers of one token: the last token is not trained then, so nothing would be"
+        allowed = "false with answers of one token: the last token has advantage 0 then, so nothing would be trained"
         yield wrong(config, bootstrap, allowed, f"set {bootstrap}=false", beside="rollout.max_response_tokens")
     if options.path is not None and policy is not None:
         yield from _critic_model(options.path, config, policy, hardware, surroundings)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from megatron_daro.config.lora import (
     WEIGHTS_FILE,
     LoraSection,
     differing,
+    layers_of_role,
     matrix_of,
     matrix_sides,
     peft_config,
+    sides_of_roles,
     stored_shapes,
 )
 from megatron_daro.config.model_shape import ModelShape, read_model_shape
 from megatron_daro.config.problems import Problem, wrong
 from megatron_daro.config.safetensors_header import HeaderError, read_header
 from megatron_daro.config.sections import Config
+from megatron_daro.config.stages import part_layers
 from megatron_daro.families import families
 
 _SERVED = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
@@ -116,6 +120,26 @@ def _target_problems(config: Config, section: LoraSection, shape: ModelShape) ->
     if wanted and section.rank > min(wanted)[0]:
         shorter, name = min(wanted)
         yield wrong(config, "lora.rank", f"at most {shorter}, the shorter side of {name}", "lower it")
+    yield from _stages_without(config, {name for _, name in wanted}, shape)
+
+
+def _stages_without(config: Config, targets: Set[str], shape: ModelShape) -> Iterator[Problem]:
+    """Yield the first pipeline stage in which nothing would be trained: Megatron-core's optimizer of one has no
+    state."""
+    adapted = {
+        layer
+        for role, matrices in sides_of_roles(shape).items()
+        if any(matrix_of(name) in targets for name in matrices)
+        for layer in layers_of_role(role, shape)
+    }
+    actor = config.actor
+    stages, virtual = actor.pipeline_parallel, actor.virtual_pipeline_parallel
+    for stage, parts in enumerate(part_layers(shape.layers, stages, virtual, actor.megatron) or ()):
+        if adapted and adapted.isdisjoint(chain(*parts)):
+            allowed = f"matrices of which each pipeline stage has one: stage {stage} of 0 to {stages - 1} has none"
+            fix = f"set lora.targets=[{', '.join(matrix_sides(shape))}], or lower actor.pipeline_parallel"
+            yield wrong(config, "lora.targets", allowed, fix, beside="actor.pipeline_parallel")
+            return
 
 
 def _path_problems(section: LoraSection, shape: ModelShape | None) -> Iterator[Problem]:

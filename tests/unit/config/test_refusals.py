@@ -207,6 +207,8 @@ lora.rank=4 lora.path=/nowhere | lora.path | lora.path=null
 NODE lora.rank=4 actor.precision=fp8 | lora.rank | actor.precision=bf16
 lora.rank=4 model.path=MODELS/experts | lora.targets | lora.targets=[q_proj,k_proj,v_proj,o_proj]
 lora.rank=4 model.path=MODELS/experts lora.targets=[q_proj,down_proj] | lora.targets | lora.targets=[q_proj]
+lora.rank=4 model.path=MODELS/linear lora.targets=[q_proj] actor.pipeline_parallel=2 actor.data_parallel=2 |
+  lora.targets | actor.pipeline_parallel=1 actor.data_parallel=4
 trainer.export_adapter=true | trainer.export_adapter | lora.rank=4
 SERVERS engine.sglang.sync=adapters | engine.sglang.sync | lora.rank=4
 SERVERS engine.sglang.sync=adapters lora.rank=4 lora.targets=[q_proj] | engine.sglang.sync |
