@@ -51,7 +51,7 @@ rollout.stop=() rollout.stop_token_ids=() environments=() environment.kind=singl
 algorithm.filter=auto algorithm.length_reward.weight=0.0 algorithm.repetition_penalty=0.0 algorithm.turn_rewards=False
 algorithm.trust_region=clip algorithm.distill.urls=() rollout.segment_tokens=None rollout.repetition.tokens=None
 data.pass_rates=None data.shuffle=True model.megatron_weights=None actor.precision=fp32
-algorithm.daro.magnitude=abs reward.options={} data.format=auto data.problem_field=None data.answer_field=None"""
+reward.options={} data.format=auto data.problem_field=None data.answer_field=None"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Trainer:
         # From the totals of the whole step, so the split into forward passes below cannot change the result.
         coefficients_N = self.weights.coefficients(counts)[bins_N]
         sums: dict[str, Any] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-        sums |= {name: torch.zeros(self.size + 1, dtype=torch.float64) for name in ("loss", "abs_loss")}
+        sums |= {name: torch.zeros(self.size + 1, dtype=torch.float64) for name in ("loss", "abs_loss", "advantage")}
         self.optimizer.zero_grad()
         for rows in torch.arange(len(samples)).split(ROWS):
             columns = token_columns([samples[i] for i in rows.tolist()])
@@ -106,7 +106,7 @@ class Trainer:
         decayed["lr"] = others["lr"] = rate
         self.optimizer.step()
         metrics = self._metrics(counts, sums) | {"loss/grad_norm": norm, "optimizer/learning_rate": rate}
-        self.weights.update(sums["loss"], counts, sums["abs_loss"])
+        self.weights.update(sums["loss"], counts, sums["abs_loss"], advantage_sums=sums["advantage"])
         return metrics | {"difficulty/clamped": float(self.weights.clamped)}
 
     def _backward(
@@ -128,6 +128,7 @@ class Trainer:
             sums["policy"] += loss
             sums["loss"].index_add_(0, bins_M, losses_MS.sum(1))
             sums["abs_loss"].index_add_(0, bins_M, losses_MS.abs().sum(1))
+            sums["advantage"].index_add_(0, bins_M, advantages_M.abs().double() * mask_MS.sum(1))
             sums["entropy"] += torch.where(mask_MS, entropy_MS, 0).double().sum()
             sums["mismatch"] += torch.where(mask_MS, logprobs_MS - columns["sampled"], 0).abs().double().sum()
 

@@ -24,7 +24,7 @@ _MARGIN_S = 600.0
 """Of a wait, beyond the longest limit of what runs inside it."""
 STARTS, ATTEMPTS = 3, 3
 """Starts in a row that the only server is given (engine/sglang/fleet.py), and times that a group's missing rollouts are
-requested before it is dropped (rollout/)."""
+requested before it is dropped, or in an evaluation before the set is left out (rollout/)."""
 
 INSIDE: Mapping[str, tuple[str, ...]] = {
     "collective": ("update_call",),  # the other ranks gather the next bucket of weights while a server takes one

@@ -108,7 +108,7 @@ def disk_fault(error: OSError, directory: Path, then: str | None = None) -> tupl
     """
     if error.errno == errno.ENOENT or not directory.is_dir():
         return (
-            f"the directory {directory} is gone: it was removed, or its disk is not mounted any more",
+            f"the directory {directory} is gone, or a file in it: it was removed, or its disk is not mounted any more",
             f"bring it back and {then or '--resume, or start in a new run_dir'}",
         )
     then = then or how_to_go_on(directory)

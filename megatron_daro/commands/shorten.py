@@ -43,7 +43,7 @@ def shorten(
     if not messages:
         from megatron_daro.data.tokenizer import load_tokenizer
 
-        loaded = load_tokenizer(tokenizer or _tokenizer_of(recorded))
+        loaded = load_tokenizer(tokenizer or _tokenizer_of(recorded), option="--tokenizer")
         prompt_text = lambda ids: str(loaded.decode(list(ids), skip_special_tokens=False))
     counts = write(files, out, Rules(kind, longer, most, prompt_text))
     typer.echo(

@@ -60,8 +60,9 @@ def build_batch(
         The batch; old_logprobs_R and ref_logprobs_R are None, and group_lengths_NK unless the algorithm needs them.
 
     Raises:
-        DataError: no groups, an incomplete group, an aborted rollout, a repeated id, or columns that do not fit.
-        AlgorithmError: a reward is not finite, or an option is unknown.
+        DataError: no groups, an incomplete group, an aborted rollout, a repeated id, columns that do not fit, a source
+            without an environment, a rollout that the teacher has not read, or an unknown `overlong`.
+        AlgorithmError: a reward is not finite, or another option is out of range.
     """
     if overlong not in get_args(Overlong):
         raise DataError(f"overlong: got {overlong!r}, allowed are {', '.join(get_args(Overlong))}")

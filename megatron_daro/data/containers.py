@@ -72,7 +72,7 @@ def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None 
 
     Yields:
         (number, row): the line number of JSON lines, else the row number, from 1. A RowProblem stands where a line is
-        not JSON, a WrittenNumber where JSON has a number with a point or an exponent.
+        not JSON, a WrittenNumber where JSON has a number with a point or an exponent, or of thousands of digits.
 
     Raises:
         DataError: the file is missing, empty, torn, of a kind that is not read, or not of the container asked for.

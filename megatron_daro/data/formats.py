@@ -278,14 +278,15 @@ def _answers(row: Mapping[str, Any], data_format: DataFormat, field: str | None)
         raise _UnusableRowError("no answer")
     if len(alternatives) > _MOST_ALTERNATIVES:
         raise _UnusableRowError(f"answer is a list of more than {_MOST_ALTERNATIVES}")
-    return tuple(dict.fromkeys(_answer(one, name, data_format) for one in alternatives))
+    return tuple(dict.fromkeys(_answer(one, name, data_format, is_named=bool(field)) for one in alternatives))
 
 
-def _answer(value: object, name: str, data_format: DataFormat) -> str:
+def _answer(value: object, name: str, data_format: DataFormat, *, is_named: bool) -> str:
     if name == "solution":
-        value = last_box(value) if isinstance(value, str) else None
-        if not value:
+        boxed = last_box(value) if isinstance(value, str) else None
+        if not boxed and not is_named:
             raise _UnusableRowError(r"no answer (no \boxed{} in the solution)")
+        value = boxed or value
     text = answer_text(value)
     if text is None:
         raise _UnusableRowError(f"answer is not text ({_kind(value)})")

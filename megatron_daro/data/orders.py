@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _FIXES = {
     "order": "resume with the same data.order",
-    "num_prompts": "resume with the same data files, field names and max_prompt_tokens",
-    "fingerprint": "the prompts changed (files, order, template or tokenizer); resume with the same ones",
+    "num_prompts": "resume with the same data files, field names, max_prompt_tokens and environment.kind",
+    "fingerprint": "the prompts changed (files, order, template, tokenizer, environment.kind); resume with the same",
     "seed": "resume with the same trainer.seed",
     "shuffle": "resume with the same data.shuffle",
     "settings": "resume with the same data.curriculum or data.prioritised, and pass rates in the files",

@@ -136,7 +136,8 @@ def load_problems(
         held_out: evaluation sets by name; problems found in them are reported, not dropped.
 
     Returns:
-        Prompts without tokens, each with an id that depends on source and problem only; and the report.
+        Prompts without tokens, each with an id that depends on source and problem, a repeat's on its ordinal too; and
+        the report.
 
     Raises:
         DataError: no paths, a missing, empty or torn file, a file without a usable row, or a bad row under `strict`.

@@ -170,7 +170,7 @@ def repeated_at(tokens_T: np.ndarray, span: int, period: int) -> int | None:
 
 
 def until_repeated(rollout: Rollout, repetition: tuple[int, int] | None, decode: Decode) -> Rollout:
-    """Return an answer up to where it began to repeat itself; as it is where it does not.
+    """Return an answer up to the first token at which its last so many tokens repeat a block; else as it is.
 
     Args:
         rollout: whole, as far as it came. repetition: tokens and period (see `repeated_at`); None: not looked for.

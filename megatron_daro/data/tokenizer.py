@@ -53,6 +53,7 @@ def load_tokenizer(
     *,
     chat_template: bool = False,
     date: datetime.date | None = None,
+    option: str = "model.path",
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model.
 
@@ -61,6 +62,7 @@ def load_tokenizer(
         trust_remote_code: runs Python files found in that directory.
         chat_template: whether a chat template is needed.
         date: what a chat template takes for today (`strftime_now`, as Llama 3.2's does); None: each day's own.
+        option: what gave the path, for messages.
 
     Returns:
         A transformers tokenizer.
@@ -70,10 +72,10 @@ def load_tokenizer(
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelError(f"model.path: {directory} is not a directory; give the directory of a model in HF format")
+        raise ModelError(f"{option}: {directory} is not a directory; give the directory of a model in HF format")
     if not any((directory / name).is_file() for name in _FILES):
         raise ModelError(
-            f"model.path: {directory} has no tokenizer files; one of {', '.join(_FILES)} is needed: copy them from the "
+            f"{option}: {directory} has no tokenizer files; one of {', '.join(_FILES)} is needed: copy them from the "
             "model the weights came from"
         )
     for name in _JSON:
@@ -86,12 +88,12 @@ def load_tokenizer(
     except Exception as error:
         # The tokenizers library raises a plain Exception for a torn file.
         raise ModelError(
-            f"model.path: the tokenizer in {directory} cannot be loaded ({type(error).__name__}: {error}); fetch its "
+            f"{option}: the tokenizer in {directory} cannot be loaded ({type(error).__name__}: {error}); fetch its "
             "files again, or set model.trust_remote_code if it needs code of its own and you trust it"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"model.path: the tokenizer in {directory} has no stop token (eos_token), so no answer could end; set "
+            f"{option}: the tokenizer in {directory} has no stop token (eos_token), so no answer could end; set "
             "eos_token in its tokenizer_config.json"
         )
     if chat_template and not tokenizer.chat_template:

@@ -51,7 +51,7 @@ class MetricsLog:
             wandb: arguments of `wandb.init`, such as {"project": "daro"}; None (or {"enabled": False, ...}) is off.
 
         Raises:
-            ConfigError: wandb was asked for and is not installed, or cannot start.
+            ConfigError: tensorboard or wandb was asked for and is not installed, or wandb cannot start.
             DataError: the file that is there is damaged before its last line. OSError: it cannot be written.
         """
         self.path = Path(run_dir) / FILE_NAME
@@ -78,7 +78,7 @@ class MetricsLog:
 
         Raises:
             DataError: a value is no number, the step does not increase, or the disk refused; the file then still ends
-                with the step before.
+                with the step before, or where only charts failed with this one.
         """
         if self.last_step is not None and step <= self.last_step:
             raise DataError(

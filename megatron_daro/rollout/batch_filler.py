@@ -65,8 +65,8 @@ class BatchFiller:
             The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
 
         Raises:
-            DataError: no prompts. EngineError, WorkerError, RewardError, DeadlineError: the engine or the verifiers
-            failed.
+            DataError: no prompts. EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers
+            or environment failed.
         """
         flight = Flight(deque(unfinished))
         try:

@@ -25,9 +25,9 @@ from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 class RolloutCounters:
     """What sampling has cost since the run began: metrics of these names below rollout/, kept in checkpoints.
 
-    aborted_tokens: response tokens that were thrown away because a rollout or its group was not finished.
-    groups_aborted: unfinished when their batch was full. groups_resumed: unfinished ones that went on, those that
-    were only set aside too. batches_empty: without a trainable group.
+    aborted_tokens: response tokens that were thrown away: of what was not finished, begun anew, not judged in time, or
+    without its files of experts. groups_aborted: unfinished when their batch was full. groups_resumed: unfinished ones
+    that went on, those that were only set aside too. batches_empty: without a trainable group.
     """
 
     batches_empty: int = 0

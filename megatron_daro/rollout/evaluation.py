@@ -19,15 +19,13 @@ from typing import NamedTuple
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.deadlines import Deadlines
+from megatron_daro.deadlines import ATTEMPTS, Deadlines
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.minibatches import passed
 from megatron_daro.rollout.protocol import PhaseTimer, Rollouter
 from megatron_daro.rollout.summary import pass_at_k
 from megatron_daro.types import GroupRequest, Rollout, SamplingParams
-
-_ROUNDS = 3
 
 
 class Evaluator:
@@ -79,7 +77,7 @@ class Evaluator:
             why = "servers were started again and have newer weights; " if restarted else ""
             self._warn(
                 f"evaluation of {section.name} after step {step}: {why}some answers of that version are missing after "
-                f"{_ROUNDS} tries, so its metrics are left out"
+                f"{ATTEMPTS} tries, so its metrics are left out"
             )
             return {}
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
@@ -106,7 +104,7 @@ class Evaluator:
     async def _finished(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
         """Return every answer; a conversation that failed is begun again. Nothing where one fails each time."""
         rollouts: list[Rollout] = []
-        for attempt in range(_ROUNDS):
+        for attempt in range(ATTEMPTS):
             missing = _missing(requests, {(one.group_id, one.index) for one in rollouts})
             if not missing:
                 break
@@ -120,7 +118,7 @@ class Evaluator:
         weights; no answers where some cannot be had."""
         by_place: dict[tuple[int, int], Rollout] = {}
         others, failed = False, set[int]()
-        for attempt in range(_ROUNDS):
+        for attempt in range(ATTEMPTS):
             # Where none failed, and one was of another version, the draws stay.
             missing = _missing(requests, by_place)
             left = iter([replace(one, attempt=attempt) if one.group_id in failed else one for one in missing])

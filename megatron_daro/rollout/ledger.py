@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def retries(self) -> int:
-        """Attempts beyond the first, over all groups."""
+        """Attempts after a failed one, over all groups."""
         return self._retries
 
     def counts(self) -> dict[str, int]:

@@ -42,7 +42,8 @@ def _samples(groups: Sequence[Group], reasons: Sequence[str]) -> list[str]:
     ]
     first = next(pair for pair in pairs if pair[2].reason == reasons[0])
     others = [pair for pair in pairs if pair is not first]
-    others.sort(key=lambda pair: (pair[2].reason == reasons[0], pair[0] is first[0]))
+    rank = {reason: number for number, reason in enumerate((*reasons[1:], reasons[0]))}
+    others.sort(key=lambda pair: (rank[pair[2].reason], pair[0] is first[0]))
     return [_sample(*pair) for pair in [first, *others[:1]]]
 
 

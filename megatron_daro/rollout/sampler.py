@@ -121,7 +121,7 @@ class Sampler:
 
         Raises:
             DataError: no trainable group in too many batches in a row, or no prompts.
-            EngineError, WorkerError, RewardError, DeadlineError: the engine or the verifiers failed.
+            EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers or environment failed.
         """
         started, tokens_before = time.perf_counter(), self._collector.fresh_tokens
         batch = BatchSoFar(

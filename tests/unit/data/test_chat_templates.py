@@ -171,6 +171,12 @@ def test_the_gold_of_a_solution_is_its_last_box(text, content):
     assert "no answer" in row.reason if content is None else row.answers == (content,)
 
 
+@pytest.mark.parametrize(("text", "content"), [("42", "42"), (r"so \boxed{7}", "7")])
+def test_a_solution_that_was_named_may_be_the_plain_answer(text, content):
+    row = parse_row({"problem": "1+1?", "answer": "1", "solution": text}, answer_field="solution")
+    assert row.answers == (content,)
+
+
 @pytest.mark.parametrize(("template", "opens"), [(CHAT, False), (OPENS, True)])
 def test_a_response_of_a_prompt_that_opens_thinking_is_read_with_it(tmp_path, template, opens):
     kept, report = tokenize_prompts([text_prompt("1+1?")], tokenizer_with(tmp_path, template))

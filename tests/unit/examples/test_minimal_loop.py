@@ -100,7 +100,8 @@ def run_config(model: Path, problems: Path, **sections) -> Config:
 
 
 @pytest.mark.parametrize(
-    "override", ["algorithm.name=dapo", "algorithm.kl.coefficient=0.1", "reward.verifier=math", "rollout.top_p=0.9"]
+    "override",
+    ["algorithm.name=dapo", "algorithm.kl.coefficient=0.1", "reward.verifier=math", 'reward.options={"strict":false}'],
 )
 def test_options_that_are_not_implemented_are_refused_by_name(model_path, tmp_path, capsys, override):
     from megatron_daro.config import to_yaml
