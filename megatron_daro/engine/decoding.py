@@ -3,8 +3,9 @@
 A stop text may end in any token, so the last tokens of a row that has one are decoded after each step.
 
 `Decoding` stands behind a LogitsProcessor, which leaves `generate` only the chosen token to pick, so no scores are
-kept, and a StoppingCriteria. Once a quarter of the rows have finished, the criterion ends the call, and the caller
-drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two steps.
+kept, and a StoppingCriteria. Once a quarter of at least 16 rows have finished, the criterion ends the call, and the
+caller drops their caches and calls again with the rest. An `AbortSignal` from the event loop is looked at between two
+steps.
 
 Every row draws its own uniform numbers from a counter-based generator keyed by (seed, group, draw, index), one per
 step, and inverts its cumulative distribution with them, so its tokens do not depend on its neighbours. There is no

@@ -97,7 +97,7 @@ class EmbeddedGenerator:
 
         Args:
             rows: decoded together, in this order.
-            abort: its groups end at once with what they have, finish reason "abort"; rows may then be empty.
+            abort: its groups end at once with what they have, which may be no token, finish reason "abort".
             deliver: called with every rollout as soon as it is complete, while the others go on.
 
         Returns:

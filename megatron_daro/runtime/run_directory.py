@@ -4,8 +4,9 @@
 --resume), one that another process uses, and one that cannot be written.
 
 RUN/hf is a Hugging Face directory that transformers, vLLM and SGLang load, RUN/hf_critic one of a critic, for
-transformers. A finished run, or the resume of one -> `PolicyGroup.write` (the writer of `sync: disk`) -> RUN/hf, whole
-or not at all. `ORIGIN_FILE` in it says of which step it is. What an export did not write is never replaced.
+transformers, RUN/adapter the adapters, for PEFT, vLLM and SGLang. A finished run, or the resume of one ->
+`PolicyGroup.write` (the writer of `sync: disk`) -> each of them, whole or not at all. `ORIGIN_FILE` in it says of which
+step it is. What an export did not write is never replaced.
 """
 
 from __future__ import annotations

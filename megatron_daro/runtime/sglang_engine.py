@@ -1,6 +1,6 @@
 """The SGLang engine of a run, from its configuration: servers (ray_servers.py) and who asks them (answer_workers.py).
 
-Before any server starts, interpreters, argument names and models that cannot work are rejected with the field that is
+Before any server starts, interpreters, packages and argument names that cannot work are rejected with the field that is
 wrong.
 """
 
@@ -44,7 +44,8 @@ def sglang_engine(run: RunContext, tokenizer: TokenizerFacts, placement: Placeme
         tokenizer: the trainer's. placement: where servers go.
 
     Raises:
-        ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know.
+        ConfigError: an interpreter without what it needs, or arguments that its SGLang does not know. ModelError: as
+            `SGLangEngine`.
     """
     config, options = run.config, run.config.engine.sglang
     check_environments(options)

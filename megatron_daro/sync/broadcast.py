@@ -10,7 +10,7 @@ part. The first server that fails breaks the broadcast off, so that a death cost
 Servers are not fenced here: what each of them did is reported.
 
 A peer that died or hangs must cost this process a group and nothing else. By default torch ends the process when an
-NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group alone its watchdog only looks on.
+NCCL collective fails (ProcessGroupNCCL.hpp, ErrorHandlingMode), so for this group its watchdog only looks on.
 
 Source: sglang/srt/utils/common.py, init_custom_process_group: both ends must derive the same store keys.
 sglang/srt/managers/tokenizer_control_mixin.py (0.5.23), update_weights_from_distributed: `async with
@@ -168,7 +168,7 @@ def listening_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.
 
 @contextlib.contextmanager
 def _errors_end_no_process(backend: str) -> Iterator[None]:
-    """While a group of NCCL is made its errors are left to whoever waits; every other group keeps torch's default."""
+    """While a group of NCCL is made its errors are left to whoever waits; other groups keep what the process has."""
     if backend != "nccl":
         yield
         return

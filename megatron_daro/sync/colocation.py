@@ -145,10 +145,10 @@ class LeftBehind:
         self._before: int | None = None
 
     def observe(self, left: int, *, of: int | None = None) -> str:
-        """Return a warning where more stayed than before, or at first over a tenth of what was there.
+        """Return a warning where more stayed than before, or at first more than `growth` and a tenth of what was there.
 
         Args:
-            left: bytes that stayed. of: bytes that were there; None: not known.
+            left: bytes that stayed. of: bytes that were there; None: not known, and no warning at first.
         """
         before, text = self._before, f"engine.colocate: {left / _MIB:,.0f} MiB stayed on {self._where}"
         if before is None:

@@ -37,8 +37,8 @@ class WeightExporter(Protocol):
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
-        """Send everything as the plan says. Failures of receivers are reported. SyncError: nothing to give;
-        LostSenderError: a rank died meanwhile, and was replaced."""
+        """Send everything as the plan says. Failures of receivers are reported. SyncError: the weights cannot go this
+        way; LostSenderError: a rank died meanwhile, and was replaced."""
         ...
 
     async def write(self, files: WeightFiles) -> SendReport:

@@ -3,7 +3,8 @@
     Question -> POST /generate (client.py) -> checked and made rollouts (replies.py)
 
 Each answer comes when it has ended, as an event of a stream or in a request of its own: its room on the server is given
-to others then, and it is kept if the others fail.
+to others then, and it is kept if the others fail. A server with --incremental-streaming-output answers a request as a
+whole.
 
 `DirectAsker` does this in its own process: each of the run's answer workers (runtime/answer_workers.py). It knows
 nothing of fleets, retries or other groups; what a failure means is for the engine to decide.

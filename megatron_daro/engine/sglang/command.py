@@ -43,7 +43,7 @@ OWNED_ARGUMENTS: Mapping[str, str] = {
     "port": "remove it: a free port is reserved for each server",
     "nccl_port": "remove it: a free port is reserved for each server",
     "random_seed": "set engine.seed",
-    "weight_version": "remove it: it counts the weight updates",
+    "weight_version": "remove it: it is the number of the optimizer step",
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "set engine.sglang.tensor_parallel"),
     **dict.fromkeys(("dp_size", "data_parallel_size", "dp"), _REPLICAS),
     **dict.fromkeys(("attn_dp_size", "attention_data_parallel_size", "enable_dp_attention"), _REPLICAS),

@@ -6,7 +6,7 @@
              -> reply checked, and made rollouts (replies.py)
 
 A group goes to the server with the fewest tokens in flight, or that of the turn before; what one of its answers holds
-there is given back when that answer has ended. It is routed here; answer workers post it, parse the replies and decode
+there is given back when that answer has come. It is routed here; answer workers post it, parse the replies and decode
 the tokens, and this process gets finished rollouts. A failed request is retried, elsewhere if possible; one that a
 weight update cut short (of a caller's own: in training none runs then) continues from the tokens it has. Answers of
 weights that a server was never given are rejected, and every wait has a deadline.
