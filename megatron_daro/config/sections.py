@@ -306,6 +306,11 @@ class SGLangSection(Section):
         return {name.replace("-", "_"): value for name, value in self.arguments.items()}
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether servers are quantized."""
+        return self.fp8_blocks or self.named_arguments.get("quantization") is not None
+
+    @property
     def transport(self) -> Transport:
         """What is known of `sync`."""
         return TRANSPORTS[self.sync]

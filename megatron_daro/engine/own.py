@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from megatron_daro.config import Config
-from megatron_daro.data.stops import until_end
+from megatron_daro.data.stops import tokens_until_stop, until_end
 from megatron_daro.errors import ConfigError, DaroError, EngineError, SyncError
 from megatron_daro.own_class import import_own_class, make_own
 from megatron_daro.sync.plan import SendReport, WeightFiles
@@ -266,11 +266,12 @@ class OwnEngine:
         for logprob in answer.logprobs:
             if not isinstance(logprob, float | int | np.floating) or not -math.inf < logprob <= _ROUNDING:
                 raise self._wrong(f"log-prob {logprob!r}", "finite numbers, at most 0")
-        text = self._decode([int(token) for token in answer.tokens]) if sampling.stop else ""
-        if any(stop in text for stop in sampling.stop):
-            return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
-        if any(token in sampling.stop_token_ids for token in answer.tokens[:-1]):
+        kept = tokens_until_stop([int(token) for token in answer.tokens], sampling.stop, self._decode)
+        end = kept[0] if kept else count
+        if any(token in sampling.stop_token_ids for token in answer.tokens[: end - 1]):
             raise self._wrong("tokens after a stop token", f"none after one of {sampling.stop_token_ids}")
+        if kept:
+            return np.asarray(answer.tokens, np.int32), np.asarray(answer.logprobs, np.float32)
         stopped = answer.tokens[-1] in sampling.stop_token_ids
         if answer.finish_reason != ("stop" if stopped else "length") or not (stopped or count == most):
             got = f"finish reason {answer.finish_reason!r} after {count} tokens, the last of them {answer.tokens[-1]}"

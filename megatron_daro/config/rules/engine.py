@@ -150,10 +150,13 @@ def colocate(config: Config) -> Iterator[Problem]:
             "set trainer.replace_lost_ranks=false",
         )
         yield wrong(config, "trainer.replace_lost_ranks", allowed, fix, beside=field)
-    if sglang.named_arguments.get("quantization") is not None:
+    if sglang.is_quantized:
         allowed = "servers in bf16: what a quantized one keeps beside its weights would be lost with its memory"
-        got, fix = "quantization with engine.colocate", "remove quantization and load_format"
-        yield wrong(config, _ARGUMENTS, allowed, fix, beside=field, got=got)
+        if sglang.fp8_blocks:
+            yield wrong(config, _BLOCKS, allowed, f"set {_BLOCKS}=false", beside=field)
+        else:
+            got, fix = "quantization with engine.colocate", "remove quantization and load_format"
+            yield wrong(config, _ARGUMENTS, allowed, fix, beside=field, got=got)
     if sglang.named_arguments.get("enable_memory_saver") is False:
         allowed = "true or unset with engine.colocate: without it a server keeps its memory"
         got, fix = "enable_memory_saver: false", "remove enable_memory_saver"

@@ -52,7 +52,7 @@ def unserved(config: Config, shape: ModelShape) -> str:
         f"on a CPU SGLang pads an MLP, but no adapter, to a multiple of {step}": padded,
         "servers read model.path, not model.megatron_weights": config.model.megatron_weights is not None,
         "with engine.colocate servers lose their weights in the trainer's turn": engine.colocate,
-        "servers are quantized": sglang.fp8_blocks or sglang.named_arguments.get("quantization") is not None,
+        "servers are quantized": sglang.is_quantized,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -100,7 +100,8 @@ def inspect_environment(python: Path, *, env: Mapping[str, str] | None = None) -
 def _nccl_problems(options: SGLangSection, python: Path, theirs: str | None) -> list[Problem]:
     """NCCL compares versions when a group is made, and refuses (its init.cc: "Mismatched NCCL version detected")."""
     own = upstream_names.nccl_package()
-    if not options.transport.collective or not own or not theirs:
+    on_cpu = options.named_arguments.get("device") == "cpu"  # then the broadcast is gloo's
+    if not options.transport.collective or on_cpu or not own or not theirs:
         return []
     package, own_version, version = own.partition("==")[0], own.partition("==")[2], theirs.partition("==")[2]
     if own_version == version:

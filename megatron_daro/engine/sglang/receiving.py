@@ -227,12 +227,16 @@ class Files(Receiving):
 class NamedAdapters(Receiving):
     """Adapters under a name of their own, which requests give from now on: what a server does goes on."""
 
+    def __init__(self, end: ServersEnd, version: int) -> None:
+        super().__init__(end, version)
+        self._names: list[str] = []  # one for each try
+
     def opening(self) -> tuple[Phase, ...]:
         return ()
 
     async def planned(self, plan: SendPlan) -> SendPlan:
-        self._name = f"{self._end.new_name()}-version-{self._version}"
-        details = {"lora_name": self._name, "config_dict": self._end.adapter}
+        self._names.append(f"{self._end.new_name()}-version-{self._version}")
+        details = {"lora_name": self._names[-1], "config_dict": self._end.adapter}
         return replace(plan, what="adapter", digest_dtype="", details=details)
 
     async def installing(self, report: SendReport) -> AsyncIterator[Phase]:
@@ -240,8 +244,9 @@ class NamedAdapters(Receiving):
 
     async def _offer(self, server: Server) -> None:
         server.versions.add(self._version)
-        server.adapter = self._name
-        server.adapters[self._name] += 0  # it has it, and no request names it yet
+        server.adapter = self._names[-1]
+        for name in self._names:  # it has the last, and may have those of tries before; no request names them yet
+            server.adapters[name] += 0
 
 
 RECEIVING: Mapping[str, type[Receiving]] = {

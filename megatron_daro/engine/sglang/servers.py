@@ -4,6 +4,7 @@ placed on some node (runtime/ray_servers.py)."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ class ServerProcess:
         code = process.poll()
         if code is None:
             return ""
-        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+        how = f"signal {code - 128}" if 128 < code <= 128 + signal.SIGRTMAX else f"exit code {code}"
         tail = " | ".join(line.strip() for line in process.log_tail(_TAIL_LINES).splitlines() if line.strip())
         last_words = safe_text(tail[-600:], one_line=True)
         return f"its process ended with {how}; log {self._options.log_path}: {last_words}"

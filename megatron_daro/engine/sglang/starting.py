@@ -12,7 +12,7 @@ from megatron_daro.config.sections import SGLangSection
 from megatron_daro.engine.sglang import vetting
 from megatron_daro.engine.sglang.client import DisconnectedError, ServerFacts, SGLangClient, UnreachableError
 from megatron_daro.engine.sglang.fleet import Server
-from megatron_daro.engine.sglang.interpreter import OLDEST_SGLANG, dotted
+from megatron_daro.engine.sglang.interpreter import LAST_TESTED, OLDEST_SGLANG, dotted
 from megatron_daro.engine.sglang.servers import ServerHandle
 from megatron_daro.engine.sglang.vetting import Expected, UnusableServerError
 from megatron_daro.errors import EngineError, RefusedError
@@ -90,7 +90,12 @@ async def _first_answer(server: Server, handle: ServerHandle, wait: _Wait) -> Se
                 raise unusable(server.url, error) from None
             wait.go_on(error)
         except RefusedError as error:
-            raise unusable(server.url, error) from None
+            if not handle.restartable:
+                raise unusable(server.url, error) from None
+            raise UnusableServerError(
+                f"engine.sglang.python: {wait.server} does not describe itself as SGLang does ({error}); allowed: "
+                f"SGLang {dotted(OLDEST_SGLANG)} to {dotted(LAST_TESTED)}; install one of these there"
+            ) from None
         await asyncio.sleep(_POLL_S)
 
 

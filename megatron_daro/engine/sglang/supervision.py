@@ -205,7 +205,9 @@ class Supervision:
         while True:
             await self._may_start.wait()
             if server.restarts >= self._options.max_restarts:
-                self._warn(f"SGLang {server.name} was started {server.restarts} times again and stays away")
+                self._warn(
+                    f"SGLang {server.name} stays away: engine.sglang.max_restarts is {self._options.max_restarts}"
+                )
                 return
             before, server = server, self._fleet.start_again(server)
             self._unsettled.add(server.name)
@@ -215,8 +217,8 @@ class Supervision:
                 self._unsettled.discard(server.name)
                 break
             except EngineError as error:
-                self._warn(f"SGLang {server.name} could not be started again: {error}")
-                self._fleet.start_failed(server, f"{given_up_for}; then it could not be started again: {error}")
+                self._warn(f"SGLang {server.name} did not come back: {error}")
+                self._fleet.start_failed(server, f"{given_up_for}; then it did not come back: {error}")
             await self._end_process(server)
             await asyncio.sleep(backoff_s(failed_starts, first_s=_RESTART_PAUSE_S, longest_s=_LONGEST_RESTART_PAUSE_S))
             failed_starts += 1

@@ -392,6 +392,8 @@ TURNS rollout.max_staleness=1 | rollout.max_staleness |
 TURNS trainer.replace_lost_ranks=true | trainer.replace_lost_ranks |
 TURNS QUANTIZED | engine.sglang.arguments | engine.colocate=false cluster.nodes=2
   engine.sglang.sync=distributed
+TURNS model.path=MODELS/blocks engine.sglang.fp8_blocks=true engine.sglang.tensor_parallel=1 engine.replicas=8 |
+  engine.sglang.fp8_blocks | engine.sglang.fp8_blocks=false
 TURNS engine.sglang.arguments.enable-memory-saver=false | engine.sglang.arguments |
   engine.sglang.arguments.enable-memory-saver=true
 TURNS actor.megatron.nccl_ub=true | actor.megatron.nccl_ub | actor.megatron.nccl_ub=false

@@ -99,6 +99,11 @@ def test_an_answer_that_cannot_be_right_is_refused_by_name(tmp_path, answer, wor
     assert words in str(caught.value)
 
 
+def test_an_answer_with_a_stop_token_before_its_stop_text_is_refused(tmp_path):
+    with pytest.raises(EngineError, match="after a stop token"):
+        asyncio.run(rollouts_of(engine_of(tmp_path, Answer([3, 5, 4], [-1.0] * 3, "stop")), "5, 4"))
+
+
 def test_an_update_waits_for_answers_on_their_way_and_holds_new_ones_back(tmp_path):
     async def scenario():
         engine, api = made_of(tmp_path)

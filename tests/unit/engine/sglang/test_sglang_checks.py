@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sglang_pool import engine_of, expected, started
-from sglang_stub_fleets import run
+from sglang_stub_fleets import StubHandle, run
 from stub_server import StubServer, answering, times
 
 from megatron_daro.errors import EngineError
@@ -48,6 +48,16 @@ def test_a_server_that_does_not_say_how_it_writes_a_text_is_used(tmp_path):
 
 def test_a_server_without_a_tokenizer_is_refused_where_answers_end_at_texts(tmp_path):
     assert "rollout.stop" in refusal(tmp_path, StubServer(), expect=expected(tmp_path, reads_text=True))
+
+
+def test_a_started_server_that_describes_itself_otherwise_is_refused_by_its_interpreter(tmp_path):
+    async def scenario():
+        async with StubServer() as stub:
+            stub.answers["/server_info"] = answering(200, [])
+            with pytest.raises(EngineError, match=r"engine\.sglang\.python: server 0 .*; allowed: SGLang 0\.5\.18 to"):
+                await engine_of([StubHandle(stub.url)], tmp_path).start()
+
+    run(scenario())
 
 
 LORA = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}

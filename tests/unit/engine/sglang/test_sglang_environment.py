@@ -189,7 +189,7 @@ def test_mooncake_is_wanted_at_both_ends(environment_with, monkeypatch, lacking)
 def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, monkeypatch):
     """NCCL would say so itself, at the first weight update and in C++."""
     packages = {"sglang": "0.5.23", "nvidia-nccl-cu13": "2.30.7"}
-    python = environment_with(packages, {"sglang/__init__.py": "", "sglang/srt/server_args.py": ONE_CLASS})
+    python = environment_with(packages, {"sglang/__init__.py": ""})
     options = SGLangSection(python=python)
     monkeypatch.setattr(interpreter.upstream_names, "nccl_package", lambda: None)
     check_environments(options)  # a trainer without NCCL
@@ -199,6 +199,7 @@ def test_two_versions_of_nccl_are_refused_before_a_broadcast(environment_with, m
     for text in ("2.29.7", "2.30.7", "engine.sglang"):
         assert text in str(caught.value)
     check_environments(options.model_copy(update={"sync": "disk"}))
+    check_environments(options.model_copy(update={"arguments": {"device": "cpu"}}))
     monkeypatch.setattr(interpreter.upstream_names, "nccl_package", lambda: "nvidia-nccl-cu12==2.30.7")
     check_environments(options)
 

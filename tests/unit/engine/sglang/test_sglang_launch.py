@@ -47,7 +47,7 @@ def log_of(options, meeting=""):
         options.log_path.unlink()
 
 
-@pytest.mark.parametrize(("end", "how"), [("exit 3", "3"), ("kill -9 $$", "signal 9")])
+@pytest.mark.parametrize(("end", "how"), [("exit 3", "3"), ("exit 255", "exit code 255"), ("kill -9 $$", "signal 9")])
 def test_a_process_that_ended_is_described_with_its_last_words(tmp_path, end, how):
     server = ServerProcess(fake_sglang(tmp_path, f"seq 1 20; echo '  last  '; {end}"), "127.0.0.1")
     assert server.death()

@@ -131,6 +131,7 @@ def test_restarts_are_bounded(tmp_path):
             await asyncio.sleep(0.3)
             assert (handle.launches, handle.stops) == (1 + 3, 1 + 3)
             assert sum("no GPU is free" in text for text in fleet.warnings) == 3
+            assert fleet.warnings[-1].endswith("stays away: engine.sglang.max_restarts is 3")
             assert "gone" in fleet.servers[0].reason and "no GPU is free" in fleet.servers[0].reason
             assert len(await collect(fleet.engine, [group(0)])) == 4, "the other one serves"
 

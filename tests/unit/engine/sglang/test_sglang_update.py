@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from sglang_pool import collect, group
-from sglang_stub_fleets import rig, run
+from sglang_pool import collect, expected, group
+from sglang_stub_fleets import Weights, rig, run
 from stub_server import ALL_CALLS, answering, never, reset, times
 
-from megatron_daro.errors import EngineError, SyncError
+from megatron_daro.errors import EngineError, LostSenderError, SyncError
+from megatron_daro.sync.plan import SendReport
 
 SESSION_CALLS = ("/begin_weight_update", "/end_weight_update")
 CALLS = (
@@ -309,5 +310,32 @@ def test_a_flush_that_is_always_refused_fences_the_server(tmp_path, weights):
             fleet.stubs[0].answers["/flush_cache"] = answering(400)
             await fleet.publish(weights, 3)
             assert fleet.states == ["fenced", "serving"]
+
+    run(scenario())
+
+
+class InterruptedAdapters(Weights):
+    """Adapters whose first sending ends with the death of a rank."""
+
+    async def export(self, plan):
+        self.plans.append(plan)
+        if len(self.plans) == 1:
+            raise LostSenderError("rank 0 died")
+        return SendReport(100, 0.5, apart=True)
+
+
+def test_an_adapter_of_a_sending_that_broke_off_is_unloaded(tmp_path):
+    adapter = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    info = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": adapter["target_modules"]}
+
+    async def scenario():
+        weights, expect = InterruptedAdapters(), expected(tmp_path, adapter=adapter)
+        async with rig(tmp_path, {"info": info}, expect=expect, sync="adapters", verify=False) as fleet:
+            (stub,) = fleet.stubs
+            await fleet.publish(weights, 1)
+            await fleet.until(lambda: stub.calls["/unload_lora_adapter"])
+            first, second = (plan.details["lora_name"] for plan in weights.plans)
+            assert stub.said["/unload_lora_adapter"] == [{"lora_name": first}]
+            assert fleet.servers[0].adapter == second
 
     run(scenario())
