@@ -173,7 +173,8 @@ app.command()(shorten)
 
 def _require_directory(name: str, path: Path, allowed: str) -> None:
     if not path.is_dir():
-        raise ConfigError(f"{name}: got {str(path)!r}, which is not there; allowed: {allowed}; fix: check the path")
+        why = "is no directory" if path.exists() else "is not there"
+        raise ConfigError(f"{name}: got {str(path)!r}, which {why}; allowed: {allowed}; fix: check the path")
 
 
 def _resolve(config_file: Path, overrides: Sequence[str] | None, *, dry_run: bool) -> Config:

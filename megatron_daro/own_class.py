@@ -45,7 +45,10 @@ def import_own_class(
             f"{builtin}, or module:Class of your own; fix: put the folder of the module into PYTHONPATH"
         ) from error
     if not isinstance(own, type):
-        raise ConfigError(f"{field}: got {name!r}, which is no class; allowed: a class that offers {protocol.__name__}")
+        raise ConfigError(
+            f"{field}: got {name!r}, which is no class; allowed are {builtin}, or a class that offers "
+            f"{protocol.__name__}; fix: name one"
+        )
     for method, count in methods.items():
         function, declared = getattr(own, method, None), getattr(protocol, method)
         asynchronous = inspect.iscoroutinefunction(declared)

@@ -47,7 +47,8 @@ allowed values): meaning. Ranges include both ends; a default shows the type.
 * `megatron-daro train run.yaml --dry-run` prints the resolved configuration and runs every check of a start.
 * All wrong values and unknown keys are reported at once (exit code 2). Many an option that nothing reads as the
   others are set (`lora.alpha` without `lora.rank`) is refused, or a warning.
-* YAML 1.2 scalars: `1e-6` is a number; `yes`, `no`, `010` and dates are text. Types are not converted: `"3"` is text.
+* YAML 1.2 scalars: `1e-6` is a number; `yes`, `no` and dates are text; so are `010`, `0o17` and `0x1F`. Types are not
+  converted: `"3"` is text.
 * Relative paths start at the working directory; a leading `~` is the home directory. A single value where a list is
   expected is a list of one. Unset options are filled in when the file is resolved.
 """

@@ -126,17 +126,19 @@ def filled(value: T | None) -> T:
 class OneOf:
     """Allows these names, and `module:Class` for what a user brings along; stands in `Annotated[str, ...]`.
 
-    package: one whose tasksets may be named too, `package:TASKSET`, by the rules of its hub.
+    package: one whose tasksets may be named too, `package:TASKSET`, by the rules of its hub. own: what a user may
+    bring along.
     """
 
     names: tuple[str, ...]
     package: str = ""
+    own: str = "module:Class"
 
     @property
     def words(self) -> str:
         """What is allowed."""
         tasksets = (f"{self.package}:TASKSET",) if self.package else ()
-        return f"one of {', '.join((*self.names, *tasksets))}, or module:Class of your own"
+        return f"one of {', '.join((*self.names, *tasksets))}, or {self.own} of your own"
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Pydantic's hook."""

@@ -48,7 +48,10 @@ def check(config: Config, hardware: Hardware | None = None) -> CheckReport:
         hardware: what the run may use, unless the section `cluster` says it; that of this machine if not given.
 
     Returns:
-        The report; nothing is raised.
+        The report.
+
+    Raises:
+        ConfigError: as `detect`.
     """
     passed, warnings, problems = [], list[Problem](), list[Problem]()
     for one in _checks(config, hardware_of(config.cluster) or hardware or detect()):

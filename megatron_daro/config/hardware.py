@@ -90,7 +90,7 @@ def gpus_with_own_first(own: str | None) -> str:
     """Return CUDA_VISIBLE_DEVICES of a process that computes on its own GPUs and maps memory of the node's others.
 
     Args:
-        own: its CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: it sees all. Without nvidia-smi nothing changes.
+        own: its CUDA_VISIBLE_DEVICES, numbers or UUIDs; None: it sees all, and nvidia-smi must work.
     """
     rows = _gpu_rows()
     mine = visible_rows(rows, own)

@@ -159,14 +159,14 @@ _PLACEHOLDERS = {("model", "path"): ".", ("data", "train"): ["."]}
 
 
 def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override and validate a configuration, without the checks that look at files or hardware.
+    """Read, override and validate a configuration, without the checks (config/rules/).
 
     Args:
         path: YAML file.
         overrides: texts `a.b=c`, in order.
 
     Returns:
-        The Config with every open value filled in.
+        The Config; open values are filled in, but for those that the model's files decide.
 
     Raises:
         ConfigError: lists every wrong field.

@@ -265,6 +265,9 @@ def option_problems(options: Mapping[str, Any], installed: Collection[str] = ALL
             allowed = (
                 "options that Megatron-core has, that no other option sets, and of which it is known that they have "
             )
-            allowed += "an effect and leave the model and its loss as they are (docs/configuration.md)"
+            allowed += (
+                "an effect and leave the model and its loss as they are (ALLOWED in "
+                "megatron_daro/config/megatron_options.py)"
+            )
             fix = did_you_mean(nearest_paths(name, names), "remove it")
             yield Problem(field, show(value), allowed, fix)

@@ -585,7 +585,7 @@ def read_json(file: Path, *, alone: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         if file.is_symlink():
             raise ModelError(f"{dangling_link(file)}. Copy what it points to as well.") from None
-        raise ModelError(f"{file} does not exist. model.path must be a directory with a {file.name}.") from None
+        raise ModelError(f"{file} does not exist. Give a model's directory with config.json, or that file.") from None
     except (OSError, ValueError, RecursionError) as error:
         if file.is_file() and file.read_bytes().startswith(GIT_LFS):
             raise ModelError(f"{file} is a git-lfs pointer, not the file. Run `git lfs pull` in its folder.") from None

@@ -376,7 +376,7 @@ LOOPBACK = "127.0.0.1"
 class EnvironmentSection(Section):
     """What happens between a prompt and its verdict."""
 
-    kind: Annotated[str, OneOf(("single_turn", "agent"), "verifiers")] = "single_turn"
+    kind: Annotated[str, OneOf(("single_turn", "agent"), "verifiers", own="module:Class or function")] = "single_turn"
     """single_turn: one answer, scored by reward.verifier; agent: a program that speaks OpenAI's API; module:function:
     a coroutine that does; verifiers:TASKSET: tasks of the package verifiers; module:Class: an environment of your own,
     with several turns."""
@@ -388,7 +388,8 @@ class EnvironmentSection(Section):
     """Options of an environment of your own: keyword arguments of its constructor or coroutine; of kind agent: a part
     of the problem that it reads; of verifiers: its configuration beside the taskset's name."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
-    """Time limit of a conversation outside engine, verifiers and workers, seconds; then it is restarted."""
+    """Time limit of a conversation, seconds, in which engine, verifier and workers of `step` do not count; then it is
+    restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
     """Worker processes of an environment with `step`, in all; each node has at least one. Of programs and
     verifiers: rollouts at once, on the driver's machine."""
@@ -403,8 +404,8 @@ class EnvironmentSection(Section):
     reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = {}
     """Factors of rewards that have names, by name; then each name needs one. Empty: each counts once."""
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]+$")] = LOOPBACK
-    """Address of this machine on which an agent's endpoint listens and is reached; then nothing is said without a
-    key."""
+    """Address of this machine on which an agent's endpoint listens and is reached; on another than loopback nothing is
+    said without a key."""
     strict: bool = False
     """End the run where a conversation with `step` differs from its history as the chat template renders it."""
 

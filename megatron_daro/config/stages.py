@@ -11,7 +11,8 @@ STAGE_OPTIONS = (FIRST_STAGE, LAST_STAGE, *_ACCOUNTED)
 
 
 def stage_layers(layers: int, stages: int, options: Mapping[str, object]) -> list[int] | None:
-    """Return the layers of each pipeline stage; None where they do not divide, or an option is no number of layers.
+    """Return the layers of each pipeline stage; None where they do not divide, an option is no number of layers, or
+    options exclude each other.
 
     Args:
         layers: of the model. stages: of the pipeline. options: of `actor.megatron`; those that name stages count.

@@ -1,8 +1,8 @@
 """YAML text <-> plain values, strictly, and `a.b=c` overrides from the command line, laid over a file's values.
 
-The only reader and writer of YAML of the package. Built on PyYAML's safe loader; scalars
-follow YAML 1.2, so `1e-6` is a number, and `no`, `010`, `1:30` and dates are text. Refuses duplicate keys, tags
-(`!!python/...`), keys that are not text, and documents whose aliases unfold to more than 10,000 values.
+The only reader and writer of YAML of the package. Built on PyYAML's safe loader; scalars are those of YAML 1.2, so
+`1e-6` is a number, and `no`, `1:30` and dates are text; so are `010`, `0o17` and `0x1F`. Refuses duplicate keys, tags
+(`!!python/...`), keys that are not text, and documents of more than 10,000 values, aliases unfolded.
 
 An override's value is YAML: a mapping is merged key by key, anything else replaces; a number in the path is a position
 in a list; the last of two equal paths wins. Whether a key exists is judged later, for file and overrides alike.
@@ -122,8 +122,8 @@ class _Inspection:
             return
         if self.count > _MOST_VALUES or id(node) in parents:
             self.exhausted = True
-            got = "aliases that unfold to too much"
-            self._report(node, path, got, f"at most {_MOST_VALUES} values", "write the values out")
+            got = f"more than {_MOST_VALUES} values, aliases unfolded"
+            self._report(node, path, got, f"at most {_MOST_VALUES}", "name fewer, or write aliases out")
             return
         if node.tag not in _CORE_TAGS:
             self._report(node, path, f"the tag {show(node.tag)}", "plain values without tags", "remove the tag")

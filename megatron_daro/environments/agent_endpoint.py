@@ -120,7 +120,13 @@ class AgentEndpoint:
                 "to an address of the driver's machine"
             ) from error
         if self._socket:
-            await web.UnixSite(self._runner, self._socket, backlog=1024).start()
+            try:
+                await web.UnixSite(self._runner, self._socket, backlog=1024).start()
+            except OSError as error:
+                raise RolloutError(
+                    f"environment.sandbox: got {self._socket}, a socket that cannot be made ({error}); fix: set TMPDIR "
+                    "to a shorter path"
+                ) from error
             Path(self._socket).chmod(0o666)  # a sandbox's user is nobody; its folder keeps others out
         named = in_address(self._host)
         return f"http://{named}:{self._runner.addresses[0][1]}/v1"

@@ -157,7 +157,7 @@ class CommandAgents:
         finally:
             self._places.release()
         if reply["reason"] != "ok":
-            limit = f"more than environment.memory_mib={self._section.memory_mib} MiB"
+            limit = f"more than memory_mib={self._section.memory_mib} MiB"
             why = {"memory": limit, "failed": str(reply.get("error"))}.get(reply["reason"], reply["reason"])
             raise ConversationFailedError(f"an agent: {why}", "memory" if reply["reason"] == "memory" else "crash")
         if reply["status"]:

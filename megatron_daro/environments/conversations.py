@@ -169,7 +169,7 @@ class Conversations:
             one call, as fits one that works on one batch at a time. notices: told about failures.
         """
         self._section, self._environment, self._engine, self._scorer = section, environment, engine, scorer
-        self._shared = ConversationSettings(section.kind, decode, vocabulary, reward, section.reward_weights)
+        self._shared = ConversationSettings(section.title, decode, vocabulary, reward, section.reward_weights)
         self._together, self._notices = together, notices
         self._thread: EnvironmentThread | None = None
         self._calls: set[_Call] = set()
@@ -302,9 +302,7 @@ class Conversations:
             return rollout
         counts[_RESTARTED] += 1
         if conversation.timed_out:
-            self._failed(
-                counts, _TIMEOUTS, f"took more than environment.timeout_s={self._section.timeout_s:g} s of its own"
-            )
+            self._failed(counts, _TIMEOUTS, f"took more than timeout_s={self._section.timeout_s:g} s of its own")
         elif isinstance(error, ConversationFailedError) and error.reason == "timeout":
             self._failed(counts, _TIMEOUTS, str(error))
         elif isinstance(error, ConversationFailedError):

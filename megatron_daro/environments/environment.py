@@ -96,11 +96,11 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
-    """What every conversation of a run shares. decode: ids -> text. vocabulary: token ids are below it.
-    reward_weights: reward's name -> factor; empty: each counts once.
+    """What every conversation of an environment shares. title: its name in messages. decode: ids -> text. vocabulary:
+    token ids are below it. reward_weights: reward's name -> factor; empty: each counts once.
     """
 
-    name: str
+    title: str
     decode: Callable[[Sequence[int]], str]
     vocabulary: int
     reward: RewardSection
@@ -179,7 +179,7 @@ class Conversation:
 
     @property
     def out_of_room(self) -> bool:
-        """Whether something did not fit, or the last answer took all the room."""
+        """Whether something did not fit since the last answer, or that took all the room."""
         return self._cut
 
     def first_context(self) -> Context:
@@ -446,7 +446,7 @@ class Conversation:
     def refuse(self, got: str, allowed: str, fix: str = "correct what it names") -> RolloutError:
         """Return an error that ends the run, also where the environment catches it."""
         self.fault = self.fault or RolloutError(
-            f"environment.kind: {self._shared.name}: {got} (group {self._request.group_id} rollout {self._index}); "
+            f"{self._shared.title}: {got} (group {self._request.group_id} rollout {self._index}); "
             f"allowed: {allowed}; fix: {fix}"
         )
         return self.fault
@@ -469,7 +469,7 @@ class Conversation:
             raise self.refuse(f"a reward is called {name!r:.80}", _REWARD_NAMES)
         weights = self._shared.reward_weights
         if weights and name not in weights:
-            fix = "add it to environment.reward_weights, or remove all of them"
+            fix = "add it to reward_weights, or remove all of them"
             raise self.refuse(f"the reward {name} has no weight", f"those with one: {', '.join(weights)}", fix)
 
 

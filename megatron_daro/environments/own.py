@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_daro.config.rules.trainer import unread_without_step
 from megatron_daro.config.sections import EnvironmentSection
 from megatron_daro.environments.agent_endpoint import AgentEndpoint
 from megatron_daro.environments.agents import (
@@ -46,6 +47,11 @@ def try_environment(section: EnvironmentSection) -> None:
         case "taskset":
             _start_one(agent_pool(section, workers=1))
         case "coroutine":
+            if unread := unread_without_step(section):
+                raise ConfigError(
+                    f"{section.title}: got a coroutine and {' and '.join(unread)}; allowed: unset but for environments "
+                    "with `step`; fix: remove what is set"
+                )
             check_function(section, _imported(section.kind))
         case "program":
             _try_program(section)

@@ -24,7 +24,8 @@ def answer(kind: str, environment: StepEnvironment, request: dict[str, Any]) -> 
     """Reply to one request. What the class raises is a word; what it returns is compared with the Protocol."""
     method = request["kind"]
     if method == "notice":
-        return {"reason": "ok", "notice": str(getattr(environment, "notice", ""))}
+        notice = getattr(environment, "notice", "")
+        return {"reason": "ok", "notice": notice if isinstance(notice, str) else ""}
     began = time.perf_counter()
     try:
         if method == "reset":
@@ -72,7 +73,7 @@ def step_environment_class(kind: str, options: dict[str, Any]) -> type[StepEnvir
     return import_own_class(
         "environment.kind",
         kind,
-        builtin="single_turn, agent, verifiers:TASKSET",
+        builtin="single_turn, agent, verifiers:TASKSET, module:function (async def)",
         protocol=StepEnvironment,
         methods={"reset": 1, "step": 2},
         arguments=options,

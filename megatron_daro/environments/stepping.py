@@ -149,10 +149,10 @@ class SteppedConversations:
         reason = reply["reason"]
         if reason == "timeout":
             limit = self._section.step_timeout_s
-            what = f"took more than environment.step_timeout_s={limit:g} s for one {request['kind']}"
+            what = f"took more than step_timeout_s={limit:g} s for one {request['kind']}"
             raise ConversationFailedError(what, "timeout")
         if reason != "ok":
-            why = {"memory": f"more than environment.memory_mib={self._section.memory_mib} MiB"}
+            why = {"memory": f"more than memory_mib={self._section.memory_mib} MiB"}
             raise ConversationFailedError(f"{request['kind']}: {reply.get('error') or why.get(reason, reason)}")
         step = Step(**reply["step"])
         conversation.report(

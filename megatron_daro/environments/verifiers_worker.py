@@ -65,12 +65,14 @@ def answer(
         return {"reason": "ok", "status": 1, "line": "", "said": " ".join(str(error) for error in errors)[-_SHOWN:]}
     [trace] = episode.traces
     given = {name: one for name, one in trace.rewards.items() if one is not None}
-    rewards = {
-        re.sub(r"[^\w.-]", "_", name)[:64]: one.score if settings["weighted"] else one.value
-        for name, one in given.items()
-    }
+    rewards = {_allowed(name): one.score if settings["weighted"] else one.value for name, one in given.items()}
     outcome = {"rewards": rewards, "correct": trace.reward >= settings["correct_reward"]}
     return {"reason": "ok", "status": 0, "line": json.dumps(outcome), "said": ""}
+
+
+def _allowed(name: str) -> str:
+    """Return the name as a reward's may be (environment.py)."""
+    return re.sub(r"[^\w.-]|^(?![A-Za-z_])", "_", name, flags=re.ASCII)[:64]
 
 
 async def _episode(env: Any, task: Any) -> Any:

@@ -23,7 +23,8 @@ _COMMON = {
     "strict": Option(
         bool,
         True,
-        "accept only the expected form (box, Answer line, marker); off: also a trailing number (exact: all the text).",
+        "accept only the expected form (box, Answer line, marker); off: also a trailing number (integer: or the last "
+        "box; exact: all the text).",
     ),
     "after_thinking": Option(
         bool,
@@ -66,11 +67,11 @@ class Verifier(Protocol):
     """
 
     def verify(self, answer_text: str, gold: str, statement: str, /) -> Verdict:
-        """Judge one answer. What it raises costs this one verdict (`verifier_failed`).
+        """Judge one answer. What it raises costs this one verdict (`verifier_failed`; a RecursionError: `too_complex`).
 
         Args:
             answer_text: the response, with the <think> that its prompt ended with; of a template with tags what
-                they hold. gold: one right answer. statement: the problem's own text.
+                they hold, in a box. gold: one right answer. statement: the problem's own text.
 
         Returns: `correct` decides the pass rate; `reward`, any finite number, the advantage; `reason` a short word.
         """

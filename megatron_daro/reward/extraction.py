@@ -126,7 +126,8 @@ class IntegerVerifier:
         self._spec = spec
 
     def verify(self, answer_text: str, gold: str) -> Verdict:
-        """Compare; reasons: match, no_match, no_answer, answer_unparsed, not_text, gold_empty, gold_unparsed."""
+        """Compare; reasons: match, no_match, no_answer, answer_unparsed, too_long, not_text, gold_empty, gold_not_text,
+        gold_unparsed."""
         refused = check_text(self._spec, answer_text, gold)
         if refused is not None:
             return refused

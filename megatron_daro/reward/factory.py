@@ -1,7 +1,7 @@
 """Makes verifiers by name: those of this package, and a user's own (`reward.verifier: module:Class`).
 
-This is the one file that knows all verifiers; it loads no algebra system. The object of a user's class exists in
-worker processes only, under their limits of time and memory, and what it returns is checked; other processes import
+This is the one file that knows all verifiers; it loads no algebra system. In a run the object of a user's class exists
+in worker processes only, under their limits of time and memory, and what it returns is checked; other processes import
 its class only to look at it. Unknown names are rejected by VerifierSpec.
 """
 

@@ -80,7 +80,7 @@ class RewardPool(WorkerPool):
         return self._verdicts(screened, dict(zip(jobs, await self.ask_each(list(jobs.values())), strict=True)))
 
     def check_golds(self, golds: Sequence[Any]) -> dict[int, str]:
-        """Which golds are unusable or can only be matched literally; to be reported when data are loaded.
+        """Which golds are unusable or can only be matched literally; to be reported before a run.
 
         Returns: index -> `gold_empty`, `gold_not_text`, `gold_unparsed` (or `timeout`, `memory`, `crash`).
         """

@@ -126,7 +126,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand_signs(parts: list[str]) -> tuple[str, ...]:
-    """Return `a \\pm b` is two values."""
+    """Return the parts, `a \\pm b` as two values."""
     expanded: list[str] = []
     for part in parts:
         if part.count("\\pm") == 1 and "\\mp" not in part:

@@ -237,6 +237,7 @@ def test_an_unexpected_error_keeps_its_traceback(config_file, launched):
         (["train", "/nowhere.yaml"], "/nowhere.yaml"),
         (["train", "/nowhere.yaml", "--replay", "/nowhere"], "--replay"),
         (["report", "/nowhere"], "/nowhere"),
+        (["report", __file__], "is no directory"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what(arguments, words, capsys):

@@ -89,7 +89,7 @@ def test_a_class_that_fits_is_given_back_and_made_with_the_users_arguments(own):
 
 @pytest.mark.parametrize("name", ["nowhere:Fits", "mine:Absent", "mine:number"])
 def test_what_is_no_class_that_can_be_imported_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"reward\.verifier.*{name}"):
+    with pytest.raises(ConfigError, match=rf"reward\.verifier.*{name}.*math, text"):
         imported(name)
 
 

@@ -74,7 +74,8 @@ def algorithm(config: Config) -> Iterator[Problem]:
         allowed = "rewards is the published DGPO: they are others than 0 and 1 here"
         yield wrong(config, field, allowed, f"set {field}=rewards", got=deviation)
     if section.name == "ha_dw" and every == "step" and steps > 1:
-        field, allowed = "algorithm.options.every", "batch is the published HA-DW, with several mini-batches per batch"
+        field = "algorithm.options.every"
+        allowed = "batch is the published HA-DW, with several optimizer steps per batch"
         yield wrong(config, field, allowed, f"set {field}=batch", beside=STEPS_OF_A_BATCH, got=every)
     if penalized and plain_rewards:
         allowed = "-1, DAPO's: beside 0 and 1 the penalty weighs twice as much, and a right answer of full length "

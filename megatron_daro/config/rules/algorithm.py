@@ -32,10 +32,8 @@ def loss(config: Config) -> Iterator[Problem]:
         field, allowed = "algorithm.trust_region", f"unset with name {section.name}, which has a surrogate of its own"
         yield wrong(config, field, allowed, f"remove {field}", beside="algorithm.name")
     if section.old_logprobs == "forward" and config.trainer.steps_per_batch > 1:
-        allowed, fix = (
-            "recompute or rollout with several mini-batches per batch",
-            "set algorithm.old_logprobs=recompute",
-        )
+        allowed = "recompute or rollout with several optimizer steps per batch"
+        fix = "set algorithm.old_logprobs=recompute"
         yield wrong(config, "algorithm.old_logprobs", allowed, fix, beside=STEPS_OF_A_BATCH)
     if correction.kind == "mis" and not correction.low <= 1 <= correction.high:
         name, allowed, fix = ("low", "at most", "0.5") if correction.low > 1 else ("high", "at least", "2")
@@ -84,8 +82,8 @@ def overlong(config: Config) -> Iterator[Problem]:
         fix = f"set algorithm.overlong.max_tokens={longest}"
         beside = "rollout.max_response_tokens algorithm.overlong.cache_tokens"
         yield wrong(config, "algorithm.overlong.max_tokens", allowed, fix, beside=beside)
-    if cache_tokens >= max_tokens:
-        allowed = "below algorithm.overlong.max_tokens"
+    if cache_tokens > max_tokens:
+        allowed = "at most algorithm.overlong.max_tokens"
         fix = f"set algorithm.overlong.cache_tokens={max(1, max_tokens // 5)}"
         beside = "algorithm.overlong.max_tokens rollout.max_response_tokens"
         yield wrong(config, "algorithm.overlong.cache_tokens", allowed, fix, beside=beside)

@@ -68,9 +68,13 @@ def processes(config: Config, hardware: Hardware) -> Iterator[Problem]:
     if hardware.place != THIS_MACHINE or hardware.memory_bytes is None:
         return
     memory = f"{hardware.memory_bytes / 2**30:.0f} GiB of memory"
-    if demand.processes * _LEAST_PROCESS_BYTES > hardware.memory_bytes:
+    allowed = f"what fits into {memory}, models not counted"
+    if ranks * _LEAST_PROCESS_BYTES > hardware.memory_bytes:
+        got, fix = f"{layout_text(config.actor)} of at least 256 MiB each", "lower the product of the parallel sizes"
+        yield wrong(config, "actor", allowed, fix, beside=PARALLEL, got=got)
+    elif demand.processes * _LEAST_PROCESS_BYTES > hardware.memory_bytes:
         got = f"{engine.replicas}, and {ranks} ranks: {demand.processes} processes of at least 256 MiB each"
-        allowed, fix = f"what fits into {memory}, models not counted", "lower engine.replicas"
+        fix = "lower engine.replicas or the parallel sizes"
         yield wrong(config, "engine.replicas", allowed, fix, beside=f"{PARALLEL} {_OF_ENGINES}", got=got)
     if config.reward.workers * _LEAST_VERIFIER_BYTES > hardware.memory_bytes:
         allowed = f"what fits into {memory}, 64 MiB each at least"
@@ -133,8 +137,8 @@ def _stages(actor: ActorSection, layers: int) -> Iterator[Problem]:
     if counts is None and not options:
         yield from _divides("actor.pipeline_parallel", stages, layers, "layers")
     elif counts is None:
-        allowed = f"numbers that leave the same of the {layers} layers, 1 or more, for each other stage"
-        fix = "change the layers of the first or last stage (of two stages give one)"
+        allowed = f"numbers, or account_for_*, that leave the same of the {layers} layers for each other stage"
+        fix = f"change or remove {named.replace(' ', ', ')}"
         yield refuse("actor.pipeline_parallel", allowed, fix, beside=f"{named} model.path")
     if virtual == 1:
         return

@@ -62,6 +62,10 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
         yield wrong(config, f"{path}.command", allowed, "set both, or neither", beside=kind)
     if section.sandbox and section.kind != "agent":
         yield wrong(config, f"{path}.sandbox", "false but for programs of kind agent", "remove it", beside=kind)
+    if section.kind == "agent" or section.of_verifiers:
+        for name in unread_without_step(section):
+            allowed = "unset but for environments with `step`"
+            yield wrong(config, f"{path}.{name}", allowed, "remove it", beside=kind)
     if section.host in ("0.0.0.0", "::"):
         allowed = "an address that agents reach: it is part of their base URL"
         yield wrong(config, f"{path}.host", allowed, f"set {path}.host=127.0.0.1, or this machine's address")
@@ -70,6 +74,11 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
             if getattr(section, name):
                 allowed = "nothing with single_turn"
                 yield wrong(config, f"{path}.{name}", allowed, "remove them", beside=kind)
+
+
+def unread_without_step(section: EnvironmentSection) -> list[str]:
+    """Return the options that are set and that only an environment with `step` reads."""
+    return [name for name in changed(section) if name in ("max_turns", "strict")]
 
 
 def packages(config: Config, hardware: Hardware) -> Iterator[Problem]:

@@ -31,12 +31,19 @@ def _of_region(name: str) -> _Options:
     readers = [region for region, options in READ_BY_REGION.items() if name in options]
 
     def is_read(run: Config) -> bool:
-        own = run.algorithm.traits is not None and run.algorithm.traits.own_surrogate
-        return run.algorithm.trust_region in readers and not own
+        return run.algorithm.trust_region in readers or not _has_trust_region(run)
 
     return _Options(
         f"algorithm.{name}", is_read, f"trust_region {' or '.join(readers)}", f"algorithm.trust_region={readers[0]}"
     )
+
+
+def _has_trust_region(run: Config) -> bool:
+    return run.algorithm.traits is None or not run.algorithm.traits.own_surrogate
+
+
+def _of_regions(paths: str) -> _Options:
+    return _Options(paths, _has_trust_region, "an algorithm that has a trust region", "algorithm.name=grpo")
 
 
 _REFUSED = (
@@ -53,6 +60,7 @@ _REFUSED = (
         "a teacher's servers",
         "algorithm.distill.urls",
     ),
+    _of_regions("algorithm.dual_clip"),
     _of_region("dual_clip"),
     _Options(
         "algorithm.kl.mean",
@@ -70,6 +78,7 @@ _WARNED = (
     ),
     _Options("data.curriculum", lambda run: run.data.order == "curriculum", "that order", "data.order=curriculum"),
     _Options("data.prioritised", lambda run: run.data.order == "prioritised", "that order", "data.order=prioritised"),
+    _of_regions("algorithm.sapo algorithm.clip_low algorithm.clip_high"),
     *map(_of_region, ("sapo", "clip_low", "clip_high")),
     _Options(
         "algorithm.correction",

@@ -83,6 +83,7 @@ rollout.max_staleness=1 | algorithm.correction.kind |
 algorithm.trust_region=gspo algorithm.clip_high=0.011 | algorithm.trust_region |
   algorithm.clip_low=0.01 algorithm.clip_high=0.01
 algorithm.name=kimi | trainer.minibatches_per_batch |
+algorithm.name=kimi trainer.minibatches_per_batch=4 algorithm.clip_high=0.3 | algorithm.clip_high |
 algorithm.name=grpo_sequence algorithm.kl.coefficient=0.1 | algorithm.kl.mean |
 algorithm.name=ha_dw trainer.minibatches_per_batch=2 | algorithm.options.every |
 algorithm.name=dgpo reward.correct_reward=2 | algorithm.options.deviation |

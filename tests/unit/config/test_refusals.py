@@ -183,11 +183,11 @@ algorithm.correction.kind=tis algorithm.old_logprobs=rollout | algorithm.correct
 algorithm.old_logprobs=forward trainer.minibatches_per_batch=2 | algorithm.old_logprobs |
 algorithm.old_logprobs=forward trainer.epochs_per_batch=2 | algorithm.old_logprobs |
 algorithm.name=kimi algorithm.trust_region=gspo | algorithm.trust_region | algorithm.trust_region=clip
-algorithm.name=kimi algorithm.dual_clip=3 | algorithm.dual_clip | algorithm.dual_clip=null
+algorithm.name=kimi algorithm.dual_clip=3 | algorithm.dual_clip |
 algorithm.overlong.kind=penalty algorithm.overlong.max_tokens=5000 algorithm.overlong.cache_tokens=904 |
   algorithm.overlong.max_tokens | algorithm.overlong.cache_tokens=905
-algorithm.overlong.kind=penalty algorithm.overlong.max_tokens=3 algorithm.overlong.cache_tokens=3 |
-  algorithm.overlong.cache_tokens | algorithm.overlong.kind=filter
+algorithm.overlong.kind=penalty algorithm.overlong.max_tokens=3 algorithm.overlong.cache_tokens=4 |
+  algorithm.overlong.cache_tokens | algorithm.overlong.cache_tokens=3
 PPO algorithm.options.bootstrap_truncated=true rollout.max_response_tokens=1 | algorithm.options.bootstrap_truncated |
   rollout.max_response_tokens=2
 algorithm.critic.learning_rate=1e-4 | algorithm.critic | algorithm.name=ppo
@@ -246,6 +246,9 @@ environment.options.x=1 | environment.options | environment.kind=my:Own
 environment.reward_weights.x=1 | environment.reward_weights | environment.kind=my:Own
 environment.host=0.0.0.0 | environment.host |
 environment.kind=my:Own environment.sandbox=true | environment.sandbox | environment.sandbox=false
+environment.kind=agent environment.command=[x] environment.strict=true | environment.strict |
+  environment.strict=false
+environment.kind=verifiers:a environment.max_turns=3 | environment.max_turns | environment.kind=my:Own
 environments=[{"name":"a","sources":["c"]},{"name":"a"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","sources":["b"]},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
 environments=[{"name":"a","weight":1},{"name":"b"}] | environments | environments=[{"name":"a"},{"name":"b"}]
@@ -313,6 +316,7 @@ SERVERS NODE engine.replicas=2 engine.sglang.tensor_parallel=4 | engine.replicas
 SERVERS NODE engine.sglang.sync=tensor cluster.nodes=2 actor.data_parallel=8 | engine.replicas |
   engine.sglang.sync=distributed
 engine.replicas=300 | engine.replicas | engine.replicas=200
+actor.data_parallel=257 | actor | actor.data_parallel=128
 actor.precision=fp8 | actor.precision |
 NODE actor.precision=fp8 cluster.gpu=A100-80G | actor.precision | cluster.gpu=L40S
 NODE actor.precision=fp8 actor.fp8_recipe=mxfp8 | actor.fp8_recipe |

@@ -52,7 +52,7 @@ def conversation(
     """One that nothing was said in."""
     request = GroupRequest(3, attempt, prompt, (0, 1), SamplingParams(max_new_tokens=room), partial=partial or {})
     shared = ConversationSettings(
-        "m:Own", model.decode, vocabulary, RewardSection(incorrect_reward=-1.0), weights or {}
+        "environment.kind: m:Own", model.decode, vocabulary, RewardSection(incorrect_reward=-1.0), weights or {}
     )
     return Conversation(request, index, model, shared)
 

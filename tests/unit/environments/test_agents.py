@@ -221,6 +221,11 @@ def test_another_address_than_loopbacks_says_nothing_without_a_key(tokens):
         run(tokens, agent, lambda read, request: "No", indices=(0,), host="192.0.2.1")
 
 
+def test_a_socket_of_too_long_a_path_ends_the_run(tokens):
+    with pytest.raises(RolloutError, match=r"environment\.sandbox.*TMPDIR"):
+        run(tokens, None, lambda read, request: "No", indices=(0,), socket=f"/tmp/{'x' * 108}")
+
+
 def test_a_thousand_connections_at_once_are_all_answered(tokens):
     agents, each = 10, 100
     barrier = asyncio.Barrier(agents)

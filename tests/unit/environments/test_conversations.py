@@ -226,7 +226,7 @@ def test_no_room_ends_a_conversation_as_truncated():
     ("wrong", "timeout_s", "counter", "words"),
     [
         ("sometimes", 60.0, "environment/failed", "ValueError: no such move"),
-        ("hangs_sometimes", 3.0, "environment/timeouts", "environment.timeout_s=3"),
+        ("hangs_sometimes", 3.0, "environment/timeouts", "a conversation took more than timeout_s=3"),
     ],
 )
 def test_a_failed_conversation_comes_back_as_abort_and_is_counted(wrong, timeout_s, counter, words):

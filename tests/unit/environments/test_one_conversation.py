@@ -315,7 +315,7 @@ def test_what_is_no_token_or_reward_ends_the_run_also_where_the_environment_catc
 def test_a_reward_without_a_weight_is_refused_with_those_that_have_one():
     one = conversation(saying(), weights={"a": 1.0, "b": 2.0})
     one.report(rewards={"a": 1.0})
-    with pytest.raises(RolloutError, match=r"reward c .*environment\.reward_weights"):
+    with pytest.raises(RolloutError, match=r"reward c .*reward_weights"):
         one.report(rewards={"c": 1.0})
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from worker_processes import workers
 from megatron_daro.config import EnvironmentSection, RewardSection
 from megatron_daro.environments.conversations import Conversations
 from megatron_daro.environments.own import make_environment, try_environment
+from megatron_daro.environments.step_worker import answer
 from megatron_daro.errors import ConfigError, RolloutError
 
 pytestmark = pytest.mark.slow
@@ -115,8 +117,8 @@ def test_a_reward_without_a_weight_is_refused_where_there_are_weights():
     ("wrong", "counter", "words"),
     [
         ("raises", "environment/failed", "ValueError: no such move"),
-        ("hangs", "environment/timeouts", "environment.step_timeout_s=2"),
-        ("leaks", "environment/failed", "environment.memory_mib=300"),
+        ("hangs", "environment/timeouts", "took more than step_timeout_s=2"),
+        ("leaks", "environment/failed", "more than memory_mib=300"),
         ("dies", "environment/failed", "crash"),
     ],
 )
@@ -185,6 +187,8 @@ def test_a_class_that_does_not_fit_is_refused():
         try_environment(EnvironmentSection(kind="toy_steps:NoReset"))
     with pytest.raises(ConfigError, match="mode"):
         try_environment(EnvironmentSection(kind="toy_steps:Steps", options={"mode": 1}))
+    with pytest.raises(ConfigError, match="coroutine and max_turns and strict"):
+        try_environment(EnvironmentSection(kind="asyncio:wait_for", max_turns=3, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +212,7 @@ def test_what_an_environment_says_of_itself_is_shown_once():
     assert [message for message in progress.messages if "weak" in message] == [
         "warning: environment.kind: toy_steps:Steps: weak isolation"
     ]
+    assert answer("toy_steps:Steps", SimpleNamespace(notice=None), {"kind": "notice"})["notice"] == ""
 
 
 def test_the_example_of_the_page_works():
