@@ -139,8 +139,6 @@ class PolicyGroup:
     async def _prepare(self, batch: StepBatch) -> PreparedBatch:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
-        if not self._passes:
-            return PreparedBatch(batch)
         if batch.opens_batch:
             self._prepared.clear()  # steps of the batch before that were not trained
         shards, columns = await asyncio.to_thread(self._shards, batch), dict[str, Any]()
