@@ -53,15 +53,10 @@ def huge_advantages():
 
 
 BAD = {
-    "nan_advantage": (nan_advantage, "", DARO, "the loss was not finite"),
-    "nan_rollout_logprob": (
-        nan_rollout_logprob,
-        "",
-        {**DARO, "correction": {"kind": "tis"}},
-        "the loss was not finite",
-    ),
-    "infinite_weight": (lambda: random_batch(seed=7), "weight", DARO, "the loss was not finite"),
-    "infinite_gradient": (huge_advantages, "", DARO, "the gradient norm was not finite"),
+    "nan_advantage": (nan_advantage, "", DARO, "the loss"),
+    "nan_rollout_logprob": (nan_rollout_logprob, "", {**DARO, "correction": {"kind": "tis"}}, "the loss"),
+    "infinite_weight": (lambda: random_batch(seed=7), "weight", DARO, "the loss"),
+    "infinite_gradient": (huge_advantages, "", DARO, "the gradient norm"),
 }
 
 
@@ -82,7 +77,7 @@ def assert_skipped_without_a_trace(with_bad, without, reason):
     for here, clean in zip(with_bad, without, strict=True):
         outcome = here["outcome"]
         assert outcome["skipped"]
-        assert reason in outcome["reason"]
+        assert outcome["reason"].startswith(reason) and "not finite" in outcome["reason"]
         assert outcome["changed"] == []
         assert {name.split()[0] for name in outcome["kept"]} == {"parameter", "optimizer", "scheduler", "difficulty"}
         assert set(here["end"]) == set(clean["end"])
