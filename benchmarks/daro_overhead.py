@@ -116,10 +116,10 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
     """Median seconds per step of what an algorithm itself computes: coefficients, reported terms, update."""
     import torch
 
-    from megatron_daro.algo.weighting import BatchTotals, StepStats
+    from megatron_daro.algo.weighting import StepStats, StepTotals
 
     bins, lengths = torch.from_numpy(batch.bins_N), torch.from_numpy(batch.trained_tokens_N)
-    totals = BatchTotals.of(bins, lengths, ROLLOUTS)
+    totals = StepTotals.of(bins, lengths, ROLLOUTS)
     sums = torch.linspace(-1, 1, ROLLOUTS + 1, dtype=torch.float64)
     medians = {}
     for name, policy in policies.items():

@@ -58,7 +58,7 @@ from megatron_daro.rollout.summary import batch_metrics, step_metrics
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync.colocation import Gpus, OwnGpus
 from megatron_daro.sync.publish import ExportingPolicy, ReceivingEngine, WeightSync
-from megatron_daro.types import Group, PreparedBatch, StepBatch, StepResult
+from megatron_daro.types import Group, PreparedStep, StepBatch, StepResult
 
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
@@ -66,7 +66,7 @@ _RECORDING_ENDS = (
 _NOT_EVALUATED = "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates checkpoints"
 
 BuildBatch = Callable[[Sequence[Group], int], StepBatch]
-"""Makes the columns of the optimizer step of this number: `data.batch.build_batch` with the run's algorithm."""
+"""Makes the columns of the optimizer step of this number: `data.batch.build_step_batch` with the run's algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +325,7 @@ class Controller:
                 prepared, metrics = prepared_of_step.pop(minibatch.step)
             else:
                 columns, metrics = await self._build_columns(minibatch, first_epoch)
-                prepared = PreparedBatch(columns)
+                prepared = PreparedStep(columns)
             await self._train_step(minibatch, prepared, {**of_batch, **metrics})
 
     async def _measure(self, batch: SampledBatch, rollouts_per_prompt: int) -> Mapping[str, float]:
@@ -334,7 +334,7 @@ class Controller:
             work = asyncio.to_thread(batch_metrics, batch, rollouts_per_prompt, self._parts.environment_of_source)
             return await self._within("build", work, what="metrics of a batch")
 
-    async def _with_logprobs(self, minibatch: MiniBatch) -> tuple[PreparedBatch, Mapping[str, float]]:
+    async def _with_logprobs(self, minibatch: MiniBatch) -> tuple[PreparedStep, Mapping[str, float]]:
         """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs, and their
         metrics."""
         step_batch, metrics = await self._build_columns(minibatch)
@@ -360,7 +360,7 @@ class Controller:
             columns = with_columns_of(columns, first_epoch)
         return columns, step_metrics(minibatch, columns, self._section.steps_per_batch)
 
-    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedBatch, of_batch: Mapping[str, float]) -> None:
+    async def _train_step(self, minibatch: MiniBatch, prepared: PreparedStep, of_batch: Mapping[str, float]) -> None:
         """One optimizer step and everything that belongs to it. Args: of_batch: metrics of its batch and its
         columns."""
         with self._parts.phases.measure("train"):
@@ -374,7 +374,7 @@ class Controller:
             await self._write_rollouts(minibatch, resolved, applied=not result.skipped)
             await self._write_metrics(minibatch, metrics, prepared.batch)
 
-    async def _optimizer_step(self, prepared: PreparedBatch, minibatch: MiniBatch) -> StepResult:
+    async def _optimizer_step(self, prepared: PreparedStep, minibatch: MiniBatch) -> StepResult:
         """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
         try:
             work = self._parts.policy.train(prepared, minibatch.step)

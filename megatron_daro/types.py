@@ -442,7 +442,7 @@ def _ragged_select(column: np.ndarray, lengths_N: np.ndarray, indices_M: np.ndar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedBatch:
+class PreparedStep:
     """What an optimizer step trains on. batch: with all columns that the loss needs. number: under which the policy
     keeps what it has put into place for the step; None: nothing yet."""
 

@@ -19,7 +19,7 @@ from closed_world import Dials, Policy, Problems, binary_entropy, mean_more_toke
 from torch import Tensor
 
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
+from megatron_daro.algo.weighting import Algorithm, Samples, StepStats, StepTotals
 
 _COPIES = 2.0**40
 """Groups to each prompt: totals are whole numbers, and their rounding is of one token in so many."""
@@ -34,7 +34,7 @@ def refusal(algorithm: Algorithm) -> str:
     if algorithm.needs_group_lengths or len(algorithm.classes[1]) > 1:
         return "its coefficients depend on lengths of single answers"
     bins_N, lengths_N, ones_N = torch.ones(2, dtype=torch.int64), torch.tensor([3, 9]), torch.ones(2).double()
-    totals = BatchTotals.of(bins_N, lengths_N, algorithm.rollouts_per_prompt)
+    totals = StepTotals.of(bins_N, lengths_N, algorithm.rollouts_per_prompt)
     short, long = algorithm.coefficients(Samples(bins_N, lengths_N, ones_N), totals).tolist()
     return "" if short == long else "its coefficients depend on lengths of single answers"
 
@@ -61,7 +61,7 @@ def expected_step(
     mass_GBV = _COPIES * share_GB[:, :, None] * counts_BV
     tokens_GBV = mass_GBV * lengths_GV[:, None]
     tokens_B = tokens_GBV.sum((0, 2))
-    totals = BatchTotals(tokens_B.round().long()[:, None], mass_GBV.sum((0, 2)).round().long())
+    totals = StepTotals(tokens_B.round().long()[:, None], mass_GBV.sum((0, 2)).round().long())
 
     bins_N = torch.arange(size + 1).repeat_interleave(2)
     advantages_N = _advantages(algorithm, size).reshape(-1)

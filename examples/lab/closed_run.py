@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_daro.algo.corrections import sample_sums
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
+from megatron_daro.algo.weighting import Algorithm, Samples, StepStats, StepTotals
 from megatron_daro.errors import ConfigError, DaroError, NonFiniteError
 
 BANDS = (0.0, 0.1, 0.35, 0.65, 0.9, 1.0)
@@ -265,19 +265,19 @@ def _world(problems: int, held_out: int, spectrum: tuple[float, float], seed: in
 
 def samples_of(
     algorithm: Algorithm, bins_N: Tensor, lengths_N: Tensor, advantages_N: Tensor
-) -> tuple[Samples, BatchTotals]:
+) -> tuple[Samples, StepTotals]:
     """What the algorithm is told of a whole step whose groups stand one after the other, as the driver tells it."""
     size = algorithm.rollouts_per_prompt
     lengths_NK = lengths_N.reshape(-1, size).repeat_interleave(size, dim=0)
     samples = Samples(bins_N, lengths_N, advantages_N, lengths_NK)
     classes_N, num_classes = algorithm.classes_of(samples), len(algorithm.classes[1])
-    return samples, BatchTotals.of_classes(bins_N, lengths_N, classes_N, size, num_classes)
+    return samples, StepTotals.of_classes(bins_N, lengths_N, classes_N, size, num_classes)
 
 
 def evidence_of(
     algorithm: Algorithm,
     samples: Samples,
-    totals: BatchTotals,
+    totals: StepTotals,
     sums_N: dict[str, Tensor],
     entropy: float,
 ) -> StepStats:

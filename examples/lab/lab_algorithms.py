@@ -19,11 +19,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from megatron_daro.algo.algorithm import (
-    BatchTotals,
     Common,
     SampleAlgorithm,
     Samples,
     StepStats,
+    StepTotals,
     token_mean,
 )
 from megatron_daro.algo.difficulty_weights import LEAST_MASS, Adam, DifficultyWeights
@@ -274,7 +274,7 @@ class Fade(SampleAlgorithm):
             return 1.0
         return min(max(1 + self._entropy - self._target, self.min_scale), 1.0)
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         mu_N = samples.bins_N.to(torch.float64) / self.rollouts_per_prompt
         factor_N = (1 - mu_N) ** (self.power - 1)
@@ -353,12 +353,12 @@ class LambdaGrpo(SampleAlgorithm):
         """Lambda."""
         return self._lambda
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         weights_N, _ = self._weights(samples)
         return token_mean(samples.lengths_N, totals) * weights_N
 
-    def coefficient_slopes(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficient_slopes(self, samples: Samples, totals: StepTotals) -> Tensor:
         """float64 [N]: the derivative of `coefficients` by lambda."""
         _, slopes_N = self._weights(samples)
         return token_mean(samples.lengths_N, totals) * slopes_N
@@ -459,7 +459,7 @@ class CountWeights(SampleAlgorithm):
         bonus_B = (2 * self.counts.sum().log() / self.counts).sqrt()
         return 4 * mu_B * (1 - mu_B) + self.width * bonus_B
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         tokens_B = totals.tokens_per_bin.to(torch.float64)
         mean = float((self.heights * tokens_B).sum() / tokens_B.sum().clamp(min=1))

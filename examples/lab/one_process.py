@@ -37,12 +37,12 @@ from megatron_daro.observe.progress import Progress
 from megatron_daro.reward.pool import RewardPool
 from megatron_daro.rollout.evaluation import Evaluations
 from megatron_daro.runtime import parts
-from megatron_daro.runtime.batch_shards import Shard, joined_column, renumbered
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.inputs import Inputs, read_inputs
+from megatron_daro.runtime.step_shards import Shard, joined_column, renumbered
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import SendPlan, SendReport, Target, WeightFiles
-from megatron_daro.types import PreparedBatch, Rollout, StepBatch, StepResult
+from megatron_daro.types import PreparedStep, Rollout, StepBatch, StepResult
 
 _BUCKET_BYTES = 64 * 2**20
 _LIMIT_S = 300.0
@@ -59,21 +59,21 @@ class OnePolicy:
         self._cost = CostModel.of_model(read_model_shape(config.model.path))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
 
-    async def prepare(self, batch: StepBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedStep:
         """See `PolicyGroup.prepare`."""
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if not self._passes:
-            return PreparedBatch(batch)
+            return PreparedStep(batch)
         rows, local = self._scheduled(batch)
         mine, columns = batch.select(rows), dict[str, Any]()
         for name in self._passes:
             column_R = await self._in_thread(self._policy.run_pass, name, mine, local)
             assert column_R is not None  # one rank is every pipeline stage
             columns[f"{name}_R"] = joined_column(batch, [Shard(rows, cast(Any, None), local)], {0: column_R})
-        return PreparedBatch(dataclasses.replace(batch, **columns))
+        return PreparedStep(dataclasses.replace(batch, **columns))
 
-    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedStep, step: int) -> StepResult:
         """One optimizer step, on the rows in the order and the micro-batches of the product's schedule."""
         rows, local = self._scheduled(prepared.batch)
         return await self._in_thread(self._policy.train_step, prepared.batch.select(rows), local, step=step)

@@ -35,7 +35,7 @@ from megatron_daro.actor.megatron import parallel_state
 from megatron_daro.actor.reductions import reduced_on_all_stages, sum_over_context, sum_over_data_parallel
 from megatron_daro.algo.algorithm import CELL_SUMS
 from megatron_daro.algo.objective import ObjectiveSettings, TokenObjective, token_objective
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, Samples, StepStats
+from megatron_daro.algo.weighting import Algorithm, Samples, StepStats, StepTotals
 from megatron_daro.data.packing import PackedMicroBatch
 from megatron_daro.types import StepBatch
 
@@ -76,7 +76,7 @@ class StepSums:
         return bool(torch.isfinite(sums).all()) and math.isfinite(self.policy_loss) and math.isfinite(self.regularizer)
 
     @property
-    def totals(self) -> BatchTotals:
+    def totals(self) -> StepTotals:
         """Tokens and rollouts of the step."""
         return self.step_stats.totals
 
@@ -86,12 +86,12 @@ class StepSums:
         return self.step_stats.per_bin("loss_sums")
 
 
-def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> BatchTotals:
+def global_totals(batch: StepBatch, classes_N: Tensor | None = None, num_classes: int = 1) -> StepTotals:
     """Trained tokens per bin and rollouts of the whole optimizer step."""
     lengths_N, size = torch.tensor(batch.trained_tokens_N), batch.rollouts_per_prompt
     classes_N = torch.zeros_like(lengths_N) if classes_N is None else classes_N
-    own = BatchTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
-    return BatchTotals.from_vector(sum_over_data_parallel(own.vector()), num_classes)
+    own = StepTotals.of_classes(torch.tensor(batch.bins_N), lengths_N, classes_N, size, num_classes)
+    return StepTotals.from_vector(sum_over_data_parallel(own.vector()), num_classes)
 
 
 class StepLoss:
@@ -210,7 +210,7 @@ def _samples(batch: StepBatch) -> Samples:
     )
 
 
-def _kl_scales(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+def _kl_scales(lengths_N: Tensor, totals: StepTotals) -> Tensor:
     """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
     tokens, N / (rollouts * own tokens)."""
     return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)

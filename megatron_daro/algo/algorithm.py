@@ -28,7 +28,7 @@ GroupFilter = Literal["auto", "none", "pass_rate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchTotals:
+class StepTotals:
     """What every rank must know about the whole optimizer step before its first forward pass.
 
     tokens_per_cell: int64 [K+1, L], trained tokens per bin and class of samples; L is 1 unless the algorithm has
@@ -39,7 +39,7 @@ class BatchTotals:
     rollouts_per_bin: Tensor
 
     @classmethod
-    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> BatchTotals:
+    def of(cls, bins_N: Tensor, lengths_N: Tensor, rollouts_per_prompt: int) -> StepTotals:
         """Return the totals of some samples: int64 bins [N] and trained tokens [N]. Add those of all ranks."""
         lengths_N = torch.as_tensor(lengths_N)
         return cls.of_classes(bins_N, lengths_N, torch.zeros_like(lengths_N), rollouts_per_prompt, 1)
@@ -47,7 +47,7 @@ class BatchTotals:
     @classmethod
     def of_classes(
         cls, bins_N: Tensor, lengths_N: Tensor, classes_N: Tensor, rollouts_per_prompt: int, num_classes: int
-    ) -> BatchTotals:
+    ) -> StepTotals:
         """Return the same for samples whose classes, int64 [N] below num_classes, are known."""
         bins_N = torch.as_tensor(bins_N)
         tokens = [
@@ -58,7 +58,7 @@ class BatchTotals:
         return cls(torch.stack(tokens, dim=1), bin_sums(ones_N, bins_N, rollouts_per_prompt))
 
     @classmethod
-    def from_vector(cls, vector: Tensor, num_classes: int = 1) -> BatchTotals:
+    def from_vector(cls, vector: Tensor, num_classes: int = 1) -> StepTotals:
         """Return the inverse of `vector`, after it was summed over ranks."""
         tokens, rollouts = vector.to(torch.int64).tensor_split([len(vector) * num_classes // (num_classes + 1)])
         return cls(tokens.reshape(-1, num_classes), rollouts)
@@ -128,12 +128,12 @@ class StepStats:
     entropy: mean over the trained tokens, nats.
     """
 
-    totals: BatchTotals
+    totals: StepTotals
     sums: Mapping[str, Tensor]
     entropy: float
 
     @classmethod
-    def of_bins(cls, totals: BatchTotals, loss_sums: Tensor, abs_loss_sums: Tensor) -> StepStats:
+    def of_bins(cls, totals: StepTotals, loss_sums: Tensor, abs_loss_sums: Tensor) -> StepStats:
         """Return those of a host that knows sums [K+1] of token losses, and nothing else."""
         sums = {"loss_sums": loss_sums[:, None], "abs_loss_sums": abs_loss_sums[:, None]}
         return cls(totals, sums, entropy=0.0)
@@ -300,7 +300,7 @@ class Algorithm(ABC):
         return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
 
     @abstractmethod
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """Return what the sum of a rollout's token losses is multiplied by, where bin and length decide it: as nearly
         every algorithm has it, and all that most other frameworks know of a sample (plugins/ calls it).
 
@@ -313,7 +313,7 @@ class Algorithm(ABC):
             float64 [N] on the device of `bins_N`, finite, without gradient; 0 for samples without tokens.
         """
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """Return the same for samples of which all is known: what the trainer's loss calls. To be overridden where a
         coefficient needs an advantage, a group's lengths or an environment (`SampleAlgorithm`: where it always does).
 
@@ -325,12 +325,12 @@ class Algorithm(ABC):
         """
         return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
 
-    def regularizer_coefficient(self, totals: BatchTotals) -> float:
+    def regularizer_coefficient(self, totals: StepTotals) -> float:
         """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
         step."""
         return inverse(totals.tokens)
 
-    def extra_loss(self, totals: BatchTotals) -> float:
+    def extra_loss(self, totals: StepTotals) -> float:
         """Return the part of the loss without a gradient into the policy (daro: -sum ln w), for reporting."""
         return 0.0
 
@@ -374,7 +374,7 @@ class Algorithm(ABC):
 class SampleAlgorithm(Algorithm):
     """An algorithm whose coefficient needs more than bin and length: a subclass overrides `coefficients`."""
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """Raise AlgorithmError."""
         raise AlgorithmError(
             f"algorithm {self.name}: its coefficients depend on more than pass rate and length; call `coefficients` "
@@ -382,7 +382,7 @@ class SampleAlgorithm(Algorithm):
         )
 
     @abstractmethod
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
 
 
@@ -396,6 +396,6 @@ def constant(value: float, lengths_N: Tensor) -> Tensor:
     return torch.where(lengths_N > 0, torch.tensor(value, dtype=torch.float64, device=lengths_N.device), 0.0)
 
 
-def token_mean(lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+def token_mean(lengths_N: Tensor, totals: StepTotals) -> Tensor:
     """float64 [N]: 1/N, the mean over all trained tokens of the step, for samples with tokens."""
     return constant(inverse(totals.tokens), lengths_N)

@@ -1,8 +1,8 @@
 """HA-DW, which weighs by the pass rates of earlier steps.
 
-As every algorithm (see `algorithm`). A step is weighed with the average over the steps before it, and changes it after
-it was applied, on every rank alike; the average is part of the checkpoint. Refuses options out of their range and
-states that are not its own.
+As every algorithm (see `algorithm`). A step is weighed with the average over the steps before it, and changes it then,
+on every rank alike; the average is part of the checkpoint. Refuses options out of their range and states that are not
+its own.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from megatron_daro.algo.algorithm import BatchTotals, Common, SampleAlgorithm, Samples, StepStats, number, token_mean
+from megatron_daro.algo.algorithm import Common, SampleAlgorithm, Samples, StepStats, StepTotals, number, token_mean
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Every = Literal["step", "batch"]
@@ -68,7 +68,7 @@ class HaDw(SampleAlgorithm):
         self._early: list[float] = []
         self._anchors: list[float] = []
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         anchor = totals.pass_rate if self._anchor is None else self._anchor
         gap_N = samples.bins_N.to(torch.float64) / self.rollouts_per_prompt - anchor

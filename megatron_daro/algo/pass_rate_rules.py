@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from megatron_daro.algo.advantages import over_mean_deviation
-from megatron_daro.algo.algorithm import Algorithm, BatchTotals, Common, constant, inverse, number, token_mean
+from megatron_daro.algo.algorithm import Algorithm, Common, StepTotals, constant, inverse, number, token_mean
 
 
 def bernoulli_kl(mu: Tensor, target: float) -> Tensor:
@@ -42,7 +42,7 @@ class PassRateAlgorithm(Algorithm):
         weights_B = self.weight(mu_B)
         return torch.where(torch.isfinite(weights_B), weights_B, 0.0)
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return token_mean(lengths_N, totals) * self.pass_rate_weights.to(bins_N.device)[bins_N]
 
@@ -151,7 +151,7 @@ class Dgpo(Algorithm):
             over_mean_deviation(advantages_N, rewards_N, group_ids_N) if self.deviation == "rewards" else advantages_N
         )
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
         inner_B = self._mixed(torch.arange(self.rollouts_per_prompt + 1))

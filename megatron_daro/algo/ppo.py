@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_daro.algo.algorithm import Algorithm, BatchTotals, token_mean
+from megatron_daro.algo.algorithm import Algorithm, StepTotals, token_mean
 from megatron_daro.algo.token_columns import TokenColumns
 from megatron_daro.errors import AlgorithmError
 
@@ -259,6 +259,6 @@ class Ppo(WithCritic):
 
     name = "ppo"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return token_mean(lengths_N, totals)

@@ -22,12 +22,12 @@ from typing_extensions import Unpack
 from megatron_daro.algo.advantages import AdvantageStd, leave_one_out_advantages
 from megatron_daro.algo.algorithm import (
     Algorithm,
-    BatchTotals,
     Common,
     GroupFilter,
     SampleAlgorithm,
     Samples,
     StepStats,
+    StepTotals,
     constant,
     inverse,
     number,
@@ -46,11 +46,11 @@ __all__ = [
     "ALGORITHMS",
     "WITH_CRITIC",
     "Algorithm",
-    "BatchTotals",
     "Daro",
     "SampleAlgorithm",
     "Samples",
     "StepStats",
+    "StepTotals",
     "TokenColumns",
     "make_algorithm",
 ]
@@ -61,7 +61,7 @@ class Grpo(Algorithm):
 
     name = "grpo"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return token_mean(lengths_N, totals)
 
@@ -71,7 +71,7 @@ class GrpoSequence(Algorithm):
 
     name = "grpo_sequence"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return constant(inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
 
@@ -102,7 +102,7 @@ class Dapo(Algorithm):
         self.denominator = denominator
         self.needs_group_lengths = denominator == "prompt"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         if self.denominator == "prompt":
             raise AlgorithmError(
@@ -111,7 +111,7 @@ class Dapo(Algorithm):
             )
         return torch.where(self._mixed(bins_N), constant(inverse(totals.mixed_tokens), lengths_N), 0.0)
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         if self.denominator == "batch":
             return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
@@ -141,7 +141,7 @@ class DrGrpo(Algorithm):
     advantage_std = "none"
     std_defines = True
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return constant(inverse(totals.num_rollouts * self.max_response_tokens), lengths_N)
 
@@ -184,7 +184,7 @@ class Kimi(Algorithm):
         """The other half of the method: the surrogate."""
         return {"trust_region": "mirror", "mirror_tau": self.tau}
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`."""
         return constant(inverse(totals.num_rollouts), lengths_N)
 
@@ -234,23 +234,23 @@ class Daro(Algorithm):
             )
         return samples.environments_N
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: BatchTotals) -> Tensor:
+    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """See `Algorithm.sample_coefficients`. Raises AlgorithmError: the weights are of environments too."""
         return self._of_cells(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
 
-    def coefficients(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         return (
             self._of_cells(samples, totals) if self.difficulty.environments else super().coefficients(samples, totals)
         )
 
-    def _of_cells(self, samples: Samples, totals: BatchTotals) -> Tensor:
+    def _of_cells(self, samples: Samples, totals: StepTotals) -> Tensor:
         bins_N = samples.bins_N
         coefficients = self.difficulty.coefficients(totals.tokens_per_cell.reshape(-1)).to(bins_N.device)
         cells_N = bins_N * self.difficulty.num_classes + self.classes_of(samples).to(bins_N.device)
         return torch.where(samples.lengths_N > 0, coefficients[cells_N], 0.0)
 
-    def extra_loss(self, totals: BatchTotals) -> float:
+    def extra_loss(self, totals: StepTotals) -> float:
         """See `Algorithm.extra_loss`."""
         return self.difficulty.barrier(totals.tokens_per_cell.reshape(-1))
 

@@ -38,7 +38,7 @@ def shaped_rewards(
 
     Args:
         overlong: (max_tokens, cache_tokens) of DAPO's soft length penalty; None: without.
-        length_weight, repetition_penalty: see `build_batch`.
+        length_weight, repetition_penalty: see `build_step_batch`.
     """
     rewards_N = np.array([v.reward for v in verdicts], dtype=np.float32)
     generated_N: np.ndarray = np.array([r.generated_length for r in rollouts], dtype=np.int64)

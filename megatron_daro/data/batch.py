@@ -26,7 +26,7 @@ from megatron_daro.errors import DataError
 from megatron_daro.types import Group, Rollout, StepBatch
 
 
-def build_batch(
+def build_step_batch(
     groups: Sequence[Group],
     algorithm: Algorithm,
     *,
@@ -147,12 +147,12 @@ def _environments(groups: Sequence[Group], numbers: Mapping[str, int], rollouts_
 
 def _check_groups(groups: Sequence[Group], rollouts_per_prompt: int) -> None:
     if not groups:
-        raise DataError("build_batch: got no groups; a training step needs at least one")
+        raise DataError("build_step_batch: got no groups; a training step needs at least one")
     seen: set[int] = set()
     for group in groups:
         name = f"group {group.group_id} (prompt {group.prompt.id})"
         if group.group_id in seen:
-            raise DataError(f"{name} is given twice; each group trains once per batch")
+            raise DataError(f"{name} is given twice; a mini-batch has each group once")
         seen.add(group.group_id)
         if len(group.rollouts) != rollouts_per_prompt or len(group.verdicts) != rollouts_per_prompt:
             raise DataError(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_daro import durable
 from megatron_daro.algo.difficulty import bin_sums
-from megatron_daro.algo.weighting import Algorithm, BatchTotals, StepStats
+from megatron_daro.algo.weighting import Algorithm, StepStats, StepTotals
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
 Reduce = Callable[[Tensor], Tensor]
@@ -158,12 +158,12 @@ class DifficultyStep:
         self.steps = 0
         self.first_here = True
         """Whether this process has ended no step yet: adapters then compare the host's own loss with theirs."""
-        self._totals: BatchTotals | None = None
+        self._totals: StepTotals | None = None
         self._groups = torch.zeros(0)
         self._sums = torch.zeros(0)
 
     @property
-    def totals(self) -> BatchTotals:
+    def totals(self) -> StepTotals:
         """Those of the step that is open.
 
         Raises:
@@ -181,7 +181,7 @@ class DifficultyStep:
         """Whether a step was begun and not ended."""
         return self._totals is not None
 
-    def begin(self, bins_N: Tensor, lengths_N: Tensor, reduce: Reduce) -> BatchTotals:
+    def begin(self, bins_N: Tensor, lengths_N: Tensor, reduce: Reduce) -> StepTotals:
         """Count the optimizer step's trained tokens per bin over all ranks.
 
         Args:
@@ -197,8 +197,8 @@ class DifficultyStep:
         """
         lengths_N = torch.as_tensor(lengths_N).to("cpu", torch.int64)
         bins_N = torch.as_tensor(bins_N).to("cpu", torch.int64)
-        own = BatchTotals.of(bins_N, lengths_N, self.rollouts_per_prompt)
-        totals = BatchTotals.from_vector(reduce(own.vector().to(torch.float64)).round())
+        own = StepTotals.of(bins_N, lengths_N, self.rollouts_per_prompt)
+        totals = StepTotals.from_vector(reduce(own.vector().to(torch.float64)).round())
         self._groups = totals.rollouts_per_bin / self.rollouts_per_prompt
         self._sums = torch.zeros(3 * (self.rollouts_per_prompt + 1) + 1, dtype=torch.float64)
         self._totals = totals
@@ -281,7 +281,7 @@ class DifficultyStep:
             "difficulty/skipped": float(not learns),
         }
 
-    def _say_in_force(self, totals: BatchTotals, learns: bool) -> None:
+    def _say_in_force(self, totals: StepTotals, learns: bool) -> None:
         """Log, after the first step of this process, that the loss which was trained is DARO's."""
         assert self.algorithm.weights is not None  # checked when this was made
         inner = slice(1, self.rollouts_per_prompt)
@@ -294,7 +294,7 @@ class DifficultyStep:
             [round(weight, 4) for weight in self.algorithm.weights[inner].tolist()],
         )
 
-    def _metrics(self, totals: BatchTotals, loss_sums: Tensor, policy_loss: float) -> dict[str, float]:
+    def _metrics(self, totals: StepTotals, loss_sums: Tensor, policy_loss: float) -> dict[str, float]:
         """Return what the step used, before the weights move."""
         metrics = {
             "loss/policy": policy_loss,

@@ -1,7 +1,7 @@
 """What the rollout part and the controller expect of everything they drive.
 
-The seam between the loop and everything that can be swapped: embedded engine or SGLang servers, the actor behind Ray or
-in process, fakes in tests. It holds Protocols only, no behaviour.
+The seam between the loop and everything that can be swapped: embedded engine or SGLang servers, the policy behind Ray
+or in process, fakes in tests. It holds Protocols only, no behaviour.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_daro.types import Group, GroupRequest, PreparedBatch, Prompt, Rollout, StepBatch, StepResult, Verdict
+from megatron_daro.types import Group, GroupRequest, PreparedStep, Prompt, Rollout, StepBatch, StepResult, Verdict
 
 
 class Engine(Protocol):
@@ -30,8 +30,9 @@ class Engine(Protocol):
         Every rollout carries the group id, attempt and index it was asked for, `text` decoded, and `loss_mask` and
         `logprobs` of its response. A rollout that could not be finished has the finish reason "abort" or is left out;
         one that reached its entry of `limits` has "segment". Closing the iterator early aborts what is still running.
-        Many calls may run at once, one request each: an engine bounds by itself how much it generates together. It may
-        go on from `partial` of a request, or start over.
+        Many calls may run at once, of one request or many: an engine bounds by itself how much it generates together.
+        Conversations ask for one rollout a request, so a call may have several requests of one group. An engine may go
+        on from `partial` of a request, or start over.
         """
         ...
 
@@ -139,11 +140,11 @@ class PhaseTimer(Protocol):
 class Policy(Protocol):
     """The policy under training."""
 
-    async def prepare(self, batch: StepBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedStep:
         """Return the batch with the log-probs and values that it needs, under the weights as they are now."""
         ...
 
-    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedStep, step: int) -> StepResult:
         """One optimizer step. A batch that is not finite takes none: StepResult(skipped=True) or NonFiniteError."""
         ...
 

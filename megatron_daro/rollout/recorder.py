@@ -30,7 +30,7 @@ WAITING_FILE = "waiting.parquet"
 MINIBATCH = "megatron_daro.minibatch"
 """In the metadata of a step's file: its `RecordedMiniBatch` as JSON."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
-_SKIPPED_FILE = re.compile(r"skipped_(\d{6,})\.parquet")
+_UNTRAINABLE_FILE = re.compile(r"untrainable_(\d{6,})\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Recorder:
     def write_step(self, step: int, groups: Mapping[Outcome, Sequence[Group]], minibatch: RecordedMiniBatch) -> Path:
         """Write RUN/rollouts/step_{step}.parquet, replacing one of an earlier try; on disk when this returns.
 
-        What was skipped on the way to this step is among its groups, so the file of that goes.
+        Untrainable batches that were sampled on the way to this step are among its groups, so their files go.
 
         Args:
             step: optimizer step.
@@ -70,14 +70,14 @@ class Recorder:
             DataError: the disk refused; no file of that name is left half written.
         """
         path = self._write("rollouts", _file_name(step), groups, minibatch)
-        for number, skipped in _numbered(self._run_dir / "rollouts", _SKIPPED_FILE):
+        for number, untrainable in _numbered(self._run_dir / "rollouts", _UNTRAINABLE_FILE):
             if number <= step:
-                skipped.unlink()
+                untrainable.unlink()
         return path
 
-    def write_skipped(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
-        """Write what was sampled for `step` so far, none of it trainable, to RUN/rollouts/skipped_{step}.parquet."""
-        return self._write("rollouts", f"skipped_{step:06d}.parquet", groups)
+    def write_untrainable(self, step: int, groups: Mapping[Outcome, Sequence[Group]]) -> Path:
+        """Write what was sampled for `step` so far, none of it trainable, to rollouts/untrainable_{step}.parquet."""
+        return self._write("rollouts", f"untrainable_{step:06d}.parquet", groups)
 
     def write_failed(self, step: int, groups: Sequence[Group]) -> Path:
         """Write the batch of a step that was not finite to RUN/failed, for people to look at."""
@@ -102,8 +102,8 @@ class Recorder:
         """
         folder = self._run_dir / "rollouts"
         later = [path for number, path in _step_files(self._run_dir) if number > step]
-        skipped = [path for number, path in _numbered(folder, _SKIPPED_FILE) if number > step]
-        for path in [*later, *skipped, *folder.glob("*.tmp")]:
+        untrainable = [path for number, path in _numbered(folder, _UNTRAINABLE_FILE) if number > step]
+        for path in [*later, *untrainable, *folder.glob("*.tmp")]:
             path.unlink()
         return len(later)
 

@@ -49,7 +49,7 @@ class Sampler:
             finish_batch: whether a batch waits for all of its groups, or for enough of them.
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
-            recorder: where skipped batches are written; None: nowhere.
+            recorder: where batches without a trainable group are written; None: nowhere.
         """
         self._section = parts.section
         self._source = parts.source
@@ -129,7 +129,7 @@ class Sampler:
         )
         surplus_ids = {group.group_id for group in self._surplus}
         self._take_surplus(batch, use_version)
-        self._take_unfinished(batch, use_version)
+        self._drop_too_old(batch, use_version)
         where, empty = "", 0
         while empty < self._max_empty:
             await self._fill(batch)
@@ -140,9 +140,11 @@ class Sampler:
                 return self._complete(batch, time.perf_counter() - started, tokens)
             empty += 1
             self._collector.counters.batches_empty += 1
-            where = await self._record_skipped(batch, use_version + 1)
+            where = await self._record_untrainable(batch, use_version + 1)
             batches = "a batch" if empty == 1 else f"{empty} batches in a row"
-            self._notices.warn(f"no trainable group in {batches} ({batch.why_empty()}): skipped; {where}")
+            self._notices.warn(
+                f"no trainable group in {batches} ({batch.why_empty()}), so another one is sampled; {where}"
+            )
         if batch.incomplete > len(batch.filtered):
             remedy = "Most of these groups failed at every attempt: correct what the warnings before this name"
         else:
@@ -154,13 +156,13 @@ class Sampler:
             f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). {remedy}; {where}"
         )
 
-    async def _record_skipped(self, batch: BatchSoFar, step: int) -> str:
+    async def _record_untrainable(self, batch: BatchSoFar, step: int) -> str:
         """Write what was sampled for a step so far and trains nothing. Returns where people find it."""
         if self._recorder is None:
             return "observe.save_rollouts is off, so the answers were not recorded"
         groups: dict[Outcome, list[Group]] = {"filtered": batch.filtered, "dropped": batch.dropped}
-        writing = asyncio.to_thread(self._recorder.write_skipped, step, groups)
-        path = await self._deadlines.within("write", writing, what=f"the skipped batch of step {step}")
+        writing = asyncio.to_thread(self._recorder.write_untrainable, step, groups)
+        path = await self._deadlines.within("write", writing, what=f"the untrainable batch of step {step}")
         return f"its answers are in {path}, which `megatron-daro report` shows"
 
     def _take_surplus(self, batch: BatchSoFar, use_version: int) -> None:
@@ -172,7 +174,7 @@ class Sampler:
                 batch.kept.append(group)
         self._surplus = ()
 
-    def _take_unfinished(self, batch: BatchSoFar, use_version: int) -> None:
+    def _drop_too_old(self, batch: BatchSoFar, use_version: int) -> None:
         """Drop unfinished groups whose oldest token will be too old."""
 
         def is_usable(group: UnfinishedGroup) -> bool:

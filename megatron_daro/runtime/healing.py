@@ -13,8 +13,8 @@ waits for that, so a death costs at most one step. When a rank dies:
 Where that fails the run ends with the cause, as without all this, and resumes from a checkpoint. A process that is
 frozen is killed, and is a dead one from then on.
 
-What a loss leads to is decided in healing_states.py and done here. PolicyGroup calls this with its lock held; the watch
-over the processes is the only other caller.
+What a loss leads to is decided in healing_states.py and done here. Once a run trains, PolicyGroup calls this with its
+lock held; the watch over the processes is the only other caller.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
 from megatron_daro.config.sections import EngineSection, EnvironmentSection
 from megatron_daro.controller import BuildBatch
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
 from megatron_daro.engine.own import OwnEngine, one_batch_at_a_time
@@ -89,7 +89,7 @@ def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
     environments = {source: names.index(name) for source, name in config.environment_of_source.items()}
 
     def build(groups: Sequence[Group], step: int) -> StepBatch:
-        return build_batch(
+        return build_step_batch(
             groups,
             algorithm,
             overlong=overlong.kind,

@@ -1,6 +1,6 @@
 """The policy as the controller sees it: what a step asks of the Megatron ranks, behind the Policy Protocol.
 
-A batch is split into one shard per data-parallel rank (batch_shards.py), and each shard is put into the object store
+A batch is split into one shard per data-parallel rank (step_shards.py), and each shard is put into the object store
 once a step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of
 them, a column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never
 through the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead
@@ -26,16 +26,16 @@ from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.data.schedule import CostModel
 from megatron_daro.errors import LostSaveError, LostSenderError, WorkerError
 from megatron_daro.runtime import weight_export
-from megatron_daro.runtime.batch_shards import Shard, shards_of
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.healing import Healing, HealingLimits
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.ranks import Ranks
 from megatron_daro.runtime.ray_calls import gather
 from megatron_daro.runtime.slow_replicas import SlowReplicas
+from megatron_daro.runtime.step_shards import Shard, shards_of
 from megatron_daro.runtime.worker_group import first_death
 from megatron_daro.sync.plan import SendPlan, SendReport, WeightFiles
-from megatron_daro.types import MemoryKind, MemoryMove, PreparedBatch, Rollout, Sequences, StepBatch, StepResult
+from megatron_daro.types import MemoryKind, MemoryMove, PreparedStep, Rollout, Sequences, StepBatch, StepResult
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PolicyGroup:
         self._settings, self._algorithm, self._placement = settings, algorithm, placement
         self._passes = algorithm.passes(token_columns)
         self._cost = CostModel.of_model(read_model_shape(settings.model_path))
-        # Shards that are in the object store since `prepare`, by the number of their PreparedBatch and of replacements
+        # Shards that are in the object store since `prepare`, by the number of their PreparedStep and of replacements
         # so far: the store of a lost node had columns of them.
         self._prepared: dict[tuple[int | None, int], list[Shard]] = {}
         self._numbers = itertools.count()
@@ -130,13 +130,13 @@ class PolicyGroup:
             "their torch sees none: they compute on the CPU; install torch for CUDA on the nodes",
         ]
 
-    async def prepare(self, batch: StepBatch) -> PreparedBatch:
+    async def prepare(self, batch: StepBatch) -> PreparedStep:
         """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights; its
         shards stay in Ray's store for `train`."""
         async with self._busy:
             return await self._repeated(lambda: self._prepare(batch))
 
-    async def _prepare(self, batch: StepBatch) -> PreparedBatch:
+    async def _prepare(self, batch: StepBatch) -> PreparedStep:
         if self._algorithm.old_logprobs == "rollout":
             batch = dataclasses.replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
         if batch.opens_batch:
@@ -146,9 +146,9 @@ class PolicyGroup:
             columns[f"{name}_R"] = await self._run_pass(name, batch, shards)
         number = next(self._numbers)
         self._prepared[number, self._replacements] = shards
-        return PreparedBatch(dataclasses.replace(batch, **columns), number)
+        return PreparedStep(dataclasses.replace(batch, **columns), number)
 
-    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedStep, step: int) -> StepResult:
         """One optimizer step on the whole batch; the shards of one that `prepare` gave are in Ray's store already."""
         async with self._busy:
             if self._healing:
@@ -162,9 +162,9 @@ class PolicyGroup:
 
     async def repeat(self, batch: StepBatch, step: int) -> StepResult:
         """Do a step once again; the batch travels whole, with the columns that it has."""
-        return await self._train(PreparedBatch(batch), step)
+        return await self._train(PreparedStep(batch), step)
 
-    async def _train(self, prepared: PreparedBatch, step: int) -> StepResult:
+    async def _train(self, prepared: PreparedStep, step: int) -> StepResult:
         shards = self._prepared.pop((prepared.number, self._replacements), None)
         calls = await self.ranks.with_shards(
             await asyncio.to_thread(self._shards, prepared.batch) if shards is None else shards,

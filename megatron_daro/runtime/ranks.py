@@ -14,11 +14,11 @@ from ray.actor import ActorHandle
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
-from megatron_daro.runtime.batch_shards import Shard, joined_column
 from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.rank_info import RankInfo
 from megatron_daro.runtime.ray_calls import actor_class, gather, yielding_to_event_loop
+from megatron_daro.runtime.step_shards import Shard, joined_column
 from megatron_daro.runtime.train_worker import TrainWorker
 from megatron_daro.runtime.worker_group import WorkerGroup
 from megatron_daro.types import Sequences

@@ -1,4 +1,5 @@
-"""What the transports that send buckets have in common: their sending end on one rank, which never stops halfway."""
+"""The sending end of a transport on one rank, and what several share. It reads its stream to the end also where sending
+failed, since other ranks gather along."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class TransportSender(ABC):
 
     @abstractmethod
     def _send(self, tensors: Iterator[tuple[str, Tensor]], plan: SendPlan, group: ProcessGroup | None) -> SendReport:
-        """Send what comes, and stop where a receiver fails."""
+        """Send what comes. May return early where receivers failed: `send` reads the rest."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing
         """Let go of threads and sockets. May be called twice."""

@@ -28,34 +28,35 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """What a sender has of its rank. host: address as servers reach it. backend: of broadcasts, "gloo" or "nccl".
-    connect: to servers. to_actors: sends to embedded engines; None in a process without Ray."""
+    connect: to servers. to_embedded: sends to embedded engines; None in a process without Ray."""
 
     host: str
     backend: str
     connect: Connect
-    to_actors: TransportSender | None = None
+    to_embedded: TransportSender | None = None
 
 
-def _to_actors(rank: RankEnd) -> TransportSender:
-    assert rank.to_actors is not None, "this process has no actors to send buckets to"
-    return rank.to_actors
+def _to_embedded(rank: RankEnd) -> TransportSender:
+    assert rank.to_embedded is not None, "this process has no embedded engines to send buckets to"
+    return rank.to_embedded
 
 
 SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
     "distributed": lambda rank: BroadcastSender(rank.host, rank.backend, rank.connect),
     "tensor": lambda rank: HandleSender(rank.connect),
     "adapters": lambda rank: AdapterSender(rank.connect),
-    "ray": _to_actors,
+    "ray": _to_embedded,
 }
 """What makes a rank's sending end, by the name of the transport."""
 
 
 class Sender:
-    """One rank's end of every transport. `close` it, or its threads and sockets stay."""
+    """Sends a rank's Hugging Face tensors, with a sender of each transport that a plan names. `close` it, or threads
+    and sockets stay."""
 
-    def __init__(self, host: str, backend: str, connect: Connect, to_actors: TransportSender | None = None) -> None:
+    def __init__(self, host: str, backend: str, connect: Connect, to_embedded: TransportSender | None = None) -> None:
         """Connect to nothing. Args: see `RankEnd`."""
-        self._rank = RankEnd(host, backend, connect, to_actors)
+        self._rank = RankEnd(host, backend, connect, to_embedded)
         self._senders: dict[str, TransportSender] = {}
 
     def send(self, stream: Stream, plan: SendPlan, *, group: ProcessGroup | None = None) -> SendReport:

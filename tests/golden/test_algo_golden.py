@@ -14,7 +14,7 @@ from lab_names import configured
 
 from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, Samples, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, Samples, StepTotals, make_algorithm
 from megatron_daro.config import DaroSection
 
 K = 4
@@ -113,7 +113,7 @@ GOLDEN_SUMS = {
 def run_step(algorithm, settings: ObjectiveSettings | None = None):
     """(loss, gradient [T], sums per bin, |sums| per bin, totals, objective) of the fixed step."""
     bins_N = pass_rate_bins(CORRECT_N, IDS_N, K)
-    totals = BatchTotals.of(bins_N, LENGTHS_N, K)
+    totals = StepTotals.of(bins_N, LENGTHS_N, K)
     sample_T = torch.repeat_interleave(torch.arange(16), LENGTHS_N)
     logprobs_T = LOGPROBS_T.clone().requires_grad_()
     advantages_N = algorithm.advantages(CORRECT_N.double(), IDS_N)

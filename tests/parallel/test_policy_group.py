@@ -14,10 +14,10 @@ from small_models import ROLLOUTS, random_batch, save_model
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime import batch_shards, parts, policy_group
+from megatron_daro.runtime import parts, policy_group, step_shards
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.sync.plan import SendPlan, Target
-from megatron_daro.types import PreparedBatch, Rollout
+from megatron_daro.types import PreparedStep, Rollout
 
 ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coefficient": 0.1})
 
@@ -25,8 +25,8 @@ ALGORITHM = AlgorithmSection(name="grpo", old_logprobs="recompute", kl={"coeffic
 @pytest.fixture
 def put(monkeypatch):
     """Everything the driver put into the object store by hand."""
-    objects, original = [], batch_shards.ray.put
-    monkeypatch.setattr(batch_shards.ray, "put", lambda value: objects.append(value) or original(value))
+    objects, original = [], step_shards.ray.put
+    monkeypatch.setattr(step_shards.ray, "put", lambda value: objects.append(value) or original(value))
     return objects
 
 
@@ -38,7 +38,7 @@ async def two_steps(policy, batch, put):
     found["puts of a step"] = len(put)
     found["first"] = first.metrics
     # The same columns by the other way: a batch that `prepare` did not give travels whole.
-    unknown = PreparedBatch((await policy.prepare(batch)).batch)
+    unknown = PreparedStep((await policy.prepare(batch)).batch)
     before = len(put)
     found["last"] = (await policy.train(unknown, 2)).metrics
     found["puts of a batch nobody prepared"] = len(put) - before

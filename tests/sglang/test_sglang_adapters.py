@@ -33,7 +33,7 @@ from megatron_daro.config.rules.lora import served_config
 from megatron_daro.engine.sglang.client import SGLangClient
 from megatron_daro.errors import EngineError, SyncError
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.types import PreparedBatch
+from megatron_daro.types import PreparedStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -129,7 +129,7 @@ def run(coroutine):
 
 
 async def trained(policy, rollouts, version):
-    assert not (await policy.train(PreparedBatch(batch_of(rollouts)), version)).skipped
+    assert not (await policy.train(PreparedStep(batch_of(rollouts)), version)).skipped
 
 
 async def loaded(server):

@@ -20,7 +20,7 @@ from megatron_daro.runtime import parts
 from megatron_daro.runtime.cluster import cluster
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.types import PreparedBatch, StepBatch
+from megatron_daro.types import PreparedStep, StepBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -153,7 +153,7 @@ def check_every_sync(servers, tmp_path, model_type, modes=MODES, tensor_parallel
                     for _ in range(2):
                         if earlier is not None:
                             version += 1
-                            assert not (await policy.train(PreparedBatch(batch_of(earlier)), version)).skipped
+                            assert not (await policy.train(PreparedStep(batch_of(earlier)), version)).skipped
                         metrics = await sync.publish(version)
                         assert (metrics["sync/servers"], metrics["engine/fenced"]) == (len(servers), 0)
                         if mode == "disk":

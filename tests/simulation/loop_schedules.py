@@ -31,16 +31,16 @@ from megatron_daro import controller as controller_module
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.controller import Controller, Parts
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout import sampler as sampler_module
 from megatron_daro.rollout.ledger import OUTCOMES
 from megatron_daro.runtime import healing
-from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.launch import supervised
-from megatron_daro.types import PreparedBatch
+from megatron_daro.runtime.step_shards import Shard
+from megatron_daro.types import PreparedStep
 
 STEPS = 4
 
@@ -105,7 +105,7 @@ class Disk:
         self.records[step] = {used: tuple(some) for used, some in groups.items()}, minibatch
         return Path("/")
 
-    def write_skipped(self, step: int, groups: Any) -> Path:
+    def write_untrainable(self, step: int, groups: Any) -> Path:
         return Path("/")
 
     def write(self, step: int, metrics: Any) -> None:
@@ -128,7 +128,7 @@ class LoopGroup(Group):
         numbered = SimpleNamespace(number=batch_digest(batch))
         return [Shard((i,), numbered, ((0,),)) for i in range(self._actor.data_parallel)]
 
-    async def train(self, prepared: PreparedBatch, step: int) -> Any:
+    async def train(self, prepared: PreparedStep, step: int) -> Any:
         assert step not in self.disk.batches, f"the controller trains step {step} twice"
         result = await super().train(prepared, step)
         self.disk.batches[step] = batch_digest(prepared.batch)
@@ -196,7 +196,7 @@ def _life(schedule: LoopSchedule, disk: Disk, loop: VirtualLoop, faults: tuple[F
     parts = Parts(
         policy=group,
         source=sampler,
-        build=lambda groups, step: build_batch(groups, GRPO),
+        build=lambda groups, step: build_step_batch(groups, GRPO),
         metrics=disk,
         progress=progress,
         phases=phases,

@@ -25,11 +25,11 @@ from virtual_loop import VirtualLoop, collecting_after_runs, run
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.errors import DaroError, LostSaveError
 from megatron_daro.runtime import frozen_workers, healing, policy_group
-from megatron_daro.runtime.batch_shards import Shard
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.launch import supervised
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.ranks import Ranks
+from megatron_daro.runtime.step_shards import Shard
 from megatron_daro.sync.plan import SendPlan
 from megatron_daro.sync.publish import WeightSync
 

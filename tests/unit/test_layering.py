@@ -207,7 +207,7 @@ def test_the_rules_see_a_forbidden_import(place, text):
     ("place", "text"),
     [
         ("algo/x.py", "import math, torch\nfrom megatron_daro.errors import DaroError\nfrom . import surrogate"),
-        ("rollout/x.py", "from megatron_daro.data.batch import build_batch"),
+        ("rollout/x.py", "from megatron_daro.data.batch import build_step_batch"),
         ("actor/x.py", "import megatron.core\nfrom megatron_daro.algo import weighting"),
         ("plugins/x.py", "from megatron_daro.algo import weighting\nfrom megatron_daro import durable"),
         ("plugins/x.py", "def f():\n    from megatron.core import parallel_state"),

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_daro import durable
 from megatron_daro.algo.weighting import make_algorithm
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.data.packing import pack
 from megatron_daro.engine.sglang.replies import rollouts_of
 from megatron_daro.errors import DataError
@@ -57,7 +57,7 @@ def test_the_driver_has_their_place_only(tmp_path, monkeypatch):
     groups = pickle.loads(to_driver)
     Recorder(tmp_path).write_step(1, {"trained": groups}, RecordedMiniBatch(1, 1, 1, (0, 1), True))
     groups = [group for group, _ in read_step(tmp_path, 1)]
-    batch = build_batch(groups, make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=length))
+    batch = build_step_batch(groups, make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=length))
     rows = [5, 0, 2, 7]
     to_rank = pickle.dumps(batch.select(rows))
     tokens, told = 2 * K * (length + 3), sum(experts.nbytes for _, group in at_workers for experts in group)

@@ -16,7 +16,7 @@ from megatron_daro.workshop.analyze.host_lines import rollouts_of
 from megatron_daro.workshop.analyze.torch_files import load_torch_file
 
 SUFFIXES = (".parquet", ".jsonl", ".pt")
-_NO_TRAINING = ("skipped_", "eval_", "val_data_step")
+_NO_TRAINING = ("untrainable_", "eval_", "val_data_step")
 """How files begin that hold other rollouts: this package's, and NeMo-RL's of its validation."""
 
 Records = Iterator[Mapping[str, object]]

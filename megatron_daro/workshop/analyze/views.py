@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_daro.algo.difficulty import predicted_bin_loss
-from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, BatchTotals, Daro, Samples, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, Algorithm, Daro, Samples, StepTotals, make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection, DaroSection
 from megatron_daro.workshop.analyze.dump import BinSums, Dump
 
@@ -150,6 +150,6 @@ def _masses(sums: BinSums, algorithm: Algorithm) -> Tensor:
         advantages_N=advantages_BK[:, [0, -1]].reshape(-1),
         group_lengths_NK=torch.where(verdicts_BK > 0, lengths_B2[:, :1], lengths_B2[:, 1:]).repeat_interleave(2, dim=0),
     )
-    totals = BatchTotals(sums.tokens.round().to(torch.int64)[:, None], (sums.groups * k).round().to(torch.int64))
+    totals = StepTotals(sums.tokens.round().to(torch.int64)[:, None], (sums.groups * k).round().to(torch.int64))
     mass_B2 = algorithm.coefficients(samples, totals) * samples.advantages_N.abs() * tokens_B2.reshape(-1)
     return torch.nn.functional.pad(mass_B2.reshape(k - 1, 2).sum(dim=1), (1, 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_daro.algo.corrections import sample_sums, sequence_log_ratio
 from megatron_daro.algo.surrogate import clipped_ratio_loss, clipped_token_loss, importance_ratio
-from megatron_daro.algo.weighting import ALGORITHMS, BatchTotals, SampleAlgorithm, make_algorithm
+from megatron_daro.algo.weighting import ALGORITHMS, SampleAlgorithm, StepTotals, make_algorithm
 from megatron_daro.workshop.check_loss.records import LossBatch, LossFunction, StepInfo
 
 
@@ -41,7 +41,7 @@ def _sample_sums(losses_T: Tensor, batch: LossBatch) -> Tensor:
 def _algorithm(name: str) -> LossFunction:
     def loss(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
         algorithm = make_algorithm(name, rollouts_per_prompt=step.rollouts_per_prompt, max_response_tokens=16)
-        totals = BatchTotals(step.tokens_per_bin[:, None], step.rollouts_per_bin)
+        totals = StepTotals(step.tokens_per_bin[:, None], step.rollouts_per_bin)
         coefficients_M = algorithm.sample_coefficients(batch.bins_M, batch.lengths_M, totals)
         losses_T = clipped_token_loss(batch.logprobs_T, batch.old_logprobs_T, batch.advantages_T, mask=batch.mask_T)
         return megatron_return((coefficients_M * _sample_sums(losses_T, batch)).sum(), batch, step)

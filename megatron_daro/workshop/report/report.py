@@ -2,9 +2,9 @@
 
 Reads metrics.jsonl, config.yaml and rollouts/ of a run directory, or the metric files of a host (`host_metrics`), and
 writes report.html. Needs no network, no torch and no running job, leaves everything else in the directory alone, and
-names what was not recorded. It shows some groups of the first, middle and last recorded step and of skipped batches:
-text written by a model, so it is cut to a length and escaped. A rollout file that is torn or of another shape is
-skipped and named.
+names what was not recorded. It shows some groups of the first, middle and last recorded step and of the newest
+untrainable batch: text written by a model, so it is cut to a length and escaped. A rollout file that is torn or of
+another shape is left out and named.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_daro.workshop.report.run_data import RunData, ends_of, load_run
 from megatron_daro.workshop.report.sections import build_sections
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
-_FILE = re.compile(r"(step|skipped)_(\d+)\.parquet")
+_FILE = re.compile(r"(step|untrainable)_(\d+)\.parquet")
 _COLUMNS = (
     *("group_id", "used", "prompt_id", "prompt", "answer", "text", "logprobs", "length"),
     *("correct", "reward", "reason", "finish_reason", "weight_version"),
@@ -75,14 +75,14 @@ class Samples:
     turn of conversations."""
 
     step: int
-    skipped: bool
+    untrainable: bool
     groups: list[Group]
     verdicts: Mapping[str, int]
     turns: Table | None
 
 
 def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
-    """Return samples of recorded steps in order, then of skipped batches; and a line for everything that was left out.
+    """Return samples of recorded steps in order, then of an untrainable batch; and a line for each thing left out.
 
     Args:
         run_dir: the run directory.
@@ -90,23 +90,23 @@ def load_samples(run_dir: Path) -> tuple[list[Samples], list[str]]:
     folder = run_dir / "rollouts"
     files = sorted((m[1], int(m[2]), path) for path in folder.glob("*") if (m := _FILE.fullmatch(path.name)))
     steps = [file for file in files if file[0] == "step"]
-    skipped = [file for file in files if file[0] == "skipped"]
+    untrainable = [file for file in files if file[0] == "untrainable"]
     notes = []
     if not files:
         notes.append("sample rollouts (rollouts/step_*.parquet; observe.save_rollouts writes them)")
     chosen = dict.fromkeys(_with_groups(steps, i) for i in (0, len(steps) // 2, len(steps) - 1)) if steps else []
     samples: list[Samples] = []
-    for kind, step, path in [*chosen, *skipped[-1:]]:
+    for kind, step, path in [*chosen, *untrainable[-1:]]:
         try:
             groups = list(islice(_read(path), _MOST_GROUPS))
         except (OSError, pa.ArrowException, ValueError, KeyError) as error:
-            what = "the batch skipped before step" if kind == "skipped" else "step"
+            what = "the untrainable batch before step" if kind == "untrainable" else "step"
             reason = safe_text(error, 200, one_line=True)
             notes.append(f"sample rollouts of {what} {step}: {path.name} is damaged ({reason})")
             continue
         verdicts = Counter(str(r["reason"]) for group in groups for r in group.rollouts)
         turns = turns_table(sums_of(r for group in groups for r in group.rollouts))
-        samples.append(Samples(step, kind == "skipped", _pick(groups), verdicts, turns))
+        samples.append(Samples(step, kind == "untrainable", _pick(groups), verdicts, turns))
     return samples, notes
 
 
@@ -128,7 +128,7 @@ def _file_values(file: Samples, decode: Decode | None) -> dict[str, Any]:
     verdicts = Counter(file.verdicts).most_common()
     return {
         "step": file.step,
-        "skipped": file.skipped,
+        "untrainable": file.untrainable,
         "verdicts": verdicts,
         "groups": groups,
         "turns": file.turns,
@@ -224,7 +224,7 @@ def _generated(rollout: Mapping[str, Any]) -> list[float]:
 
 
 _CONFIG_CHARACTERS = 200_000
-_SKIPPED = " The newest batch was skipped, since nothing of it could be trained: see the sample rollouts."
+_UNTRAINABLE = " Nothing of the newest batch could be trained: see the sample rollouts."
 
 
 def write_report(run_dir: Path, output: Path | None = None, *, host: str | None = None) -> Path:
@@ -278,7 +278,7 @@ def build_page(run: RunData) -> Page:
     return Page(
         title=title,
         subtitle=" · ".join(filter(None, [_status(run), *_origin(run)]))
-        + (_SKIPPED if any(file.skipped for file in samples) else ""),
+        + (_UNTRAINABLE if any(file.untrainable for file in samples) else ""),
         sections=sections,
         template="report.html.j2",
         values={

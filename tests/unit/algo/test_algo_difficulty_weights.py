@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron_daro.algo.algorithm import BatchTotals, StepStats
+from megatron_daro.algo.algorithm import StepStats, StepTotals
 from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.weighting import make_algorithm
@@ -78,7 +78,7 @@ LENGTHS_N = torch.tensor([2, 10, 9, 4, 30, 3, 10, 0, 5, 50])
 @pytest.mark.parametrize("options", [{"half_life": 7.0}, {"magnitude": "advantage"}], ids=str)
 def test_states_continue_over_json_bit_for_bit_and_other_forms_are_refused(options):
     whole, first = daro(**options), daro(**options)
-    totals = BatchTotals.of(BINS_N, LENGTHS_N, 4)
+    totals = StepTotals.of(BINS_N, LENGTHS_N, 4)
 
     def learn(algorithm, step):
         names = ("loss_sums", "abs_loss_sums", "advantage_sums")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_daro.algo.algorithm import BatchTotals, StepStats
+from megatron_daro.algo.algorithm import StepStats, StepTotals
 from megatron_daro.algo.difficulty_weights import DifficultyWeights
 from megatron_daro.algo.weighting import Grpo, make_algorithm
 
@@ -14,7 +14,7 @@ def step_stats_of(*, classes):
     cells = torch.arange(1, 5 * classes + 1).reshape(5, classes)
     names = ("loss_sums", "abs_loss_sums", "advantage_sums")
     sums = {name: (cells + 100.0 * place).double() for place, name in enumerate(names)}
-    totals = BatchTotals(cells + 7, torch.full((5,), 8))
+    totals = StepTotals(cells + 7, torch.full((5,), 8))
     return StepStats(totals, sums, entropy=1.0)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_daro.algo.advantages import overlong_filter
-from megatron_daro.algo.algorithm import BatchTotals
+from megatron_daro.algo.algorithm import StepTotals
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.ppo import Ppo, value_losses
 from megatron_daro.algo.token_columns import TokenColumns
@@ -232,7 +232,7 @@ def test_policy_and_value_loss_equal_trls(beta):
         settings=ObjectiveSettings(clip_low=eps, clip_high=eps),
     )
     bins_N = torch.zeros(4, dtype=torch.int64)
-    totals = BatchTotals.of(bins_N, tokens.lengths_N, 2)
+    totals = StepTotals.of(bins_N, tokens.lengths_N, 2)
     coefficients_N = algorithm.sample_coefficients(bins_N, tokens.lengths_N, totals)
     assert float((coefficients_N * objective.sample_losses_M).sum()) == pytest.approx(policy, rel=1e-10)
     losses, _ = value_losses(moved_R, torch.tensor(flat_values, dtype=torch.float64), targets_R, clip=eps)
@@ -277,7 +277,7 @@ def test_daros_weights_take_ppos_options_and_learn_as_ever():
     assert algorithm.token_advantages(tokens).tolist() == plain.token_advantages(tokens).tolist()
     assert algorithm.value_targets(tokens).tolist() == plain.value_targets(tokens).tolist()
     assert algorithm.keep(torch.tensor([0, 1, 2])).tolist() == [False, True, False]
-    totals = BatchTotals.of(torch.tensor([1]), torch.tensor([4]), 2)
+    totals = StepTotals.of(torch.tensor([1]), torch.tensor([4]), 2)
     sums = totals.tokens_per_bin * 0.3
     algorithm.learn(StepStats.of_bins(totals, sums, sums))
     assert algorithm.weights[1] > 1

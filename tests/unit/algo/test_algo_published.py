@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_daro.algo.advantages import length_rewards
-from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
+from megatron_daro.algo.algorithm import Samples, StepStats, StepTotals
 from megatron_daro.algo.objective import ObjectiveSettings, reinforce_loss, token_objective
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
@@ -35,7 +35,7 @@ def dgpo_signal(samples, **options):
     lengths_N = torch.tensor([len(s.tokens) for s in samples])
     rewards_N = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     advantages_N = algorithm.advantages(rewards_N, torch.tensor([s.group for s in samples]))
-    totals = BatchTotals.of(bins_N, lengths_N, K)
+    totals = StepTotals.of(bins_N, lengths_N, K)
     return (algorithm.coefficients(Samples(bins_N, lengths_N, advantages_N), totals) * advantages_N).tolist()
 
 
@@ -87,7 +87,7 @@ def test_equal_rewards_have_no_deviation_and_no_advantage():
 def stats(right, rollouts):
     per_bin = torch.zeros(K + 1, dtype=torch.int64)
     per_bin[K], per_bin[0] = right, rollouts - right
-    totals = BatchTotals(torch.ones(K + 1, 1, dtype=torch.int64), per_bin)
+    totals = StepTotals(torch.ones(K + 1, 1, dtype=torch.int64), per_bin)
     return StepStats(totals, {}, 0.0)
 
 
@@ -155,7 +155,7 @@ def dapo_masses(lengths_GK, denominator):
     algorithm = build("dapo", denominator=denominator)
     assert algorithm.needs_group_lengths == (denominator == "prompt")
     samples = Samples(bins_N, lengths_N, torch.ones(len(lengths_N)), groups_NK)
-    mass_N = algorithm.coefficients(samples, BatchTotals.of(bins_N, lengths_N, K)) * lengths_N
+    mass_N = algorithm.coefficients(samples, StepTotals.of(bins_N, lengths_N, K)) * lengths_N
     return mass_N.reshape(-1, K).sum(dim=1).tolist()
 
 
@@ -168,9 +168,9 @@ def test_dapos_denominator_is_of_the_batch_or_of_each_prompt():
         build("dapo", denominator="rollout")
     nothing, alone = torch.tensor([1]), Samples(torch.tensor([1]), torch.tensor([3]), torch.ones(1))
     with pytest.raises(AlgorithmError, match="group_lengths_NK"):
-        build("dapo", denominator="prompt").coefficients(alone, BatchTotals.of(nothing, nothing, K))
+        build("dapo", denominator="prompt").coefficients(alone, StepTotals.of(nothing, nothing, K))
     with pytest.raises(AlgorithmError, match="`coefficients`"):
-        build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, BatchTotals.of(nothing, nothing, K))
+        build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, StepTotals.of(nothing, nothing, K))
 
 
 def kimi_case():
@@ -205,7 +205,7 @@ def test_kimis_gradient_is_that_of_the_squared_surrogate():
         num_samples=3,
         settings=ObjectiveSettings(trust_region="mirror", mirror_tau=tau),
     )
-    coefficients_M = algorithm.sample_coefficients(bins_M, lengths_M, BatchTotals.of(bins_M, lengths_M, K))
+    coefficients_M = algorithm.sample_coefficients(bins_M, lengths_M, StepTotals.of(bins_M, lengths_M, K))
     (coefficients_M * objective.sample_losses_M).sum().backward()
     assert ours.grad.tolist() == pytest.approx(printed.grad.tolist(), rel=1e-12, abs=1e-16)
     assert algorithm.advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)).tolist() == [0.75, -0.25, -0.25, -0.25]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lab_names import configured
 
-from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
+from megatron_daro.algo.algorithm import Samples, StepStats, StepTotals
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError, NonFiniteError
 
@@ -28,7 +28,7 @@ def step_stats(pass_rate, *, entropy=1.0, slope=0.0, k=4):
     rollouts[0] = 100 * k - rollouts[-1]
     zeros = torch.zeros(k + 1, 1, dtype=torch.float64)
     sums = {"loss_sums": zeros, "abs_loss_sums": zeros, "lambda_slope": torch.tensor([slope], dtype=torch.float64)}
-    return StepStats(BatchTotals(rollouts[:, None], rollouts), sums, entropy)
+    return StepStats(StepTotals(rollouts[:, None], rollouts), sums, entropy)
 
 
 def test_ha_dw_follows_the_pass_rates_as_its_equations_say():
@@ -54,7 +54,7 @@ def test_ha_dw_follows_the_pass_rates_as_its_equations_say():
 def test_ha_dw_expects_its_own_pass_rate_in_the_first_step():
     bins_N, lengths_N = torch.tensor([1, 1, 1, 1, 3, 3, 3, 3]), torch.ones(8, dtype=torch.long)
     samples = Samples(bins_N, lengths_N, torch.tensor([1.0, -1, -1, -1, 1, 1, 1, -1]))
-    got = build("ha_dw", scale=1.0).coefficients(samples, BatchTotals.of(bins_N, lengths_N, 4))
+    got = build("ha_dw", scale=1.0).coefficients(samples, StepTotals.of(bins_N, lengths_N, 4))
     hard, easy = math.exp(0.25) / 8, math.exp(-0.25) / 8  # C = 1/2
     assert got.tolist() == pytest.approx([hard, easy, easy, easy, easy, easy, easy, hard], rel=1e-12)
 
@@ -86,7 +86,7 @@ def test_lambda_weights_by_hand():
     """Lengths 1, 3 of K = 2: z = -1, 1; h = 8/9, 10/9; with lambda 1 the weights are 2 softmax(8/9, 10/9)."""
     bins_N, lengths_N = torch.tensor([1, 1]), torch.tensor([1, 3])
     samples = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0]), torch.tensor([[1, 3], [1, 3]]))
-    totals = BatchTotals.of(bins_N, lengths_N, 2)
+    totals = StepTotals.of(bins_N, lengths_N, 2)
     algorithm = build("lambda_grpo", 2)
     assert algorithm.coefficients(samples, totals).tolist() == pytest.approx([0.25, 0.25], rel=1e-15)
     # at lambda 0 the weights are 1 and their slopes ln h less the mean of ln h, over the N = 4 tokens
@@ -105,7 +105,7 @@ def test_lambda_slopes_are_the_derivative_of_the_coefficients():
     lengths_N = torch.tensor([len(s.tokens) for s in samples])
     groups_NK = torch.tensor([[len(o.tokens) for o in samples if o.group == s.group] for s in samples])
     parts = Samples(bins_N, lengths_N, torch.zeros(len(samples)), groups_NK)
-    got = algorithm.coefficient_slopes(parts, BatchTotals.of(bins_N, lengths_N, 4))
+    got = algorithm.coefficient_slopes(parts, StepTotals.of(bins_N, lengths_N, 4))
     tokens = int(lengths_N.sum())
     want = [reference.lambda_factor(samples, i, 4)[1] / tokens if s.tokens else 0.0 for i, s in enumerate(samples)]
     assert got.tolist() == pytest.approx(want, rel=1e-5, abs=1e-9)
@@ -195,7 +195,7 @@ def test_fade_goes_on_from_a_step_in_which_all_was_right():
 @pytest.mark.parametrize("name", STATEFUL)
 def test_bin_and_length_alone_are_refused_where_they_are_not_enough(name):
     bins_N, lengths_N = torch.tensor([1]), torch.tensor([2])
-    algorithm, totals = build(name), BatchTotals.of(bins_N, lengths_N, 4)
+    algorithm, totals = build(name), StepTotals.of(bins_N, lengths_N, 4)
     with pytest.raises(AlgorithmError, match="`coefficients`"):
         algorithm.sample_coefficients(bins_N, lengths_N, totals)
     if algorithm.needs_group_lengths:

@@ -17,11 +17,11 @@ from megatron_daro.algo.difficulty import bin_sums, pass_rate_bins
 from megatron_daro.algo.surrogate import clipped_token_loss
 from megatron_daro.algo.weighting import (
     ALGORITHMS,
-    BatchTotals,
     Grpo,
     SampleAlgorithm,
     Samples,
     StepStats,
+    StepTotals,
     make_algorithm,
 )
 from megatron_daro.errors import AlgorithmError, CheckpointError
@@ -39,7 +39,7 @@ class Step:
         self.ids_N = torch.tensor([s.group for s in self.samples])
         self.lengths_N = torch.tensor([len(s.tokens) for s in self.samples])
         self.bins_N = pass_rate_bins(self.rewards_N > 0.5, self.ids_N, k)
-        self.totals = BatchTotals.of(self.bins_N, self.lengths_N, k)
+        self.totals = StepTotals.of(self.bins_N, self.lengths_N, k)
         same_NN = self.ids_N[:, None] == self.ids_N[None]
         self.groups_NK = torch.stack([self.lengths_N[same] for same in same_NN])
         pairs = [pair for s in self.samples for pair in s.tokens]
@@ -121,7 +121,7 @@ def test_every_coefficient_by_hand():
     """K = 2; bins 0, 1, 1, 2 per group; tokens 4 | 1, 3 and 2, 0 | 6; all 16, kept 6, rollouts 8."""
     bins_N = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2])
     lengths_N = torch.tensor([2, 2, 1, 3, 2, 0, 3, 3])
-    totals = BatchTotals.of(bins_N, lengths_N, 2)
+    totals = StepTotals.of(bins_N, lengths_N, 2)
     assert (totals.tokens, totals.mixed_tokens, totals.num_rollouts) == (16, 6, 8)
     mean = [1 / 16] * 5 + [0.0] + [1 / 16] * 2
     kept = [0.0, 0.0, 1 / 6, 1 / 6, 1 / 6, 0.0, 0.0, 0.0]
@@ -192,8 +192,8 @@ def test_split_and_order_do_not_matter(name, parts, seed, num_groups, k):
     sums_N = step.loss_sums(advantages_N, step.logprobs_T)
     order = torch.randperm(len(sums_N), generator=torch.Generator().manual_seed(seed))
     splits = [order[p::parts] for p in range(parts)]
-    of_parts = [BatchTotals.of(step.bins_N[part], step.lengths_N[part], k) for part in splits]
-    totals = BatchTotals.from_vector(sum(t.vector() for t in of_parts))
+    of_parts = [StepTotals.of(step.bins_N[part], step.lengths_N[part], k) for part in splits]
+    totals = StepTotals.from_vector(sum(t.vector() for t in of_parts))
     loss, bin_loss = 0.0, torch.zeros(k + 1, dtype=torch.float64)
     for part in splits:
         coefficients = algorithm.coefficients(step.parts(advantages_N, part), totals)
@@ -208,11 +208,11 @@ def test_denominator_of_a_micro_batch_would_inflate_the_loss_by_their_number(nam
     """The bug a peer shipped: N_k of the micro-batch. Identical micro-batches show the factor exactly."""
     bins_N, lengths_N = torch.tensor([1, 1, 2, 2] * 3), torch.tensor([2, 3, 1, 4] * 3)
     sums_N = torch.tensor([0.5, -1.0, 2.0, 0.25] * 3, dtype=torch.float64)
-    algorithm, totals = build(name, 4), BatchTotals.of(bins_N, lengths_N, 4)
+    algorithm, totals = build(name, 4), StepTotals.of(bins_N, lengths_N, 4)
     whole = (algorithm.sample_coefficients(bins_N, lengths_N, totals) * sums_N).sum()
     right = wrong = 0.0
     for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
-        local = BatchTotals.of(bins_N[part], lengths_N[part], 4)
+        local = StepTotals.of(bins_N[part], lengths_N[part], 4)
         right += (algorithm.sample_coefficients(bins_N[part], lengths_N[part], totals) * sums_N[part]).sum().item()
         wrong += (algorithm.sample_coefficients(bins_N[part], lengths_N[part], local) * sums_N[part]).sum().item()
     assert whole.item() != 0.0
@@ -227,7 +227,7 @@ def test_what_a_subclass_makes_of_bin_and_length_is_trained(name):
             return 2 * super().sample_coefficients(bins_N, lengths_N, totals)
 
     bins_N, lengths_N = torch.tensor([1, 1]), torch.tensor([2, 3])
-    samples, totals = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0])), BatchTotals.of(bins_N, lengths_N, 2)
+    samples, totals = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0])), StepTotals.of(bins_N, lengths_N, 2)
     one, two = (kind(rollouts_per_prompt=2, max_response_tokens=LONGEST) for kind in (ALGORITHMS[name], Doubled))
     assert two.coefficients(samples, totals).tolist() == (2 * one.coefficients(samples, totals)).tolist()
 
@@ -235,24 +235,24 @@ def test_what_a_subclass_makes_of_bin_and_length_is_trained(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_without_tokens_give_finite_coefficients(name):
     bins_N, lengths_N = torch.tensor([1, 1, 0, 0]), torch.zeros(4, dtype=torch.long)
-    algorithm, totals = build(name, 2), BatchTotals.of(bins_N, lengths_N, 2)
+    algorithm, totals = build(name, 2), StepTotals.of(bins_N, lengths_N, 2)
     samples = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0, 0.0, 0.0]), torch.zeros(4, 2, dtype=torch.long))
     assert algorithm.coefficients(samples, totals).tolist() == [0.0] * 4
     assert algorithm.regularizer_coefficient(totals) == 0.0
     assert algorithm.extra_loss(totals) == 0.0
-    one_token = BatchTotals(torch.tensor([[0], [1], [0]]), torch.tensor([0, 1, 0]))
+    one_token = StepTotals(torch.tensor([[0], [1], [0]]), torch.tensor([0, 1, 0]))
     assert algorithm.regularizer_coefficient(one_token) == 1.0
     empty = torch.empty(0, dtype=torch.long)
     nothing = Samples(empty, empty, torch.empty(0), torch.empty(0, 2, dtype=torch.long))
     assert algorithm.coefficients(nothing, totals).shape == (0,)
-    assert algorithm.coefficients(nothing, BatchTotals.of(empty, empty, 2)).shape == (0,)
+    assert algorithm.coefficients(nothing, StepTotals.of(empty, empty, 2)).shape == (0,)
 
 
 def test_totals_survive_the_way_through_one_vector():
-    totals = BatchTotals.of(torch.tensor([1, 2, 1]), torch.tensor([3, 5, 0]), 2)
+    totals = StepTotals.of(torch.tensor([1, 2, 1]), torch.tensor([3, 5, 0]), 2)
     vector = totals.vector()
     assert vector.tolist() == [0, 3, 5, 0, 2, 1] and vector.dtype == torch.int64
-    back = BatchTotals.from_vector(vector.double())
+    back = StepTotals.from_vector(vector.double())
     assert back.tokens_per_bin.tolist() == [0, 3, 5] and back.tokens_per_bin.dtype == torch.int64
     assert (back.num_rollouts, back.tokens, back.mixed_tokens) == (3, 8, 3)
     assert back.rollouts_per_bin.tolist() == [0, 2, 1] and back.pass_rate == pytest.approx((2 * 1 + 1 * 2) / 2 / 3)
@@ -260,7 +260,7 @@ def test_totals_survive_the_way_through_one_vector():
 
 def test_daro_reports_its_barrier_and_options_reach_the_weights():
     daro = trained_daro(4, scale="mean", clamp=(0.5, 1.3))
-    totals = BatchTotals(torch.tensor([[3], [2], [0], [5], [1]]), torch.tensor([4, 4, 0, 4, 4]))
+    totals = StepTotals(torch.tensor([[3], [2], [0], [5], [1]]), torch.tensor([4, 4, 0, 4, 4]))
     expected = -(math.log(daro.weights[1]) + math.log(daro.weights[3])) / 2
     assert daro.extra_loss(totals) == pytest.approx(expected, rel=1e-12)
     assert daro.regularizer_coefficient(totals) == 1 / 11
@@ -331,7 +331,7 @@ def test_an_algorithm_of_ones_own_is_imported_by_its_path():
         "gpro": "got 'gpro'",
         "no.such.module:Toy": "no.such.module:Toy.*PYTHONPATH",
         "megatron_daro.algo.weighting:Toy": "weighting:Toy",
-        "megatron_daro.algo.weighting:BatchTotals": "subclass of Algorithm",
+        "megatron_daro.algo.weighting:StepTotals": "subclass of Algorithm",
         f"{__name__}:Unnamed": "`name`",
     }.items():
         with pytest.raises(AlgorithmError, match=said):
@@ -345,7 +345,7 @@ LEARN = {"daro", "ha_dw"}
 def test_the_others_have_no_weights_and_ignore_updates(name):
     algorithm = build(name, 4)
     before = algorithm.state_dict()
-    totals = BatchTotals.of(torch.ones(4, dtype=torch.int64), torch.ones(4), 4)
+    totals = StepTotals.of(torch.ones(4, dtype=torch.int64), torch.ones(4), 4)
     algorithm.learn(StepStats.of_bins(totals, torch.ones(5), torch.ones(5)))
     assert algorithm.weights is None
     assert algorithm.clamped == 0

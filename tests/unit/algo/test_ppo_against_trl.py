@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from megatron_daro.algo.algorithm import BatchTotals
+from megatron_daro.algo.algorithm import StepTotals
 from megatron_daro.algo.objective import ObjectiveSettings, token_objective
 from megatron_daro.algo.ppo import Ppo, value_losses
 from megatron_daro.algo.token_columns import TokenColumns
@@ -84,7 +84,7 @@ def ours(step):
         num_samples=ANSWERS,
         settings=ObjectiveSettings(clip_low=CLIP, clip_high=CLIP),
     )
-    coefficients_N = algorithm.sample_coefficients(bins_N, lengths_N, BatchTotals.of(bins_N, lengths_N, 2))
+    coefficients_N = algorithm.sample_coefficients(bins_N, lengths_N, StepTotals.of(bins_N, lengths_N, 2))
     critic, clipped = value_losses(
         step["vpred"].reshape(-1), step["values"].reshape(-1)[drawn], targets_R[drawn], clip=VALUE_CLIP
     )

@@ -90,7 +90,7 @@ def _train(config: Config, steps: list[list[Group]], run: Path) -> None:
     from megatron_daro.actor import parallel
     from megatron_daro.actor.policy import MegatronPolicy
     from megatron_daro.actor.settings import PolicySettings
-    from megatron_daro.data.batch import build_batch
+    from megatron_daro.data.batch import build_step_batch
 
     parallel.initialize(parallel.Layout(), seed=0, timeout_s=60)
     settings = PolicySettings(
@@ -104,7 +104,7 @@ def _train(config: Config, steps: list[list[Group]], run: Path) -> None:
     algorithm = make_algorithm(**config.algorithm.arguments(rollouts_per_prompt=ROLLOUTS, max_response_tokens=32))
     lines = []
     for step, groups in enumerate(steps, start=1):
-        batch = build_batch(groups, algorithm)
+        batch = build_step_batch(groups, algorithm)
         halves = [range(10), range(10, len(batch))]
         lines.append({"step": step, **policy.train_step(batch, halves, step=step).metrics})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

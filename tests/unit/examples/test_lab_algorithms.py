@@ -12,7 +12,7 @@ import torch
 from lab_algorithms import CellWeights, CountWeights, gaussian_basis
 from lab_names import CONFIGURED
 
-from megatron_daro.algo.algorithm import BatchTotals, Samples, StepStats
+from megatron_daro.algo.algorithm import Samples, StepStats, StepTotals
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.errors import AlgorithmError, CheckpointError
 
@@ -83,7 +83,7 @@ EDGES = (10, 20)
 
 def totals_of(algorithm):
     classes_N = algorithm.classes_of(Samples(BINS_N, LENGTHS_N, torch.zeros(10)))
-    return BatchTotals.of_classes(BINS_N, LENGTHS_N, classes_N, 4, len(algorithm.classes[1]))
+    return StepTotals.of_classes(BINS_N, LENGTHS_N, classes_N, 4, len(algorithm.classes[1]))
 
 
 def test_coefficients_by_pass_rate_and_length_by_hand():
@@ -91,7 +91,7 @@ def test_coefficients_by_pass_rate_and_length_by_hand():
     totals = totals_of(algorithm)
     assert totals.tokens_per_cell.tolist() == [[5, 0, 0], [15, 10, 0], [0, 0, 0], [3, 10, 30], [0, 0, 50]]
     assert totals.tokens_per_bin.tolist() == [5, 25, 0, 43, 50]
-    back = BatchTotals.from_vector(totals.vector().double(), 3)
+    back = StepTotals.from_vector(totals.vector().double(), 3)
     assert torch.equal(back.tokens_per_cell, totals.tokens_per_cell) and back.num_rollouts == 10
     got = algorithm.sample_coefficients(BINS_N, LENGTHS_N, totals)
     want = [1 / 15, 1 / 10, 1 / 15, 1 / 15, 1 / 30, 1 / 3, 1 / 10, 0, 0, 0]
@@ -118,7 +118,7 @@ def test_daro_learns_from_each_cell_of_pass_rate_and_length(magnitude):
     cells = torch.arange(1, 16).reshape(5, 3)
     names = ("loss_sums", "abs_loss_sums", "advantage_sums", "gradient_squares")
     sums = {name: (cells + 100.0 * place).double() for place, name in enumerate(names)}
-    step_stats = StepStats(BatchTotals(cells + 7, torch.full((5,), 8)), sums, 1.0)
+    step_stats = StepStats(StepTotals(cells + 7, torch.full((5,), 8)), sums, 1.0)
     options = {"magnitude": magnitude, "half_life": 1, "clamp": (1e-4, 1e4)}  # Adam's first step is as long everywhere
     algorithm, plain = daro(length_edges=(3, 5), **options), CellWeights(4, length_classes=3, **options)
     algorithm.learn(step_stats)
@@ -191,7 +191,7 @@ def test_forms_without_a_meaning_are_refused(options, said):
 def stats(groups):
     """A step of so many groups of each bin, ten tokens an answer."""
     rollouts = torch.tensor(groups) * K
-    totals = BatchTotals((rollouts * 10)[:, None], rollouts)
+    totals = StepTotals((rollouts * 10)[:, None], rollouts)
     return StepStats(totals, {}, 0.0)
 
 

@@ -291,7 +291,7 @@ def test_groups_that_an_arm_filters_are_in_no_exact_sum(monkeypatch):
 
 def learnt(algorithm):
     """The state after two steps of loss sums that differ by bin."""
-    totals = closed_run.BatchTotals.of(torch.arange(5), torch.full((5,), 10), 4)
+    totals = closed_run.StepTotals.of(torch.arange(5), torch.full((5,), 10), 4)
     sums = dict.fromkeys(("loss_sums", "abs_loss_sums", "advantage_sums"), torch.tensor([[0.0, 1, 5, 20, 0]]).T)
     sums["gradient_squares"] = sums["loss_sums"].square()
     for _ in range(2):

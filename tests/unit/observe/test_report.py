@@ -241,7 +241,7 @@ def test_a_skipped_batch_is_shown_with_its_verdicts_before_any_step(tmp_path):
     path = write_rollouts(tmp_path, 1, 4, -99.0, rng)
     groups = [replace(g, verdicts=(Verdict(False, -1.0, "no_answer"), *g.verdicts[1:])) for g, _ in read_groups(path)]
     path.unlink()
-    Recorder(tmp_path).write_skipped(1, {"filtered": groups})
+    Recorder(tmp_path).write_untrainable(1, {"filtered": groups})
     page = report_of(tmp_path)
     assert "no_match 18" in page.visible and "no_answer 6" in page.visible and "0/4" in page.visible
 

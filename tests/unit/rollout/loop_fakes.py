@@ -24,7 +24,7 @@ from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.checkpoints import Checkpoints, find_latest_valid, set_newer_aside
 from megatron_daro.config.sections import RolloutSection, TrainerSection
 from megatron_daro.controller import Controller, Evaluations, Parts
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.deadlines import Deadlines
 from megatron_daro.errors import EngineError, NonFiniteError
 from megatron_daro.observe.metrics import MetricsLog
@@ -35,7 +35,7 @@ from megatron_daro.rollout.recorder import Recorder
 from megatron_daro.rollout.rollouter import SingleTurn
 from megatron_daro.rollout.sampler import Sampler
 from megatron_daro.sync.plan import SendReport
-from megatron_daro.types import PreparedBatch, Prompt, Rollout, SamplingParams, StepResult, Verdict
+from megatron_daro.types import PreparedStep, Prompt, Rollout, SamplingParams, StepResult, Verdict
 
 K = 4
 GRPO = make_algorithm("grpo", rollouts_per_prompt=K, max_response_tokens=64)
@@ -229,14 +229,14 @@ class FakePolicy:
         self.events.append(("prepare", self.steps))
         await asyncio.sleep(0)
         self.prepared |= dict.fromkeys(batch.group_ids_N.tolist(), self.steps)
-        return PreparedBatch(replace(batch, old_logprobs_R=self._old_logprobs(batch)))
+        return PreparedStep(replace(batch, old_logprobs_R=self._old_logprobs(batch)))
 
     def _old_logprobs(self, batch):
         """Another number for each token, and the steps that were done when its group was prepared."""
         steps = np.array([self.prepared[i] for i in batch.group_ids_N.tolist()], np.float32)
         return batch.rollout_logprobs_R + np.repeat(steps, batch.response_lengths_N)
 
-    async def train(self, prepared: PreparedBatch, step: int) -> StepResult:
+    async def train(self, prepared: PreparedStep, step: int) -> StepResult:
         batch = prepared.batch
         self.events.append(("train", step))
         if self.hang:
@@ -387,7 +387,7 @@ def make_stack(run: Path, *, order_seed=0, crash=None, rollout=None, trainer=Non
     parts = Parts(
         policy=policy,
         source=sampler,
-        build=lambda groups, step: build_batch(groups, GRPO),
+        build=lambda groups, step: build_step_batch(groups, GRPO),
         metrics=metrics,
         progress=progress,
         phases=phases,

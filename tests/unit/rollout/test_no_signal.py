@@ -46,7 +46,7 @@ def test_a_run_whose_answers_are_all_wrong_records_them_and_says_what_they_were(
     stack = make_stack(tmp_path, scorer=NeverRight(), recorder=Recorder(tmp_path), **fleet)
     with pytest.raises(DataError, match="3 batches") as caught:
         run_stack(stack)
-    path = tmp_path / "rollouts" / "skipped_000001.parquet"
+    path = tmp_path / "rollouts" / "untrainable_000001.parquet"
     said = str(caught.value)
     assert str(path) in said
     recorded = read_groups(path)
@@ -63,14 +63,14 @@ def test_what_was_skipped_is_part_of_the_step_that_is_trained_at_last(tmp_path):
     give, seen = stack.source.next, []
 
     def next_prompts(count):
-        seen.extend(path.name for path in (tmp_path / "rollouts").glob("skipped_*"))
+        seen.extend(path.name for path in (tmp_path / "rollouts").glob("untrainable_*"))
         return [replace(p, answer="hard" if int(p.id[1:]) < 6 else "mixed") for p in give(count)]
 
     stack.source.next = next_prompts
     run_stack(stack)
     # Before the second attempt; the next batch may be asked for before the step is written.
-    assert set(seen) == {"skipped_000001.parquet"}
-    assert [path.name for path in (tmp_path / "rollouts").glob("skipped_*")] == []
+    assert set(seen) == {"untrainable_000001.parquet"}
+    assert [path.name for path in (tmp_path / "rollouts").glob("untrainable_*")] == []
     assert len([used for _, used in read_groups(tmp_path / "rollouts/step_000001.parquet") if used == "filtered"]) >= 6
 
 

@@ -292,13 +292,13 @@ def test_a_full_disk_is_named_and_what_was_written_stays(small_disk):
 def test_skipped_batches_have_files_of_their_own_until_the_step_is_recorded(tmp_path):
     recorder = Recorder(tmp_path)
     for step in (3, 5):
-        path = recorder.write_skipped(step, {"filtered": [make_group(step)]})
-        assert path == tmp_path / "rollouts" / f"skipped_{step:06d}.parquet" and same(
+        path = recorder.write_untrainable(step, {"filtered": [make_group(step)]})
+        assert path == tmp_path / "rollouts" / f"untrainable_{step:06d}.parquet" and same(
             read_groups(path)[0][0], make_group(step)
         )
     assert recorded_steps(tmp_path) == []
     recorder.write_step(3, {"trained": [make_group(9)]}, one_step(3))
-    assert [path.name for path in sorted(path.parent.iterdir())] == ["skipped_000005.parquet", "step_000003.parquet"]
+    assert {path.name for path in path.parent.iterdir()} == {"untrainable_000005.parquet", "step_000003.parquet"}
     recorder.truncate_after(4)
     assert [path.name for path in path.parent.iterdir()] == ["step_000003.parquet"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from loop_fakes import GRPO, K, make_rollout
 
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.errors import DataError
 from megatron_daro.rollout.minibatches import MiniBatch
 from megatron_daro.rollout.sampled_batch import SampledBatch, Snapshot
@@ -85,7 +85,7 @@ def test_groups_are_counted_by_their_right_answers():
 
 
 def test_lengths_of_right_and_wrong_answers_predict_the_loss():
-    columns = build_batch([group(1, [2, 6, 6, 6], (0,)), group(2, [1, 2, 3, 9], (0, 1, 2))], GRPO)
+    columns = build_step_batch([group(1, [2, 6, 6, 6], (0,)), group(2, [1, 2, 3, 9], (0, 1, 2))], GRPO)
     found = length_metrics(columns)
     assert found == {
         "difficulty/length_right/1": 2.0,
@@ -109,7 +109,7 @@ def test_an_update_says_all_of_it(first, tokens):
     filtered = (group(3, [3] * K),)
     batch = sampled(*groups, filtered=filtered, response_tokens=60)
     minibatch = MiniBatch(8, groups, 8, first=first, epoch=2, filtered=filtered, generated_tokens=tokens)
-    metrics = batch_metrics(batch, K, {}) | step_metrics(minibatch, build_batch(groups, GRPO), 2)
+    metrics = batch_metrics(batch, K, {}) | step_metrics(minibatch, build_step_batch(groups, GRPO), 2)
     assert metrics["rollout/epoch"] == 2.0 and metrics["rollout/generated_tokens"] == tokens
     assert metrics["rollout/staleness_mean"] == 2.0 and metrics["accuracy/mean"] == 2 / 12
     assert metrics["difficulty/groups/1"] == 2.0 and metrics["difficulty/groups/0"] == 1.0
@@ -124,7 +124,7 @@ def test_the_divergence_from_a_teacher_is_that_of_the_models_own_tokens():
         1, [3] * K, (0,), loss_mask=mask, logprobs=logprobs, teacher_logprobs=np.array([-1.5, 0, -3.5], np.float32)
     )
     plain = group(2, [3] * K, (0,))
-    metrics = step_metrics(MiniBatch(1, (taught, plain), 1), build_batch([taught, plain], GRPO), 1)
+    metrics = step_metrics(MiniBatch(1, (taught, plain), 1), build_step_batch([taught, plain], GRPO), 1)
     assert metrics["distill/reverse_kl"] == 1.0
 
 

@@ -22,13 +22,13 @@ from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import WorkerError
 from megatron_daro.runtime import (
-    batch_shards,
     frozen_workers,
     healing,
     policy_group,
     ranks,
     ray_calls,
     snapshot_store,
+    step_shards,
     worker_group,
 )
 from megatron_daro.runtime.healing import HealingLimits
@@ -225,7 +225,7 @@ class World:
             get=lambda answer, timeout: answer.result(),
             is_initialized=lambda: False,
         )
-        for module in (healing, snapshot_store, batch_shards, ray_calls, worker_group, frozen_workers):
+        for module in (healing, snapshot_store, step_shards, ray_calls, worker_group, frozen_workers):
             monkeypatch.setattr(module, "ray", fake)
         made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=self._start))
         monkeypatch.setattr(ranks, "actor_class", lambda _: made)

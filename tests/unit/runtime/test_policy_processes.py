@@ -11,7 +11,7 @@ import pytest
 from rank_processes import BATCH, run, steps
 
 from megatron_daro.config.algorithm import AlgorithmSection
-from megatron_daro.runtime import batch_shards
+from megatron_daro.runtime import step_shards
 from megatron_daro.runtime.slow_replicas import STEPS
 from megatron_daro.types import Rollout
 
@@ -33,7 +33,7 @@ def test_scores_are_of_the_rollouts_in_order(world, lengths):
 
 def test_shards_of_steps_that_nobody_trains_go_with_the_next_batch(world, monkeypatch):
     one, put = world(algorithm=AlgorithmSection(name="grpo", old_logprobs="recompute")), []
-    monkeypatch.setattr(batch_shards.ray, "put", lambda shard: put.append(weakref.ref(shard.tokens_T)) or shard)
+    monkeypatch.setattr(step_shards.ray, "put", lambda shard: put.append(weakref.ref(shard.tokens_T)) or shard)
 
     def held():
         gc.collect()

@@ -16,7 +16,7 @@ from megatron_daro.algo.weighting import Daro, Kimi
 from megatron_daro.config.algorithm import READ_BY_REGION, AlgorithmSection
 from megatron_daro.config.rules import algorithm as rules
 from megatron_daro.config.rules import unread
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.errors import AlgorithmError, ConfigError
 from megatron_daro.runtime.parts import batch_builder
 from megatron_daro.runtime.run_algorithm import algorithm_of, algorithm_remarks
@@ -242,6 +242,8 @@ def test_batches_are_built_with_the_penalties_of_the_configuration():
     built = batch_builder(config, algorithm)(groups, 5)
     weight = config.algorithm.length_reward.weight_at(5)
     np.testing.assert_array_equal(
-        built.advantages_N, build_batch(groups, algorithm, length_weight=weight, **options).advantages_N
+        built.advantages_N, build_step_batch(groups, algorithm, length_weight=weight, **options).advantages_N
     )
-    assert weight > 0 and not np.allclose(built.advantages_N, build_batch(groups, algorithm, **options).advantages_N)
+    assert weight > 0 and not np.allclose(
+        built.advantages_N, build_step_batch(groups, algorithm, **options).advantages_N
+    )

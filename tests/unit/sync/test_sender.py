@@ -39,7 +39,7 @@ def sha(tensor):
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def sent_to_actors(stream, **changes):
+def sent_to_embedded(stream, **changes):
     """The report, and the tensors that were handed over."""
     got = []
 
@@ -59,7 +59,7 @@ def sent_to_actors(stream, **changes):
 def test_digests_are_of_norms_and_output_projections_as_both_sides_have_them(dtype, is_cast):
     names = ["layers.0.input_layernorm.weight", "layers.0.self_attn.o_proj.weight", "layers.0.self_attn.q_proj.weight"]
     tensors = dict(zip(names, torch.randn(3, 4, 4), strict=True))
-    report, got = sent_to_actors(tensors.items(), digest_dtype=dtype)
+    report, got = sent_to_embedded(tensors.items(), digest_dtype=dtype)
     received = {name: tensor.bfloat16() if is_cast else tensor for name, tensor in tensors.items()}
     assert report.digests == {name: Digest("float32", sha(tensors[name]), sha(received[name])) for name in names[:2]}
     assert len(got) == 3
@@ -67,7 +67,7 @@ def test_digests_are_of_norms_and_output_projections_as_both_sides_have_them(dty
 
 def test_matrices_of_the_plan_go_as_blocks_and_are_named():
     stream = [("a.0.weight", torch.ones(2, 2)), ("b.weight", torch.ones(2))]
-    report, got = sent_to_actors(stream, fp8_blocks=("a.{layer}.weight",))
+    report, got = sent_to_embedded(stream, fp8_blocks=("a.{layer}.weight",))
     assert report.fp8_blocks == ("a.0.weight",)
     assert [name for name, _ in got] == ["a.0.weight", "a.0.weight_scale_inv", "b.weight"]
 

@@ -12,7 +12,7 @@ from stub_server import StubServer, answering, given_logprobs, never
 
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import DistillSection
-from megatron_daro.data.batch import build_batch
+from megatron_daro.data.batch import build_step_batch
 from megatron_daro.engine.sglang.teacher import Teacher
 from megatron_daro.errors import DataError, EngineError
 from megatron_daro.types import Group, Prompt, Rollout, Verdict
@@ -163,7 +163,7 @@ def batch(*, teacher, right=(True, False), **changes):
     verdicts = tuple(Verdict(correct, float(correct), "x") for correct in right)
     group = Group(0, Prompt("p", "1", "s", tokens=(3,)), rollouts, verdicts)
     algorithm = make_algorithm("grpo", rollouts_per_prompt=2, max_response_tokens=4)
-    return build_batch([group], algorithm, teacher=teacher)
+    return build_step_batch([group], algorithm, teacher=teacher)
 
 
 def test_advantages_are_the_teachers_less_the_policys_log_probs_by_hand():
@@ -182,4 +182,4 @@ def test_a_rollout_that_no_teacher_read_is_refused():
     group = Group(7, Prompt("p", "1", "s", tokens=(3,)), (rollout(0), rollout(1)), (Verdict(True, 1.0, "x"),) * 2)
     algorithm = make_algorithm("grpo", rollouts_per_prompt=2, max_response_tokens=4)
     with pytest.raises(DataError, match="group 0 rollout 0"):
-        build_batch([group], algorithm, teacher=(1.0, 0.0))
+        build_step_batch([group], algorithm, teacher=(1.0, 0.0))

@@ -8,7 +8,7 @@ from test_packing import make_batch
 
 from megatron_daro.config import ActorSection
 from megatron_daro.data.schedule import CostModel
-from megatron_daro.runtime import batch_shards as module
+from megatron_daro.runtime import step_shards as module
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A batch split over data-parallel ranks, and columns of its shards put together again, in the batch's order."""
+"""A step's samples split over data-parallel ranks, and columns of the shards put together again, in their order."""
 
 from __future__ import annotations
 
