@@ -94,7 +94,7 @@ class BatchFiller:
         flight.times_begun += 1
         resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
-        calls = [{group_id: entry} for group_id, entry in groups.items()] if self._filling.apart else [groups]
+        calls = [{group_id: entry} for group_id, entry in groups.items()] if self._filling.group_by_group else [groups]
         for together in calls:
             task = asyncio.create_task(self._generate(flight, together))
             flight.calls[task] = together

@@ -22,11 +22,11 @@ class Filling(Protocol):
     batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile, so one that ends a batch by the
     clock gives `BatchFiller`'s wait for the next end of a call a limit.
 
-    apart: whether each group is a call of its own, so that a batch may end as soon as enough have ended; else those
-    that begin together are one call.
+    group_by_group: whether each group is a call of its own, so that a batch may end as soon as enough have ended; else
+    those that begin together are one call.
     """
 
-    apart: bool
+    group_by_group: bool
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
         """Whether the batch is complete although groups are in flight. Not before it keeps a group."""
@@ -60,7 +60,7 @@ class InRounds:
     next begins when all of its groups have ended. What is in a batch follows from the saved state and the answers
     alone: a run repeats exactly with an engine that does (embedded)."""
 
-    apart = False
+    group_by_group = False
 
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""
@@ -90,7 +90,7 @@ class Continuous:
     still generated. Enough trainable groups end the batch: the rest is aborted, and goes on in the next batch or is
     dropped. A run does not repeat exactly. A round is only a measure of prompts: oversampling x prompts_per_batch."""
 
-    apart = True
+    group_by_group = True
 
     def __init__(self, section: RolloutSection) -> None:
         """Args: section: the configuration's."""

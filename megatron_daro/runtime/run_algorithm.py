@@ -86,13 +86,13 @@ def algorithm_remarks(config: Config, algorithm: Algorithm, *, generates: bool) 
         return remarks
     one_at_a_time = one_batch_at_a_time(config)
     finish_batch = rollout.finish_batch_with(one_batch_at_a_time=one_at_a_time)
-    apart = FILLINGS[finish_batch](rollout).apart
-    if one_at_a_time and apart:
+    group_by_group = FILLINGS[finish_batch](rollout).group_by_group
+    if one_at_a_time and group_by_group:
         remarks.append(
             f"rollout.finish_batch: got {finish_batch}; allowed: all or auto with engine {config.engine.kind}: else it "
             "generates one group after the other, and a run does not repeat; fix: set rollout.finish_batch=auto"
         )
-    used = rollout.keeps_unfinished or apart
+    used = rollout.keeps_unfinished or group_by_group
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "
