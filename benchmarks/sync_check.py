@@ -133,7 +133,7 @@ class Trial:
             by_checksums = str(error)
         answers = {name: replace(answer, verified=False) for name, answer in (await update.probe()).items()}
         (answer,) = answers.values()
-        fixed_R, sampled_R = await self._right.score([answer.fixed, answer.sampled], temperature=1.0)
+        fixed_R, sampled_R = await self._right.logprobs_of([answer.fixed, answer.sampled], temperature=1.0)
         outcome = check.judge(answers, {"server 0": (fixed_R, sampled_R)}, digests)
         await update.accept()
         return outcome, by_checksums, {"policy": fixed_R, "server": answer.fixed.logprobs}

@@ -392,7 +392,7 @@ class Controller:
             f"step {minibatch.step}: {result.reason or 'loss or gradient is not finite'}; no optimizer step; {where}"
         )
         if self._section.on_nonfinite == "stop":
-            raise NonFiniteError(f"{message}. To go on without such batches, set trainer.on_nonfinite=skip")
+            raise NonFiniteError(f"{message}. To skip such steps, set trainer.on_nonfinite=skip")
         self._parts.progress.warn(message)
         self._skips.skipped(minibatch, message)
         return result

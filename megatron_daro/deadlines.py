@@ -2,7 +2,7 @@
 wait.
 
 What comes from outside the loop is awaited through `Deadlines.within`, or with one of these limits, so
-a hung engine, verifier, actor or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
+a hung engine, verifier, policy or disk ends as a DeadlineError that names what was awaited. Refuses to wait for ever,
 also for something that ignores being cancelled. Not here: constants of one message (a block of a snapshot, a bucket of
 weights, a call of a server's actor), which no machine is too slow for, and what users set for servers, verifiers and
 environments (`engine.sglang`, `reward`, `environment`).
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _GRACE_S = 5.0
 _MARGIN_S = 600.0
 """Of a wait, beyond the longest limit of what runs inside it."""
-STARTS, ATTEMPTS = 3, 3
+STARTS, TRIES = 3, 3
 """Starts in a row that the only server is given (engine/sglang/fleet.py), and times that a group's missing rollouts are
 requested before it is dropped, or in an evaluation before the set is left out (rollout/)."""
 
@@ -134,7 +134,7 @@ class Deadlines:
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
         waits["turn"] *= steps_per_batch
         allowed = {"server_start": server_start, "only_server": STARTS * server_start, "request": request}
-        allowed |= {"update_call": update_call, "conversation": ATTEMPTS * conversation, "verdicts": verdicts}
+        allowed |= {"update_call": update_call, "conversation": TRIES * conversation, "verdicts": verdicts}
         for outer, inside in INSIDE.items():
             longest = max((waits | allowed)[name] for name in inside)
             waits[outer] = max(waits[outer], longest + _MARGIN_S * scale)

@@ -477,7 +477,7 @@ class MemoryMove:
 
     moved: bytes of the device that were given back or taken. left: bytes that the rank has on its device after it (on a
     CPU: those of weights, gradients and optimizer state). seconds: how long it took. others: bytes that others had on
-    the device before it, contexts included; 0 on a CPU.
+    the device before it, CUDA contexts included; 0 on a CPU.
     """
 
     moved: int

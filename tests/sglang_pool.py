@@ -39,7 +39,7 @@ from megatron_daro.ports import reserve_port
 from megatron_daro.routed_experts import ExpertsFolder
 from megatron_daro.sync import in_server
 from megatron_daro.sync.digests import noted
-from megatron_daro.sync.files import complete_checkpoint, open_checkpoint, write_shards
+from megatron_daro.sync.files import complete_checkpoint, open_checkpoint, write_weight_files
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.publish import WeightSync
 from megatron_daro.sync.transports import Sender
@@ -369,11 +369,11 @@ class ModelWeights:
     async def write(self, files: WeightFiles) -> SendReport:
         """From this process."""
         open_checkpoint(files)
-        report = await asyncio.to_thread(write_shards, self._stream(), files, "part")
+        report = await asyncio.to_thread(write_weight_files, self._stream(), files, "part")
         complete_checkpoint(files, report.files, Path(self.model.name_or_path), "float32")
         return report
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
+    async def logprobs_of(self, rollouts: Sequence[Rollout], *, temperature: float) -> list[np.ndarray]:
         """By transformers."""
         return [logprobs_of(self.model, rollout, temperature) for rollout in rollouts]
 

@@ -101,7 +101,9 @@ class OnePolicy:
         """Not called: the engine reads no files."""
         raise NotImplementedError
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+    async def logprobs_of(
+        self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False
+    ) -> list[np.ndarray]:
         """Not called: the engine asks for no probes."""
         raise NotImplementedError
 
@@ -139,7 +141,7 @@ class OneUpdate:
     async def prepare(self) -> SendPlan:
         """Open the update."""
         self._engine.open_update()
-        target = Target("engine", actor=cast(Any, self._engine))  # called as it is, not by Ray
+        target = Target("engine", worker=cast(Any, self._engine))  # called as it is, not by Ray
         return SendPlan(transport="ray", targets=(target,), bucket_bytes=_BUCKET_BYTES, timeout_s=_LIMIT_S)
 
     async def blame(self, report: SendReport) -> None:

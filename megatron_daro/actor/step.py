@@ -7,7 +7,7 @@
     -> StepResult: sums and `skipped` are the same on every rank, times its own
 
 Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
-weights stay as they were and the result says so.
+what the algorithm has learned stay as they were, and the result says so.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Rollout, old and current log-probs -> a weight per token (tis, mis), and the ratio of a sequence (for the trust region
 gspo), for the objective. Each weight comes with the indicator of what it changed.
+A sequence is here a whole sample, with all of its contexts.
 A dropped token keeps its place in the denominators, which are fixed before the forward pass.
 
 Shape letters: T tokens of this micro-batch, at least those that are trained; M its samples.

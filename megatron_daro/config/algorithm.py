@@ -89,7 +89,7 @@ class CorrectionSection(Section):
     kind: Literal["none", "tis", "mis"] = "none"
     """none; tis: times the truncated ratio; mis: times the ratio, without what is outside [low, high]."""
     level: Literal["token", "sequence"] = "token"
-    """Per token, or per sequence."""
+    """Per token, or per rollout (sequence: with all of its contexts)."""
     cap: float = Field(default=2.0, ge=1e-6, le=1e6)
     """tis: upper bound of the ratio."""
     low: float = Field(default=0.5, ge=0, le=1e6)
@@ -116,7 +116,7 @@ class OverlongSection(Section):
     kind: Overlong = "none"
     """none; penalty: soft reward penalty; filter: truncated rollouts leave the loss but count in the pass rate."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """penalty: response length from which the penalty is -1, tokens. Unset: rollout.max_response_tokens."""
+    """penalty: generated tokens of a response from which the penalty is -1. Unset: rollout.max_response_tokens."""
     cache_tokens: int | None = Field(default=None, ge=1)
     """penalty: width of the zone below max_tokens, tokens. Unset: a fifth of max_tokens."""
 
@@ -217,7 +217,7 @@ class AlgorithmSection(Section):
     filter: Literal["auto", "none", "pass_rate"] = "auto"
     """pass_rate: keep groups with 0 < pass rate < 1 and refill the batch; auto: the algorithm's."""
     trust_region: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
-    """clip: PPO's clipped ratio; gspo: the same with one ratio per sequence; cispo: the ratio as a constant weight,
+    """clip: PPO's clipped ratio; gspo: the same with one ratio per rollout; cispo: the ratio as a constant weight,
     at most 1 + clip_high; sapo: a soft gate; reinforce: no ratio, no clip."""
     sapo: SapoSection = SapoSection()
     """SAPO; read when trust_region is sapo."""

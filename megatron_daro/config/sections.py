@@ -268,7 +268,7 @@ class SGLangSection(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs (on a CPU: ranks) per server."""
     nodes: int = Field(default=1, ge=1)
-    """Places that each server is spread over, each on one node with an equal part of its GPUs."""
+    """Parts that each server is spread over, each on one node with an equal part of its GPUs."""
     sync: SGLangTransport = "distributed"
     """How weights reach the servers. distributed: broadcast (NCCL, or gloo on CPU); shards: each rank sends its own to
     those that need them (SGLang 0.5.23); disk: files in sync_dir, which trainer and servers both see; tensor: CUDA
@@ -324,7 +324,7 @@ class EngineSection(Section):
     options: dict[str, Any] = {}
     """Options of an engine of your own: keyword arguments of its constructor."""
     replicas: int = Field(default=1, ge=1, le=65536)
-    """Engines that share the prompts."""
+    """Servers, or processes of the embedded engine, that share the prompts."""
     seed: Seed | None = None
     """Seed of sampling. Unset: trainer.seed."""
     colocate: bool = False
@@ -386,13 +386,13 @@ class EnvironmentSection(Section):
     """Run it where it reaches the endpoint and nothing else, and writes to a folder of its own."""
     options: dict[str, Any] = {}
     """Options of an environment of your own: keyword arguments of its constructor or coroutine; of kind agent: a part
-    of the problem that it reads; of verifiers: its configuration beside the taskset's name."""
+    of the problem that it reads; of kind verifiers: its configuration beside the taskset's name."""
     timeout_s: float = Field(default=300.0, ge=0.01, le=1e6)
     """Time limit of a conversation, seconds, in which engine, verifier and workers of `step` do not count; then it is
     restarted."""
     workers: int = Field(default=2, ge=1, le=65536)
     """Worker processes of an environment with `step`, in all; each node has at least one. Of programs and
-    verifiers: rollouts at once, on the driver's machine."""
+    kind verifiers: rollouts at once, on the driver's machine."""
     step_timeout_s: float = Field(default=30.0, ge=0.01, le=1e6)
     """Time limit of one `reset` or `step`, seconds; then its worker is ended and the conversation restarted."""
     memory_mib: int = Field(default=1024, ge=64, le=2**20)

@@ -93,7 +93,7 @@ def own_engine_class(name: str, arguments: Mapping[str, Any]) -> type[ServerApi]
 
 
 def one_batch_at_a_time(config: Config) -> bool:
-    """Whether the engine works on one batch at a time: the embedded one does, and one of your own that says so. It gets
+    """Whether the engine works on one call at a time: the embedded one does, and one of your own that says so. It gets
     whole rounds of groups, whole turns of conversations, and no evaluation beside a batch; so a run can repeat exactly.
     Servers get each request as soon as it is there.
 

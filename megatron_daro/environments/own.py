@@ -25,7 +25,7 @@ from megatron_daro.environments.agents import (
 from megatron_daro.environments.environment import Environment
 from megatron_daro.environments.rendering import Turns
 from megatron_daro.environments.step_worker import step_environment_class
-from megatron_daro.environments.stepping import SteppedConversations, StepPool, pool_of
+from megatron_daro.environments.stepping import EnvironmentPool, SteppedConversations, pool_of
 from megatron_daro.errors import ConfigError, RolloutError, SandboxError
 from megatron_daro.sandbox import Sandbox
 from megatron_daro.temporary import directory_until_exit
@@ -128,7 +128,7 @@ def make_environment(
     *,
     chat: bool,
     warn: Callable[[str], None],
-    pools: Callable[[], StepPool] | None = None,
+    pools: Callable[[], EnvironmentPool] | None = None,
     correct_reward: float = 1.0,
 ) -> Environment:
     """Return what holds conversations with environments in worker processes, or with agents.

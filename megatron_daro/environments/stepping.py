@@ -23,7 +23,7 @@ from megatron_daro.worker_pool.pool import WorkerPool
 from megatron_daro.worker_pool.process import Program
 
 
-class StepPool(Protocol):
+class EnvironmentPool(Protocol):
     """Worker processes that `reset` and `step`; runtime.node_pools has those of all nodes."""
 
     @property
@@ -70,7 +70,7 @@ class SteppedConversations:
         section: EnvironmentSection,
         turns: Turns,
         warn: Callable[[str], None],
-        pool: StepPool | None = None,
+        pool: EnvironmentPool | None = None,
     ) -> None:
         """Start nothing.
 

@@ -290,7 +290,7 @@ class DifficultyStep:
             "pass rates 1/%d to %d/%d %s %s",
             *(self.steps, int(totals.tokens_per_bin[inner].sum()), round(float(self._groups[inner].sum()))),
             *(self.rollouts_per_prompt, self.rollouts_per_prompt - 1, self.rollouts_per_prompt),
-            "are now" if learns else "stay, as the step was skipped:",
+            "are now" if learns else "stay, as nothing was learned from it:",
             [round(weight, 4) for weight in self.algorithm.weights[inner].tolist()],
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_daro.config.sections import FinishBatch, RolloutSection
-from megatron_daro.deadlines import ATTEMPTS, Deadlines, first_cause, mark_as_seen
+from megatron_daro.deadlines import TRIES, Deadlines, first_cause, mark_as_seen
 from megatron_daro.errors import DaroError
 from megatron_daro.rollout.batch_so_far import BatchSoFar
 from megatron_daro.rollout.collector import RolloutCollector
@@ -120,11 +120,11 @@ class BatchFiller:
 
     async def _generate(self, flight: Flight, groups: dict[int, GroupInFlight]) -> None:
         """Ask for these groups; then, directly after it, for what is still missing, up to the last attempt."""
-        for attempt in range(ATTEMPTS):
+        for tried in range(TRIES):
             wanted = {i: entry for i, entry in groups.items() if entry.wanted(self._size)}
             if flight.stopping or not wanted:
                 return
-            if attempt > 0:
+            if tried > 0:
                 for group_id in wanted:
                     self._parts.ledger.retry(group_id)
             requests = [self._parts.collector.request(i, entry) for i, entry in wanted.items()]
@@ -227,6 +227,6 @@ class BatchFiller:
         if flight.incomplete:
             group_id, missing = flight.incomplete[0]
             self._parts.notices.warn(
-                f"{len(flight.incomplete)} groups were still incomplete after {ATTEMPTS} attempts "
+                f"{len(flight.incomplete)} groups were still incomplete after {TRIES} tries "
                 f"and are dropped (the first: group {group_id}, rollouts {list(missing)})"
             )

@@ -174,7 +174,7 @@ class RolloutCollector:
 
     def discard(self, group: UnfinishedGroup) -> None:
         """Count the tokens of a group that will not be finished."""
-        self.counters.aborted_tokens += group.response_tokens
+        self.counters.aborted_tokens += group.generated_tokens
 
     def discard_unscored(self, entry: GroupInFlight) -> None:
         """Count the tokens of finished answers of a group whose verdict, or teacher, did not come in time."""

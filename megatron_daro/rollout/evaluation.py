@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_daro.config.sections import TrainerSection
 from megatron_daro.data.stops import Stops
 from megatron_daro.data.templates import HeldOut
-from megatron_daro.deadlines import ATTEMPTS, Deadlines
+from megatron_daro.deadlines import TRIES, Deadlines
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.step_lines import StepLines
 from megatron_daro.rollout.minibatches import passed
@@ -77,7 +77,7 @@ class Evaluator:
             why = "servers were started again and have newer weights; " if restarted else ""
             self._warn(
                 f"evaluation of {section.name} after step {step}: {why}some answers of that version are missing after "
-                f"{ATTEMPTS} tries, so its metrics are left out"
+                f"{TRIES} tries, so its metrics are left out"
             )
             return {}
         rollouts.sort(key=lambda rollout: (-rollout.group_id, rollout.index))
@@ -104,7 +104,7 @@ class Evaluator:
     async def _finished(self, requests: Sequence[GroupRequest]) -> list[Rollout]:
         """Return every answer; a conversation that failed is begun again. Nothing where one fails each time."""
         rollouts: list[Rollout] = []
-        for attempt in range(ATTEMPTS):
+        for attempt in range(TRIES):
             missing = _missing(requests, {(one.group_id, one.index) for one in rollouts})
             if not missing:
                 break
@@ -118,7 +118,7 @@ class Evaluator:
         weights; no answers where some cannot be had."""
         by_place: dict[tuple[int, int], Rollout] = {}
         others, failed = False, set[int]()
-        for attempt in range(ATTEMPTS):
+        for attempt in range(TRIES):
             # Where none failed, and one was of another version, the draws stay.
             missing = _missing(requests, by_place)
             left = iter([replace(one, attempt=attempt) if one.group_id in failed else one for one in missing])

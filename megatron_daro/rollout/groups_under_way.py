@@ -102,7 +102,7 @@ class UnfinishedGroup:
         return min((r.weight_version for r in (*self.finished.rollouts, *self.partial)), default=None)
 
     @property
-    def response_tokens(self) -> int:
+    def generated_tokens(self) -> int:
         """Generated tokens so far."""
         return sum(r.generated_length for r in (*self.finished.rollouts, *self.partial))
 

@@ -2,9 +2,9 @@
 
 `BatchFiller` admits groups and asks again, `BatchSoFar` filters and drops, the controller marks what it trained or
 dropped. The ledger gives out group ids and attempt numbers, and decides whether an answer still counts. It keeps no
-rollouts. Finished groups are counted: ids only grow, so an id below the next one that is not outstanding is finished,
-and finishing it again is refused. What became of which is remembered only as long as a checkpoint may need it
-(`forget_outcomes`).
+rollouts. Finished groups, those that have an outcome, are counted: ids only grow, so an id below the next one that is
+not outstanding is finished, and finishing it again is refused. What became of which is remembered only as long as a
+checkpoint may need it (`forget_outcomes`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ledger:
         self._retries += 1
 
     def resume(self, group_id: int) -> None:
-        """Start the next attempt of a group that was kept unfinished. Nothing failed: it is not counted as a retry."""
+        """Start the next attempt of an unfinished group. Nothing failed: it is not counted as a retry."""
         self._attempts[group_id] += 1
 
     def accepts(self, group_id: int, attempt: int) -> bool:

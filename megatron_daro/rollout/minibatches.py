@@ -93,7 +93,7 @@ def plan_minibatches(
                 trains=one.applied,
                 filtered=batch.filtered if first else (),
                 dropped=(*batch.dropped, *unused) if first else (),
-                generated_tokens=batch.response_tokens if first else 0,
+                generated_tokens=batch.generated_tokens if first else 0,
             )
         )
     return minibatches, unused
@@ -110,13 +110,13 @@ def _steps(groups: Sequence[int], step: int, section: TrainerSection) -> list[Re
     return steps
 
 
-def epoch_order(number: int, seed: int, first_step: int, epoch: int) -> list[int]:
+def epoch_order(num_groups: int, seed: int, first_step: int, epoch: int) -> list[int]:
     """Return the order of a batch's groups in an epoch after the first.
 
     Args:
-        number: of groups. seed: of the run. first_step: first optimizer step of the batch. epoch: of the batch, from 2.
+        num_groups: of the batch. seed: of the run. first_step: its first optimizer step. epoch: over it, from 2.
     """
-    keys = np.random.PCG64(np.random.SeedSequence([seed, first_step, epoch])).random_raw(number)
+    keys = np.random.PCG64(np.random.SeedSequence([seed, first_step, epoch])).random_raw(num_groups)
     return np.argsort(keys, kind="stable").tolist()
 
 

@@ -1,6 +1,6 @@
 """Recorded rollouts: one Parquet file per optimizer step, enough to train again without engines.
 
-The controller writes the groups of each step under RUN/rollouts, and the sampler those of a batch that it skips; the
+The controller writes the groups of each step under RUN/rollouts, and the sampler those of an untrainable batch; the
 report shows them, and a replay reads them back. A checkpoint has such a file of the groups that wait, which a resume
 reads. Files are written whole or not at all, and are on disk when a call returns. What is in them: group_columns.py. It
 refuses damaged files, and never unpickles.
@@ -80,7 +80,7 @@ class Recorder:
         return self._write("rollouts", f"untrainable_{step:06d}.parquet", groups)
 
     def write_failed(self, step: int, groups: Sequence[Group]) -> Path:
-        """Write the batch of a step that was not finite to RUN/failed, for people to look at."""
+        """Write the groups of a step that was not finite to RUN/failed, for people to look at."""
         return self._write("failed", _file_name(step), {"dropped": groups})
 
     def _write(

@@ -66,7 +66,7 @@ class SampledBatch:
     """The groups of one batch and what sampling them took.
 
     groups: to be trained, by group id. filtered, dropped: the others that ended meanwhile (a dropped group may be
-    incomplete). rounds: rounds of prompts. rollout_s: seconds. response_tokens: generated in these seconds.
+    incomplete). rounds: rounds of prompts. rollout_s: seconds. generated_tokens: generated in these seconds.
     counters: metric key -> value (docs/metrics.md). recorded: of a replay: the optimizer steps that were made of
     these groups.
     """
@@ -77,7 +77,7 @@ class SampledBatch:
     dropped: tuple[Group, ...] = ()
     rounds: int = 0
     rollout_s: float = 0.0
-    response_tokens: int = 0
+    generated_tokens: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     recorded: tuple[RecordedMiniBatch, ...] = ()
 

@@ -204,7 +204,7 @@ class Sampler:
                     + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
 
-    def _complete(self, batch: BatchSoFar, seconds: float, response_tokens: int) -> SampledBatch:
+    def _complete(self, batch: BatchSoFar, seconds: float, generated_tokens: int) -> SampledBatch:
         """Split off the surplus and take the snapshot."""
         kept = sorted(batch.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_batch
@@ -225,7 +225,7 @@ class Sampler:
             ),
             rounds=batch.rounds,
             rollout_s=seconds,
-            response_tokens=response_tokens,
+            generated_tokens=generated_tokens,
             counters=counters | {_FAILED_STARTS: self._scorer.failed_starts},
         )
 

@@ -94,7 +94,7 @@ def batch_metrics(
     for measure in GROUP_METRICS:
         metrics |= measure(groups)
     if batch.rollout_s > 0:
-        metrics["throughput/rollout_tokens_per_s"] = batch.response_tokens / batch.rollout_s
+        metrics["throughput/rollout_tokens_per_s"] = batch.generated_tokens / batch.rollout_s
     metrics |= {key: float(value) for key, value in batch.counters.items()}
     return metrics | environment_metrics(groups, environment_of_source)
 

@@ -384,7 +384,7 @@ class _GroupUpdate:
             await self._each(lambda worker: worker.open_update.remote())
         return SendPlan(
             transport="ray",
-            targets=tuple(Target(one.name, actor=worker) for one, worker in self._taking.items()),
+            targets=tuple(Target(one.name, worker=worker) for one, worker in self._taking.items()),
             bucket_bytes=_BUCKET_BYTES,
             timeout_s=_RECEIVE_S,
         )

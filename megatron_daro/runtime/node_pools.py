@@ -1,7 +1,7 @@
 """Pools of worker processes (worker_pool/) for a whole run: its verifiers, and its environments with `step`.
 
-    VerifierPools.score_async, StepPools.ask -> NodePools.call -> the driver's pool, or that of the node with the fewest
-    calls under way (PoolWorker, node_workers.py)
+    VerifierPools.score_async, EnvironmentPools.ask -> NodePools.call -> the driver's pool, or that of the node with the
+    fewest calls under way (PoolWorker, node_workers.py)
 
 On one machine the pool belongs to the driver, which saves a process; that of verifiers not beside servers. On several
 each node has its share of the workers behind a Ray actor. What a lost one was asked goes to another: a verdict depends
@@ -138,8 +138,8 @@ class VerifierPools(NodePools):
         return verdicts
 
 
-class StepPools(NodePools):
-    """The `StepPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
+class EnvironmentPools(NodePools):
+    """The `EnvironmentPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
 
     def __init__(self, run: RunContext, section: EnvironmentSection) -> None:
         """The section's `workers` are dealt out to the nodes."""

@@ -43,7 +43,7 @@ from megatron_daro.runtime.context import RunContext
 from megatron_daro.runtime.embedded_group import EngineGroup
 from megatron_daro.runtime.healing import HealingLimits
 from megatron_daro.runtime.inputs import Inputs, answer_stops, ends_at_texts
-from megatron_daro.runtime.node_pools import StepPools, VerifierPools
+from megatron_daro.runtime.node_pools import EnvironmentPools, VerifierPools
 from megatron_daro.runtime.placement import Placement
 from megatron_daro.runtime.policy_group import PolicyGroup
 from megatron_daro.runtime.run_algorithm import algorithm_of
@@ -199,7 +199,7 @@ def _rollouter(
         tokenizer,
         chat=chat,
         warn=run.progress.warn,
-        pools=partial(StepPools, run, section),
+        pools=partial(EnvironmentPools, run, section),
         correct_reward=config.reward.correct_reward,
     )
     return Conversations(

@@ -1,10 +1,10 @@
 """The policy as the controller sees it: what a step asks of the Megatron ranks, behind the Policy Protocol.
 
-A batch is split into one shard per data-parallel rank (step_shards.py), and each shard is put into the object store
-once a step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins a copy of
-them, a column of the batch, for later epochs and for a step that is repeated. Weights go from ranks to receivers, never
-through the driver (weight_export.py). After one rank has failed the group is not usable, unless it heals: then dead
-ranks are replaced, all go back to a snapshot, and what was under way is done again (healing.py).
+The mini-batch of a step is split into one shard per data-parallel rank (step_shards.py), and each shard is put into the
+object store once a step. The log-probs that ranks compute for a shard are put there too, for its step; the driver joins
+a copy of them, a column of the `StepBatch`, for later epochs and for a step that is repeated. Weights go from ranks to
+receivers, never through the driver (weight_export.py). After one rank has failed the group is not usable, unless it
+heals: then dead ranks are replaced, all go back to a snapshot, and what was under way is done again (healing.py).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class PolicyGroup:
         return PreparedStep(dataclasses.replace(batch, **columns), number)
 
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:
-        """One optimizer step on the whole batch; the shards of one that `prepare` gave are in Ray's store already."""
+        """One optimizer step; the shards of one that `prepare` gave are in Ray's store already."""
         async with self._busy:
             if self._healing:
                 await self._healing.settle()
@@ -180,7 +180,7 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
-        """While it is held the weights do not change: `export`, `write` and `score` are called within, all else waits.
+        """While it is held the weights do not change: `export`, `write`, `logprobs_of` are called within, all else waits.
         Yields their version, the number of the last optimizer step; `version`, where given, is what they are called
         from now on: a resumed run says it."""
         async with self._busy:
@@ -204,16 +204,18 @@ class PolicyGroup:
         """Write the weights as one HF checkpoint, whole or not at all."""
         return await self._repeated(lambda: weight_export.write(self.ranks, files))
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+    async def logprobs_of(
+        self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False
+    ) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response, of logits divided by `temperature`. base: without
         adapters."""
-        return await self._repeated(lambda: self._score(rollouts, temperature, base))
+        return await self._repeated(lambda: self._logprobs_of(rollouts, temperature, base))
 
-    async def _score(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
+    async def _logprobs_of(self, rollouts: Sequence[Rollout], temperature: float, base: bool) -> list[np.ndarray]:
         batch = Sequences.of(rollouts)
         shards = await asyncio.to_thread(self._shards, batch)
         calls = await self.ranks.with_shards(
-            shards, lambda worker, s: worker.score.remote(s.reference, s.micro_batches, temperature, base)
+            shards, lambda worker, s: worker.logprobs_of.remote(s.reference, s.micro_batches, temperature, base)
         )
         column = await self.ranks.column(batch, shards, calls)
         ends = np.cumsum(batch.response_lengths_N)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_daro.runtime.ray_calls import translated
 from megatron_daro.sync.buckets import bucketize
-from megatron_daro.sync.plan import ReceivingActor, SendFailure, SendPlan, SendReport
+from megatron_daro.sync.plan import ReceivingWorker, SendFailure, SendPlan, SendReport
 from megatron_daro.sync.sender import TransportSender
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RaySender(TransportSender):
             if failures:
                 break
             reference = ray.put(bucket)
-            before = {to.name: cast(ReceivingActor, to.actor).receive.remote(reference) for to in plan.targets}
+            before = {to.name: cast(ReceivingWorker, to.worker).receive.remote(reference) for to in plan.targets}
             num_bytes += bucket.data.nbytes
         failures |= _taken(before, plan.timeout_s)
         return SendReport(num_bytes, time.perf_counter() - started, failures=failures)

@@ -188,7 +188,7 @@ class TrainWorker:
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
-    def score(
+    def logprobs_of(
         self, batch: Sequences, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
     ) -> np.ndarray | None:
         """float32 [R] of the shard under the current weights, logits divided by the rollouts' temperature; None where
@@ -255,9 +255,9 @@ class TrainWorker:
     def write(self, files: WeightFiles) -> SendReport:
         """Write this stage's part of a checkpoint; the other exporting ranks gather along, by `export`."""
         from megatron_daro.actor import parallel
-        from megatron_daro.sync.files import write_shards
+        from megatron_daro.sync.files import write_weight_files
 
-        return write_shards(self._exported(files.what), files, f"stage{parallel.pipeline_parallel_rank()}")
+        return write_weight_files(self._exported(files.what), files, f"stage{parallel.pipeline_parallel_rank()}")
 
     def _exported(self, what: Exported) -> Iterator[tuple[str, Tensor]]:
         name = {"policy": "export", "critic": "export_critic", "adapter": "export_adapter"}[what]

@@ -31,13 +31,13 @@ _LARGEST_FP32, _MEAN_ELSE = 1e-3, 0.5
 # A receiver kept its weights if its answer moved by less than this part of what lacks to the policy's move; it follows
 # if by more than the inverse.
 _KEPT = 0.5
-# Over one step that holds only where rounding moves the policy less than the step does; in bf16 it may move it several
+# Over one sync that holds only where rounding moves the policy less than its steps do; in bf16 it may move it several
 # times more than the receiver. What a right receiver's part is at least is learned from the first syncs, of which it is
 # this fraction; until then only a receiver that as good as did not move is accused.
 _LEARNED_FROM, _LEARNED_ENOUGH, _LEARNED_PART = 8, 4, 0.25
 _UNLEARNED = 0.02
-# Over many steps it holds once the policy moved so many times as far as in any single one of late, rounding included;
-# rounding grows as a model sharpens. A single step is never far: with SmolLM2 in bf16 one of forty moved the policy by
+# Over many syncs it holds once the policy moved so many times as far as in any single one of late, rounding included;
+# rounding grows as a model sharpens. A single sync is never far: with SmolLM2 in bf16 one of forty moved the policy by
 # 0.43 where others moved it by 0.1, and right receivers by 0.13, elsewhere to.
 _FAR, _OF_LATE = 4.0, 8
 # So much of the policy's log-probs must have changed: a change of few tokens may be lost in the receiver's rounding.
@@ -75,7 +75,7 @@ class _Report:
 @dataclass(slots=True)
 class _History:
     """Reports of one receiver. last: of the sync before. settled: the last one that showed a move, so that moves too
-    small to be told in one step add up. first: of its first sync, near whose weights it is after a restart, if the run
+    small to be told in one sync add up. first: of its first sync, near whose weights it is after a restart, if the run
     began with those of model.path; of a receiver of adapters, without them."""
 
     last: _Report | None = None
@@ -93,7 +93,7 @@ class _History:
         return min(_KEPT, _LEARNED_PART * min(self.ratios)) if len(self.ratios) >= _LEARNED_ENOUGH else _UNLEARNED
 
     def learn(self, ratio: float, move: float) -> None:
-        """Take in one step: of the receiver how near it was, of the policy how far it moved."""
+        """Take in one sync: of the receiver how near it was, of the policy how far it moved."""
         self.moves.append(move)
         if len(self.ratios) < _LEARNED_FROM:
             self.ratios.append(ratio)

@@ -1,4 +1,4 @@
-"""Weights as files of an HF checkpoint: exporting ranks write shards beside the final directory, and whoever drives
+"""Weights as files of an HF checkpoint: exporting ranks write them beside the final directory, and whoever drives
 them writes the index and renames.
 
 Servers read it (`sync: disk`), or it is the result of a run. Nothing half written stands under the final name, and no
@@ -33,8 +33,8 @@ Written = Mapping[str, tuple[str, int]]
 """Name of a tensor -> (name of its file, bytes)."""
 
 
-def write_shards(stream: Stream, files: WeightFiles, label: str) -> SendReport:
-    """Write one rank's shards of the checkpoint into the partial directory.
+def write_weight_files(stream: Stream, files: WeightFiles, label: str) -> SendReport:
+    """Write one rank's files of the checkpoint into the partial directory.
 
     Args:
         stream: (HF name, tensor), read to its end; each item may be a collective of other ranks. label: of this rank,
@@ -51,7 +51,7 @@ def write_shards(stream: Stream, files: WeightFiles, label: str) -> SendReport:
         in_host_memory = ((name, tensor.cpu()) for name, tensor in tensors)  # a file of them may not fit the GPU
         for number, bucket in enumerate(bucketize(in_host_memory, files.file_bytes)):
             try:
-                written |= _write_shard(partial, f"{label}-{number:05d}.safetensors", bucket)
+                written |= _write_file(partial, f"{label}-{number:05d}.safetensors", bucket)
             except (OSError, SafetensorError) as error:
                 raise SyncError(f"weights could not be written: {partial}: {error}; {files.remedy}") from error
     total = sum(nbytes for _, nbytes in written.values())
@@ -146,7 +146,7 @@ def _named_files(partial: Path, written: Written) -> dict[str, str]:
     return {tensor: names[file] for tensor, (file, _) in written.items()}
 
 
-def _write_shard(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
+def _write_file(partial: Path, file: str, bucket: WeightBucket) -> dict[str, tuple[str, int]]:
     # A clone of each: safetensors refuses tensors that share memory, as views of a bucket do.
     tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
     save_file(tensors, partial / file, metadata={"format": "pt"})

@@ -32,7 +32,7 @@ class _Remote(Protocol):
     def remote(self, *arguments: object) -> object: ...
 
 
-class ReceivingActor(Protocol):
+class ReceivingWorker(Protocol):
     """A Ray actor that takes buckets: `receive(bucket)`."""
 
     @property
@@ -42,14 +42,14 @@ class ReceivingActor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; actor: for the
+    """A receiver: its name; address of a server; its first rank in the group, and its number of ranks; worker: for the
     transport `ray`."""
 
     name: str
     url: str = ""
     rank_offset: int = 1
     ranks: int = 1
-    actor: ReceivingActor | None = None
+    worker: ReceivingWorker | None = None
 
 
 Exported = Literal["policy", "critic", "adapter"]

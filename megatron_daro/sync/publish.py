@@ -45,7 +45,9 @@ class WeightExporter(Protocol):
         """Write a checkpoint, whole or not at all. SyncError: the disk refused."""
         ...
 
-    async def score(self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False) -> list[np.ndarray]:
+    async def logprobs_of(
+        self, rollouts: Sequence[Rollout], *, temperature: float, base: bool = False
+    ) -> list[np.ndarray]:
         """float32 [R] log-probs of each rollout's response under these weights; base: without adapters."""
         ...
 
@@ -195,7 +197,7 @@ class WeightSync:
         scores, base_R = await self._scores(answers), None
         if any(answer.base_R is not None for answer in answers.values()):
             fixed = next(iter(answers.values())).fixed
-            (base_R,) = await self._policy.score([fixed], temperature=1.0, base=True)
+            (base_R,) = await self._policy.logprobs_of([fixed], temperature=1.0, base=True)
         outcome = self._check.judge(answers, scores, report.digests, base_R)
         for name, reason in outcome.rejected.items():
             update.reject(name, reason)
@@ -206,8 +208,8 @@ class WeightSync:
         fixed = next(iter(answers.values())).fixed
         sampled, temperature = [a.sampled for a in answers.values()], next(iter(answers.values())).temperature
         if temperature == 1.0:
-            of_fixed, *of_sampled = await self._policy.score([fixed, *sampled], temperature=1.0)
+            of_fixed, *of_sampled = await self._policy.logprobs_of([fixed, *sampled], temperature=1.0)
         else:
-            (of_fixed,) = await self._policy.score([fixed], temperature=1.0)
-            of_sampled = await self._policy.score(sampled, temperature=temperature)
+            (of_fixed,) = await self._policy.logprobs_of([fixed], temperature=1.0)
+            of_sampled = await self._policy.logprobs_of(sampled, temperature=temperature)
         return {name: (of_fixed, scores) for name, scores in zip(answers, of_sampled, strict=True)}

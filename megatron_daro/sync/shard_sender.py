@@ -54,8 +54,8 @@ from megatron_daro.sync.plan import Connect, Post, SendFailure, SendPlan, SendRe
 from megatron_daro.sync.sender import in_thread
 from megatron_daro.sync.shard_plan import Box, Write
 
-Receiver = tuple[int, int]
-"""(server, its rank): the server by its place among the targets of the plan."""
+ServerRank = tuple[int, int]
+"""(server, its rank): the server by its place among the targets of the plan. A receiver is here one of these."""
 
 _PIECE_BYTES = 2**24
 # Servers were just asked to open the update: those that still answer ask their ranks to connect at once.
@@ -79,7 +79,7 @@ class Offer:
     host: str
     port: int
     key: str
-    entries: Mapping[Receiver, int]
+    entries: Mapping[ServerRank, int]
     wanted: tuple[int, ...]
 
 
@@ -154,7 +154,7 @@ def check_offers(offers: Sequence[Offer], servers: int) -> None:
             )
 
 
-def request_for(receiver: Receiver, offers: Sequence[Offer], timeout_s: float) -> str:
+def request_for(receiver: ServerRank, offers: Sequence[Offer], timeout_s: float) -> str:
     """Return a receiver's part of the call: the base64 of what SGLang unpickles as its named tensors."""
     senders = [offer for offer in offers if receiver in offer.entries]
     turn = sum(receiver) % max(1, len(senders))
@@ -182,7 +182,7 @@ class _Serving:
     """One offer."""
 
     def __init__(self, host: str, writes: Iterable[Write], wanted: tuple[int, ...]) -> None:
-        self._writes: dict[Receiver, list[Write]] = {}
+        self._writes: dict[ServerRank, list[Write]] = {}
         for write in writes:
             self._writes.setdefault((write.server, write.rank), []).append(write)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -190,8 +190,8 @@ class _Serving:
         entries = {receiver: sum(write.entries for write in own) for receiver, own in self._writes.items()}
         self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(16), entries, wanted)
         self._changed = threading.Condition()
-        self._connected: dict[Receiver, socket.socket] = {}
-        self._ended: dict[Receiver, SendFailure | None] = {}
+        self._connected: dict[ServerRank, socket.socket] = {}
+        self._ended: dict[ServerRank, SendFailure | None] = {}
         self._crash: BaseException | None = None
         self._closed = False
         self._turn = threading.Semaphore(_AT_ONCE)
@@ -246,7 +246,7 @@ class _Serving:
 
     def _answer(self, connection: socket.socket) -> None:
         """Serve a connection, or take in what it says."""
-        receiver: Receiver | None = None
+        receiver: ServerRank | None = None
         failure: SendFailure | None = None
         try:
             with connection:
@@ -267,7 +267,7 @@ class _Serving:
         if receiver is not None:
             self._end(receiver, failure)
 
-    def _begin(self, hello: Mapping[str, Any], connection: socket.socket) -> Receiver:
+    def _begin(self, hello: Mapping[str, Any], connection: socket.socket) -> ServerRank:
         receiver = hello.get("server", -1), hello.get("rank", -1)
         with self._changed:
             if receiver not in self._writes or receiver in self._connected or receiver in self._ended:
@@ -275,7 +275,7 @@ class _Serving:
             self._connected[receiver] = connection
         return receiver
 
-    def _end(self, receiver: Receiver, failure: SendFailure | None) -> None:
+    def _end(self, receiver: ServerRank, failure: SendFailure | None) -> None:
         """Note how a receiver's part ended; the first word counts."""
         with self._changed:
             self._ended.setdefault(receiver, failure)

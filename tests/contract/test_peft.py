@@ -52,7 +52,7 @@ def written(folder, adapter, section, model):
     wanted = WeightFiles(directory=folder, file_bytes=1 << 20, remedy="")
     files.open_checkpoint(wanted)
     tensors = ((name, torch.from_numpy(value)) for name, value in adapter.items())
-    report = files.write_shards(tensors, wanted, "")
+    report = files.write_weight_files(tensors, wanted, "")
     files.complete_adapter(wanted, report.files, peft_config(section, read_model_shape(model), str(model)))
     return folder
 

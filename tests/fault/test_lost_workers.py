@@ -37,7 +37,7 @@ from megatron_daro.errors import ModelError, RolloutError, WorkerError
 from megatron_daro.runtime import node_workers
 from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.frozen_workers import end_frozen
-from megatron_daro.runtime.node_pools import StepPools, VerifierPools, shares
+from megatron_daro.runtime.node_pools import EnvironmentPools, VerifierPools, shares
 from megatron_daro.runtime.ray_calls import WorkerDiedError
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
@@ -349,7 +349,7 @@ async def held(rollouter):
 async def under_way(section, warnings, run_dir):
     """Pools on all nodes, who holds the conversations, and the task in which 300 turns are answered by now."""
     engine = Digits()
-    pools = StepPools(run_context(warn=warnings.append, run_dir=run_dir), section)
+    pools = EnvironmentPools(run_context(warn=warnings.append, run_dir=run_dir), section)
     rollouter = conversations(engine, section, pools, warnings.append)
     working = asyncio.create_task(held(rollouter))
     await until(lambda: engine.answered >= 300)
@@ -400,7 +400,7 @@ def test_an_environment_that_cannot_be_made_on_a_node_ends_the_run_by_name(nodes
     section = EnvironmentSection(kind="toy_steps:Steps", options={"wrong": "constructor"})
 
     async def scenario():
-        pools = StepPools(run_context(run_dir=tmp_path), section)
+        pools = EnvironmentPools(run_context(run_dir=tmp_path), section)
         with pytest.raises(RolloutError, match=r"toy_steps:Steps.*no such game"):
             await held(conversations(Digits(), section, pools, print))
 

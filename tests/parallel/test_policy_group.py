@@ -123,7 +123,7 @@ def test_fewer_samples_than_ranks_are_scored_and_trained(tmp_path):
     async def scored_and_trained(policy):
         await placement.start()
         await policy.start()
-        (score,) = await policy.score([rollout], temperature=1.0)
+        (score,) = await policy.logprobs_of([rollout], temperature=1.0)
         prepared = await policy.prepare(batch)
         result = await policy.train(prepared, 1)
         await policy.close()

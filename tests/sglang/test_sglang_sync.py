@@ -64,7 +64,7 @@ def batch_of(rollouts):
 
 async def worst_difference(policy, rollouts):
     """Between the log-probs of the servers and those of the ranks."""
-    scored = await policy.score(rollouts, temperature=TEMPERATURE)
+    scored = await policy.logprobs_of(rollouts, temperature=TEMPERATURE)
     return max(float(np.abs(mine - r.logprobs).max()) for mine, r in zip(scored, rollouts, strict=True))
 
 

@@ -123,7 +123,7 @@ def test_what_an_engine_aborts_by_itself_goes_on_at_once_from_where_it_was():
     parts.engine.pace = pace
     batch = sample(parts)
     assert [(r.group_id, r.attempt) for r in parts.engine.asked] == [(0, 0), (1, 0), (0, 1)]
-    assert len(batch.groups[0].rollouts) == K and batch.response_tokens == parts.engine.generated
+    assert len(batch.groups[0].rollouts) == K and batch.generated_tokens == parts.engine.generated
 
 
 def test_a_fatal_error_of_one_group_ends_the_batch_and_everything_in_flight():
@@ -246,14 +246,14 @@ def test_the_books_add_up_whatever_the_engine_does(fates, paces, filter_groups, 
         arrange(parts.engine, fates, paces)
         parts.engine.version, parts.engine.resumes = version, resumes
         batch = sample(parts, version)
-        received += batch.response_tokens
+        received += batch.generated_tokens
         waiting = [*batch.snapshot.surplus, *(p.finished for p in batch.snapshot.unfinished)]
         ended += [*batch.filtered, *batch.dropped]
         everywhere = count_ids(ended, batch.groups, waiting)
         counts = parts.sampler.ledger.counts()
         assert everywhere == dict.fromkeys(range(counts["admitted"]), 1)
         assert counts["outstanding"] == len(batch.groups) + len(waiting)
-        unused = sum(p.response_tokens for p in batch.snapshot.unfinished) + tokens_of(batch.snapshot.surplus)
+        unused = sum(p.generated_tokens for p in batch.snapshot.unfinished) + tokens_of(batch.snapshot.surplus)
         used = tokens_of(group for group in (*ended, *batch.groups) if len(group.rollouts) == K)
         wasted = batch.counters["rollout/aborted_tokens"]
         assert received == parts.engine.generated - parts.engine.lost_tokens + generated - lost

@@ -258,15 +258,15 @@ def test_a_batch_says_what_it_took_and_what_was_counted_since_the_beginning():
     assert 0 < batch.rollout_s < 60 and batch.rounds == 1
     tokens = sum(r.response_length for one in (*batch.groups, *batch.dropped) for r in one.rollouts)
     again = next(r for r in batch.groups[0].rollouts if r.index == 1)
-    assert again.attempt == 1 and batch.response_tokens >= tokens
+    assert again.attempt == 1 and batch.generated_tokens >= tokens
     assert batch.counters == {
         "rollout/batches_empty": 0, "rollout/groups_unfinished": 0, "rollout/groups_aborted": 0,
-        "rollout/groups_resumed": 0, "rollout/aborted_tokens": batch.response_tokens - tokens,
+        "rollout/groups_resumed": 0, "rollout/aborted_tokens": batch.generated_tokens - tokens,
         "reward/failed_worker_starts": 0,
     }  # fmt: skip
     second = sample(parts)
     whole = sum(r.response_length for one in (*second.groups, *second.dropped) for r in one.rollouts)
-    assert second.response_tokens == whole, "those of the batch before are not counted again"
+    assert second.generated_tokens == whole, "those of the batch before are not counted again"
 
 
 def test_a_failed_start_of_a_verifier_is_counted():

@@ -43,7 +43,7 @@ def test_every_complete_group_of_a_batch_counts():
     dropped = group(3, [3] * K, finish_reason="repetition"), group(4, [7] * 3, range(3))
     batch = sampled(
         group(1, [2, 4, 6, 8], (0,)), filtered=(filtered,), dropped=dropped, rounds=3, rollout_s=2.0,
-        response_tokens=60, counters={"rollout/x": 5},
+        generated_tokens=60, counters={"rollout/x": 5},
     )  # fmt: skip
     assert batch_metrics(batch, K, {}) == {
         "accuracy/mean": 5 / 12,
@@ -107,7 +107,7 @@ def test_an_update_says_all_of_it(first, tokens):
     turns = ((0, 1), (1, 1))
     groups = (group(1, [3] * K, (0,), turns=turns), group(2, [3] * K, (1,), turns=turns))
     filtered = (group(3, [3] * K),)
-    batch = sampled(*groups, filtered=filtered, response_tokens=60)
+    batch = sampled(*groups, filtered=filtered, generated_tokens=60)
     minibatch = MiniBatch(8, groups, 8, first=first, epoch=2, filtered=filtered, generated_tokens=tokens)
     metrics = batch_metrics(batch, K, {}) | step_metrics(minibatch, build_step_batch(groups, GRPO), 2)
     assert metrics["rollout/epoch"] == 2.0 and metrics["rollout/generated_tokens"] == tokens

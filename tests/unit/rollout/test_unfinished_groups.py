@@ -47,7 +47,7 @@ def test_unfinished_groups_are_kept_and_go_on_first_under_the_next_weights():
         assert rollout.weight_version == 0 and rollout.response_length == length == len(rollout.logprobs)
         assert rollout.version_spans == (((0, turns), (1, length - turns)) if length > turns else ((0, length),))
         assert rollout.attempt == (1 if length > turns else 0)
-    assert first.response_tokens + second.response_tokens == parts.engine.generated
+    assert first.generated_tokens + second.generated_tokens == parts.engine.generated
     assert second.counters["rollout/groups_resumed"] == 1 and second.counters["rollout/aborted_tokens"] == 0
     assert parts.sampler.ledger.retries == 0, "nothing failed"
 
@@ -82,7 +82,7 @@ def test_an_engine_that_starts_over_is_accepted_and_the_lost_tokens_are_counted(
     again = {r.index for r in group_0.partial}
     assert {r.index for r in second.groups[0].rollouts if r.weight_version == 1} == again
     assert second.counters["rollout/aborted_tokens"] == turns * len(again)
-    assert first.response_tokens + second.response_tokens == parts.engine.generated
+    assert first.generated_tokens + second.generated_tokens == parts.engine.generated
 
 
 def test_without_keep_surplus_unfinished_groups_are_dropped_with_their_tokens():
@@ -93,7 +93,7 @@ def test_without_keep_surplus_unfinished_groups_are_dropped_with_their_tokens():
     assert 0 < len(batch.dropped[0].rollouts) < K, "what was finished is recorded"
     wasted = batch.counters["rollout/aborted_tokens"]
     assert tokens_of(batch.dropped) < wasted < sum(length_of(0, i) for i in range(K))
-    assert batch.response_tokens == parts.engine.generated == wasted + tokens_of(batch.groups)
+    assert batch.generated_tokens == parts.engine.generated == wasted + tokens_of(batch.groups)
 
 
 @pytest.mark.parametrize(("use_version", "usable"), [(1, True), (2, False)])
@@ -106,7 +106,7 @@ def test_an_unfinished_group_that_is_too_old_at_use_is_dropped(use_version, usab
     second = sample(parts, use_version * steps_per_batch)
     assert (parts.engine.asked[0].group_id == 0) == usable
     assert (ids(second.dropped) == [0]) != usable
-    assert second.counters["rollout/aborted_tokens"] == (0 if usable else group_0.response_tokens)
+    assert second.counters["rollout/aborted_tokens"] == (0 if usable else group_0.generated_tokens)
 
 
 def test_unfinished_groups_that_are_not_needed_wait_on():
@@ -118,7 +118,7 @@ def test_unfinished_groups_that_are_not_needed_wait_on():
     parts.engine.asked = []
     second = sample(parts, 1)
     assert ids(second.groups) == [3] and ids(second.snapshot.unfinished) == [1, 2] and not parts.engine.asked
-    assert second.response_tokens == 0
+    assert second.generated_tokens == 0
 
 
 def test_a_group_aborted_before_its_first_token_is_kept_whole():

@@ -26,7 +26,7 @@ def test_scores_are_of_the_rollouts_in_order(world, lengths):
 
     async def score():
         await one.policy.start()
-        return await one.policy.score([rollout(length) for length in lengths], temperature=0.5)
+        return await one.policy.logprobs_of([rollout(length) for length in lengths], temperature=0.5)
 
     assert [column.tolist() for column in run(score())] == [[-2.0 * i for i in range(length)] for length in lengths]
 

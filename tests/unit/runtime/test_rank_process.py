@@ -125,7 +125,7 @@ def test_after_an_engine_that_failed_nothing_is_handed_over_and_the_export_is_re
     monkeypatch.setattr(train_worker.ray, "get", get)
     monkeypatch.setattr(train_worker.ray, "put", lambda bucket: bucket)
     first, second = Receiver(), Receiver(1, error)
-    targets = Target("a", actor=first), Target("b", actor=second)
+    targets = Target("a", worker=first), Target("b", worker=second)
     rank, policy = joined()
     report = rank.export(SendPlan(transport="ray", targets=targets, bucket_bytes=16, timeout_s=5.0))
     handed_over = 1 if error else 6

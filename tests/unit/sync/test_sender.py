@@ -82,7 +82,7 @@ def test_every_way_has_both_ends_or_goes_from_rank_to_rank_or_by_files():
 def test_files_have_the_label_of_the_rank(tmp_path):
     wanted = WeightFiles(directory=tmp_path / "v1", file_bytes=64, remedy="")
     files.open_checkpoint(wanted)
-    report = files.write_shards(named(2), wanted, "stage1")
+    report = files.write_weight_files(named(2), wanted, "stage1")
     assert report.files == {"t0": ("stage1-00000.safetensors", 64), "t1": ("stage1-00001.safetensors", 64)}
     assert load_file(tmp_path / ".v1.partial/stage1-00001.safetensors")["t1"].tolist() == [1.0] * 16
     assert report.num_bytes == 128 and report.send_s > 0

@@ -64,7 +64,7 @@ def write_checkpoint(directory, streams, model_path, shard_bytes, step=None):
     files.open_checkpoint(wanted)
     report = SendReport()
     for i, stream in enumerate(streams):
-        report = report.joined(files.write_shards(stream, wanted, f"part{i}"))
+        report = report.joined(files.write_weight_files(stream, wanted, f"part{i}"))
     files.complete_checkpoint(wanted, report.files, model_path, "float32")
     return report
 

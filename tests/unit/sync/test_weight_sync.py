@@ -39,7 +39,7 @@ class Policy:
             raise report
         return report
 
-    async def score(self, rollouts, *, temperature):
+    async def logprobs_of(self, rollouts, *, temperature):
         return [self.weights * WAVE_R for _ in rollouts]
 
 
@@ -189,7 +189,7 @@ def test_a_receiver_that_comes_back_is_not_compared_with_what_a_process_before_i
 
 def test_the_sampled_probe_is_scored_at_its_own_temperature_and_the_given_text_at_one():
     class Scoring(Policy):
-        async def score(self, rollouts, *, temperature):
+        async def logprobs_of(self, rollouts, *, temperature):
             scored.extend((len(one.logprobs), temperature) for one in rollouts)
             return [one.logprobs for one in rollouts]
 

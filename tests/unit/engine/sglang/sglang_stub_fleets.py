@@ -61,7 +61,7 @@ class Weights:
         self.directories.append(files.directory)
         return SendReport(100, 0.5)
 
-    async def score(self, rollouts, *, temperature):
+    async def logprobs_of(self, rollouts, *, temperature):
         return [-0.5 - 0.01 * np.arange(r.response_length, dtype=np.float32) for r in rollouts]
 
 

@@ -115,12 +115,12 @@ def test_an_answer_that_stays_while_the_policys_changes_fences_the_server(tmp_pa
 
     async def scenario():
         async with rig(tmp_path, {"info": {"dtype": "bfloat16"}}, {"info": {"dtype": "bfloat16"}}) as fleet:
-            weights.digests, scored, moved = {}, weights.score, [0.0]
+            weights.digests, scored, moved = {}, weights.logprobs_of, [0.0]
 
-            async def score(rollouts, *, temperature):
+            async def logprobs_of(rollouts, *, temperature):
                 return [logprobs_R + np.float32(moved[0]) for logprobs_R in await scored(rollouts, temperature=1.0)]
 
-            weights.score = score
+            weights.logprobs_of = logprobs_of
             following = shifted(fleet.stubs[1], moved)
             fleet.stubs[1].answers["/generate"] = following
             await fleet.publish(weights, 3)
@@ -190,7 +190,7 @@ def test_weights_whose_log_probs_are_no_numbers_are_served_by_nobody(tmp_path, w
         return [np.full(r.response_length, np.nan, dtype=np.float32) for r in rollouts]
 
     async def scenario():
-        weights.score = scores
+        weights.logprobs_of = scores
         async with rig(tmp_path) as fleet:
             with pytest.raises(SyncError, match="nan"):
                 await fleet.publish(weights, 3)
