@@ -94,7 +94,7 @@ class OnePolicy:
     async def export(self, plan: SendPlan) -> SendReport:
         """All weights to the engine of the plan, as a rank sends them."""
         for bucket in bucketize(self._policy.export(), plan.bucket_bytes):
-            await cast(OneEngine, plan.targets[0].actor).receive(bucket)
+            await cast(OneEngine, plan.targets[0].worker).receive(bucket)
         return SendReport()
 
     async def write(self, files: WeightFiles) -> SendReport:

@@ -19,7 +19,7 @@ _FIRST_NCCL = (2, 29, 7)
 
 
 def suspend() -> int:
-    """Give the memory of all communicators back, until `resume`. Collective over all ranks. Returns bytes that stay."""
+    """Free the memory of communicators that can, until `resume`. Collective over all ranks. Returns bytes that stay."""
     backends = list(_suspendable())
     for backend in backends:
         backend.suspend()

@@ -202,7 +202,7 @@ def frozen_expert_biases(config: TransformerConfig, *, wanted: bool) -> Iterator
         config.moe_router_enable_expert_bias = False
 
 
-def add_biases_of_experts(model: torch.nn.Module) -> None:
+def allow_biases_of_experts(model: torch.nn.Module) -> None:
     """Let experts that are whole on a rank have biases.
 
     Upstream: 0.16.1 to 0.19.2. Reason: the bias is added in place to the output of an expert's last layer

@@ -4,7 +4,7 @@ Built from the policy's checkpoint, or from one of its own, which may be of anot
 and on its ranks; the two compute one after the other. `values` is a pass before the first optimizer step of a batch;
 `gradients` and `apply` are its part of an optimizer step, for which actor/advantages.py has made the targets. The head
 has one output, is whole on every tensor-parallel rank, and says 0 until it is trained where the checkpoint has none.
-Refuses a head with a bias.
+Refuses a head with a bias that is not 0.
 
 Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P response tokens, J trained
 tokens, D hidden; N samples of the shard, R its response tokens.

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_daro.types import KINDS_OF_MEMORY, MemoryKind
 
 KINDS_OF_SNAPSHOT = tuple(kind for kind in KINDS_OF_MEMORY if kind != "gradients")
-"""What is copied; gradients are zeros between steps."""
+"""What is copied; gradients are not, since a step begins with zeros."""
 Layout = dict[MemoryKind, tuple[int, ...]]
 """Bytes of each storage, in order."""
 

@@ -1,7 +1,8 @@
-"""The layers of the model: Transformer Engine's where it can run, else Megatron's local ones with two of ours.
+"""The layers of the model: Transformer Engine's where it can run, else Megatron's local ones, with parts of ours.
 
-Ours are an RMSNorm that works under sequence parallelism, and a core attention on torch's scaled_dot_product_attention
-that takes packed sequences and context parallelism.
+In local layers ours are RMSNorms that work under sequence parallelism, and a core attention on torch's
+scaled_dot_product_attention that takes packed sequences and context parallelism. Latent, gated and linear attention are
+ours with either.
 
 Legend: T packed tokens of this rank, H query heads, G key-value heads, D head size, B sequences, S longest sequence,
 C context-parallel ranks, Q tokens of one sequence on this rank, W tokens of a window.
@@ -411,8 +412,9 @@ def layer_spec(
     whole_qk_norm: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return what Megatron's TransformerBlock builds on this (virtual) stage: TE layers, or local layers with
-    PackedAttention and RMSNorm; dense layers, and layers with experts where the configuration has them. post_norm:
-    there is no norm before attention and MLP. whole_qk_norm: those of queries and keys are over all heads."""
+    PackedAttention and RMSNorm; with either, latent, gated and linear attention of ours; dense layers, and layers with
+    experts where the configuration has them. post_norm: there is no norm before attention and MLP. whole_qk_norm: those
+    of queries and keys are over all heads."""
     block = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     distinct = {id(spec): spec.submodules for spec in block.layer_specs}.values()
     for submodules in distinct if config.multi_latent_attention else ():

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of labels, straight from hidden states, without ever holding the logits.
+"""Log-probabilities and entropy of labels, from hidden states, without holding more logits than a tile or a few.
 
 Between the last transformer layer and the token loss, and in the old/reference log-prob pass.
 The output layer is part of this function: logits exist only as one tile of `chunk_tokens` x `chunk_vocab` numbers
@@ -237,7 +237,7 @@ def _reduce_statistics(
 
 
 class _BackwardSweep:
-    """Gradients of hidden and weight: every tile of logits is computed once more and turned into its gradient in place.
+    """Gradients of hidden and weight: every tile of logits, kept or computed once more, becomes its gradient in place.
 
     With p = softmax(z), H the entropy, g and e the gradients of log-probability and entropy, and y the label:
     dz_v = g * ([v = y] - p_v) - e * p_v * (log p_v + H). The softmax part of both is one factor on p_v.

@@ -19,7 +19,7 @@ from megatron_daro.actor import device
 from megatron_daro.actor.compat import (
     HiddenStateGPTModel,
     ValueModel,
-    add_biases_of_experts,
+    allow_biases_of_experts,
     bound_rotary_tables,
     finalize_summed_grads,
     frozen_expert_biases,
@@ -229,7 +229,7 @@ def _expert_options(shape: ModelShape, *, grouped: bool) -> dict[str, Any]:
     """Routing as the checkpoint was trained: softmax in fp32 or more, over the chosen experts where their weights sum
     to 1; or sigmoid, whose bias `frozen_expert_biases` brings.
 
-    No balancing loss and no capacity: a token meets the experts that the rollout engine chose for it.
+    No balancing loss and no capacity: either would send tokens to other experts than the rollout engine does.
     """
     if shape.experts is None:
         return {}
@@ -365,7 +365,7 @@ def _bare_chunk(
     if shape.plain_windows and shape.rope_scaling:
         _rotate_windows_plainly(model, shape)
     if shape.biases:
-        add_biases_of_experts(model)
+        allow_biases_of_experts(model)
     if isinstance(shape.rope_scaling, Llama3Scaling):
         _apply_llama3_scaling(model.rotary_pos_emb, shape.rope_scaling)
     if shape.latent:

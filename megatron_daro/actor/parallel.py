@@ -92,7 +92,7 @@ def initialize(layout: Layout, *, rank: int = 0, init_method: str | None = None,
 
 
 def build_groups(layout: Layout, *, seed: int) -> None:
-    """Megatron's groups on top of an existing torch process group (tests and plans use their own)."""
+    """Megatron's groups on top of an existing torch process group (tests and checks of layouts use their own)."""
     if dist.get_world_size() != layout.world_size:
         raise ConfigError(
             f"actor layout: TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context} x DP {layout.data} = "

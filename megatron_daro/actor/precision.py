@@ -26,7 +26,8 @@ def uses_transformer_engine(actor: ActorSection, shape: ModelShape) -> bool:
     sinks, or with norms after them, were not compared with the model's.
 
     Raises:
-        ConfigError: fp8 is asked for, and the recipe cannot run on this rank; with the nearest one that can.
+        ConfigError: fp8 is asked for, and the recipe cannot run on this rank, with the nearest one that can; or
+            Transformer Engine cannot be imported.
     """
     available = actor.precision != "fp32" and not shape.local_layers and device.has_transformer_engine()
     if actor.precision == "fp8":

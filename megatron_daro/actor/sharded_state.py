@@ -8,7 +8,7 @@ every box has exactly one main replica. That is the same in 0.16.1 to 0.19.x. Me
 used: those of 0.19 take no other storage than "torch_dist", whose reader unpickles `.metadata` and whose writer
 processes take seconds even for a few megabytes.
 
-Rejected: sharded objects that are neither tensors nor bytes; a request that the files do not cover completely.
+Rejected: sharded objects other than uint8 tensors and bytes; a request that the files do not cover completely.
 """
 
 from __future__ import annotations

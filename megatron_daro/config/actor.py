@@ -108,7 +108,7 @@ class ActorSection(Section):
     """Most tokens of a replica's packed micro-batch; >= the longest prompt plus response."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens of the one tile of logits that exists at a time (of 2,048 columns on a CPU, 8,192 on a GPU). Unset: 1,024
-    on a CPU, 4,096 on a GPU."""
+    on a CPU, which keeps up to 64 MiB of logits for the backward pass, 4,096 on a GPU."""
     logprob_kernel: Literal["auto", "torch", "triton"] = "auto"
     """triton: logits stay in the kernel that computes them. auto: so in bf16 on a GPU; on an H200 it is the faster one
     in bf16, and the slower one in fp32."""

@@ -68,7 +68,7 @@ class KlSection(Section):
     """KL term towards the initial policy."""
 
     coefficient: float = Field(default=0.0, ge=0, le=1000)
-    """Factor of the KL term. 0: no term, no reference log-probs."""
+    """Factor of the KL term. 0: no term, and no reference log-probs unless token_columns has them."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     place: Literal["loss", "reward", "token_reward"] = "loss"

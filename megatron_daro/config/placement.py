@@ -123,7 +123,7 @@ def misfit(demand: Demand, nodes: Sequence[int], *, what: str = "GPUs") -> str:
         why = "all of them on one node, since this engine.sglang.sync hands over memory of a node's GPUs"
         return f"{demand.text(gpus=gpus)} need {total} {what}, {why}; there are {_listed(nodes)}"
     for size in sorted(demand.sizes(gpus=gpus), reverse=True):
-        room = [index for index, free_bytes in enumerate(free) if free_bytes >= size]
+        room = [index for index, left in enumerate(free) if left >= size]
         if room:
             free[min(room, key=lambda index: free[index])] -= size
         else:

@@ -141,10 +141,10 @@ def did_you_mean(names: Sequence[str], otherwise: str) -> str:
 
 
 def check_passthrough(section: str, given: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:
-    """Problems of keys that are handed on under upstream's names. The caller imports upstream and lists its names.
+    """Problems of keys that are handed on under upstream's names. The caller lists upstream's.
 
     Args:
-        section: dotted path of the mapping, such as `actor.megatron`.
+        section: dotted path of the mapping, such as `engine.sglang.arguments`.
         given: the mapping of the user.
         known: names upstream has, less those that other options of this package own.
     """

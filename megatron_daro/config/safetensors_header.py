@@ -1,8 +1,8 @@
 """The header of a safetensors file: which tensors it holds, of which dtype and shape, and where their bytes lie.
 
-The checks of a run, conversion, and every reader of weights call `read_header`; none of them needs torch for it.
-Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data. Refuses a header that does
-not describe exactly the bytes of its file.
+The checks of a run, conversion, and what loads Hugging Face checkpoints call `read_header`; none of them needs torch
+for it. Format: 8 bytes of header length, JSON of {name: dtype, shape, data_offsets}, then the data. Refuses a header
+that does not describe exactly the bytes of its file.
 """
 
 from __future__ import annotations

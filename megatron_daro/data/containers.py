@@ -68,7 +68,7 @@ def read_rows(path: Path, data_format: DataFormat = "auto", *, ends: int | None 
     Args:
         path: Parquet, a JSON array of objects, or one JSON object per line; also packed with gzip or zstd.
         data_format: "parquet" insists on that container, "jsonl" on another; the others take whichever it is.
-        ends: only so many first and as many last rows. Lines and packed files are read to their end all the same.
+        ends: only so many first and as many last rows. All but Parquet is read to its end all the same.
 
     Yields:
         (number, row): the line number of JSON lines, else the row number, from 1. A RowProblem stands where a line is
@@ -105,9 +105,7 @@ def _packing(path: Path) -> str | None:
         with path.open("rb") as file:
             start = file.read(8)
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check the path in data.train or data.eval"
-        ) from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), None)
 
 

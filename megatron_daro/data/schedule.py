@@ -74,14 +74,14 @@ class CostModel:
             num_layers=shape.layers - len(shape.windowed) - len(shape.linear_layers),
             attention_width=shape.heads * (shape.head_dim + shape.value_dim) // 2,
         )
-        return replace(cost, linear=cost.linear + window_operations(shape))
+        return replace(cost, linear=cost.linear + local_operations(shape))
 
 
 LINEAR_CHUNK = 64
 """Tokens that linear attention takes at once."""
 
 
-def window_operations(shape: ModelShape) -> float:
+def local_operations(shape: ModelShape) -> float:
     """Return the floating-point operations, forward and backward, of a token's scores in layers with a window, and of
     its part in the state and in the scores of its chunk in layers with linear attention."""
     windows = 12.0 * len(shape.windowed) * shape.window * shape.heads * shape.head_dim

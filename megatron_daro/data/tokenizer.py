@@ -98,8 +98,8 @@ def load_tokenizer(
         )
     if chat_template and not tokenizer.chat_template:
         raise ModelError(
-            f"data.prompt_template is chat, but the tokenizer in {directory} has no chat template; set "
-            "data.prompt_template=plain, or add chat_template.jinja"
+            f"data.prompt_template is chat, but the tokenizer in {directory} has no chat template; add "
+            "chat_template.jinja or, without agents, set data.prompt_template=plain"
         )
     if date is not None and tokenizer.chat_template:
         templates: str | dict[str, str] = tokenizer.chat_template

@@ -181,7 +181,7 @@ class Conversations:
         self._failures_in_a_row, self._failing_since = 0, 0.0
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """Yield the conversations of each request once all have ended; those to be begun again are "abort".
+        """Yield the conversations of each request once all have ended; those that were cut or failed are "abort".
 
         Raises:
             RolloutError: the environment returned what cannot be trained on, does not end, or failed 64 times in a
@@ -287,7 +287,7 @@ class Conversations:
         return running
 
     def _outcome(self, conversation: Conversation, running: _Running) -> Rollout:
-        """Return the finished rollout, or what there is of one that is to be begun again."""
+        """Return the finished rollout, or what there is of one that was cut or failed."""
         if conversation.fault is not None:
             raise conversation.fault
         counts = self._counts if conversation.group_id >= 0 else self._counts_of_evaluations

@@ -132,7 +132,8 @@ class Asking(Protocol):
 
 
 class Conversation:
-    """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop."""
+    """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop, `ended`
+    and `own_s` on the run's."""
 
     def __init__(self, request: GroupRequest, index: int, call: Asking, shared: ConversationSettings) -> None:
         """Say nothing yet. Made by `Conversations`."""
@@ -372,7 +373,7 @@ class Conversation:
 
     @property
     def own_s(self) -> float:
-        """Seconds spent in the environment so far."""
+        """Seconds that count towards environment.timeout_s: without those of engine, verifier and workers of `step`."""
         since = self._since
         return self._own_s + (time.monotonic() - since if since else 0.0)
 

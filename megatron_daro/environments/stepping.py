@@ -142,7 +142,7 @@ class SteppedConversations:
         return True
 
     async def _ask(self, conversation: Conversation, request: Mapping[str, Any]) -> Step:
-        """Return what a worker says, and report it; waiting for one is not the environment's time."""
+        """Return what a worker says, and report it; neither waiting for one nor its work counts for timeout_s."""
         with conversation.uncounted():
             await self._start()
             reply = await self._pool.ask(dict(request))

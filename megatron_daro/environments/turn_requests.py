@@ -42,8 +42,8 @@ class _TurnRequest:
 
 
 class TurnRequests:
-    """Those of one `generate`. On the run's event loop, but for `ask` and `verify`, which are called on the
-    environments'.
+    """Those of one `generate`. On the run's event loop, but for `ask`, `verify`, `stand_back` and `come_back`, which
+    are called on the environments'.
 
     failure: what the engine or the verifiers raised, which ends all conversations.
     """

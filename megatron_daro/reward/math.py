@@ -1,11 +1,11 @@
 """Mathematical answers: extraction, pre-filter, outer shape, then math-verify for the leaves.
 
 `screen` runs in the calling process, cheap and bounded, and yields a Verdict or a Job; `judge`, which a run calls in a
-worker process, decides the job and alone imports math-verify and sympy. Units and words behind a value are cut off
-where they are only that; words that scale a number (`million`) are a factor, those that hedge (`maybe not`) or join
-(`or six`) make another value, or none. An answer that merely restates the problem, such as the unevaluated sum it asks
-for, is refused before any comparison, since an algebra system would do the missing work; what the gold itself contains
-is never refused.
+worker process, decides the job; it and `gold_problem` import math-verify and sympy. Units and words behind a value are
+cut off where they are only that; words that scale a number (`million`) are a factor, those that hedge (`maybe not`) or
+join (`or six`) make another value, or none. An answer that merely restates the problem, such as the unevaluated sum it
+asks for, is refused before any comparison, since an algebra system would do the missing work; what the gold itself
+contains is never refused.
 
 Rejects golds that are empty or not text (`gold_empty`, `gold_not_text`). A gold that the grammar does not take is
 matched literally, and a mismatch then says `gold_unparsed`.

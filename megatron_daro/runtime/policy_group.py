@@ -180,7 +180,7 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
-        """While it is held the weights do not change: `export`, `write`, `logprobs_of` are called within, all else waits.
+        """While it is held the weights do not change: `export`, `write`, `logprobs_of` are for within, all else waits.
         Yields their version, the number of the last optimizer step; `version`, where given, is what they are called
         from now on: a resumed run says it."""
         async with self._busy:

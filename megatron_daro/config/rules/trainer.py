@@ -78,7 +78,7 @@ def _environment(config: Config, path: str, section: EnvironmentSection) -> Iter
 
 def unread_without_step(section: EnvironmentSection) -> list[str]:
     """Return the options that are set and that only an environment with `step` reads."""
-    return [name for name in changed(section) if name in ("max_turns", "strict")]
+    return [name for name in changed(section) if name in ("max_turns", "strict", "step_timeout_s")]
 
 
 def packages(config: Config, hardware: Hardware) -> Iterator[Problem]:

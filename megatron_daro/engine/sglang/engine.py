@@ -71,7 +71,7 @@ class SGLangEngine:
             asker: asks servers; started and closed with this. warn: shows the user a warning.
             run_dir: for logs and weight files. seed: of sampling.
             temperature: at which the policy's log-probs are computed.
-            probe_tokens: prompt of the check after each weight update.
+            probe_tokens: given text of the check after each weight update.
 
         Raises:
             ModelError: `sync: shards` with servers whose weights lie in a way that is not known.

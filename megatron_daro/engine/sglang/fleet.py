@@ -308,6 +308,6 @@ class Fleet:
         return 2 * server.facts.max_tokens if server.facts else 0
 
     def _notify(self) -> None:
-        """Have the first in line look again."""
+        """Have the first in line look again, and `returned`."""
         self._changed.set()
         self._changed = asyncio.Event()

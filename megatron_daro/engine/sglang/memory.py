@@ -69,7 +69,7 @@ async def resume(server: Server, *tags: MemoryTag, timeout_s: float) -> None:
 
 
 async def _until_idle(server: Server, limit_s: float) -> None:
-    """Wait until nothing runs on the server: it refuses to empty its cache before."""
+    """End what runs on the server, until it is idle: it refuses to empty its cache before."""
     end = time.monotonic() + limit_s
     while True:
         try:

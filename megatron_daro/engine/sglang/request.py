@@ -68,7 +68,7 @@ def calls_of(
 
     Args:
         request: what is asked.
-        name: of the request, not used before. seed: of the run.
+        name: of the request, not used before. seed: of sampling.
         cache_key: prefixes are found in the server's cache, and left there, only by requests with the same key. With
             one key per weight version no prompt meets a prefix of older weights, however long that stays in the cache.
         streams: whether the server sends each of several answers whole when it has ended.

@@ -62,7 +62,8 @@ class Supervision:
         others.
 
         Raises:
-            EngineError: none started, or one cannot be used: one that runs already, one with another model or without
+            EngineError: none started; one failed and none may be restarted; or one cannot be used: one that runs
+            already, one with another model or without
                 what the run needs, one that shares its GPUs with the trainer.
         """
         starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
@@ -169,7 +170,7 @@ class Supervision:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the fleet where a watcher failed: the run must not go on unwatched."""
+        """End the fleet where a watcher, a restart or a giving up failed: the run must not go on unwatched."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             said = (

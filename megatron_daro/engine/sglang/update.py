@@ -181,7 +181,7 @@ class ServerUpdate:
         }
 
     def abandon(self, error: SyncError) -> None:
-        """Fence all: they are paused, and nobody would wake them."""
+        """Fence all: they may be paused, and nobody would wake them."""
         for server in self._taking_part():
             self._fleet.fence(server, server.reason or f"weight update: {error}")
 

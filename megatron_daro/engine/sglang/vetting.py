@@ -146,8 +146,12 @@ def _missing_calls(facts: ServerFacts, expected: Expected, options: SGLangSectio
     version, first, wrong = version_number(facts.version), dotted(OLDEST_SGLANG), []
     if version and version < OLDEST_SGLANG:
         wrong.append(f"it is SGLang {facts.version}; allowed: {first} or newer")
-    calls_of_options = options.transport.calls + (MEMORY_CALLS if expected.shares_gpus else ())
-    for calls, fix in ((NEEDED_CALLS, ""), (calls_of_options, ", or another engine.sglang.sync")):
+    of_memory = MEMORY_CALLS if expected.shares_gpus else ()
+    for calls, fix in (
+        (NEEDED_CALLS, ""),
+        (options.transport.calls, ", or another engine.sglang.sync"),
+        (of_memory, ", or engine.colocate=false"),
+    ):
         missing = [call for call in calls if call not in facts.calls]
         if missing:
             wrong.append(

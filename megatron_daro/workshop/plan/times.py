@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_daro.config.model_shape import ModelShape
-from megatron_daro.data.schedule import CostModel, interleaved_group, window_operations
+from megatron_daro.data.schedule import CostModel, interleaved_group, local_operations
 from megatron_daro.families import families
 from megatron_daro.workshop.plan.gpus import Gpu
 from megatron_daro.workshop.plan.layout import Cut, ModelLayout, active_parameters, adapter_parameters, counts
@@ -206,7 +206,7 @@ def _stage_s(
     if workload.adapters:
         products += 6 * share * sum(adapter_parameters(workload.adapters, Cut(), range(shape.layers))) / rate
     length = float((workload.lengths_Q**2).mean() / workload.lengths_Q.mean())
-    pairs = CostModel.of_model(shape).quadratic * length + window_operations(shape)
+    pairs = CostModel.of_model(shape).quadratic * length + local_operations(shape)
     scores = pairs * share / (bf16 * constants.attention)
     passes = constants.passes + (constants.passes_fp8 if workload.fp8 else 0)
     moved = passes * layer_elements(workload, ENGINE) * workload.dtype_bytes * shape.layers
