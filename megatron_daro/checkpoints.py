@@ -1,10 +1,10 @@
 """Checkpoints that survive a crash: written whole or not at all, verified before use, pruned only when safe.
 
-Controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote,
-state.json (the controller's state), made_with.json (what the run was made of), manifest.json (size and SHA-256 of every
-file, written last); then RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is whole. It is written
-beside its place, synced and renamed, so no reader ever sees half of one. It refuses torn and edited checkpoints, and
-reads JSON only.
+Controller -> `Checkpoints.save` -> RUN/checkpoints/step_000020/ = what the policy wrote, waiting.parquet (groups that
+wait, if any), state.json (the controller's state), made_with.json (what the run was made of), manifest.json (size and
+SHA-256 of every file, written last); then RUN/checkpoints/latest. `find_latest_valid` gives the newest one that is
+whole. It is written beside its place, synced and renamed, so no reader ever sees half of one. It refuses torn and
+edited checkpoints, and reads JSON only.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Checkpoints:
 
         Args:
             step: optimizer step, which names it.
-            write: fills an existing, empty directory (the policy's own checkpoint).
+            write: fills an existing, empty directory (the policy's own checkpoint, and groups that wait).
             state: JSON-able; becomes state.json.
             notices: told what was removed, and what could not be.
 
@@ -90,8 +90,9 @@ class Checkpoints:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError: it could not be written (a full disk is named). Nothing of it is left, and earlier
-                checkpoints are as they were. What `write` raises otherwise passes through, after the same clean-up.
+            CheckpointError: it could not be written (a full disk is named). Nothing is left of one that was not in its
+                place, and earlier checkpoints are as they were. What `write` raises otherwise passes through, after the
+                same clean-up.
         """
         final = self._directory / _name(step)
         temporary = final.with_name(final.name + ".tmp")

@@ -1,7 +1,7 @@
 """The training loop: batches of rollouts in, optimizer steps, weight syncs, checkpoints and metrics out.
 
 The composition root (runtime/launch.py) builds the parts and runs one Controller. `run` syncs the first weights,
-evaluates them, then has three coroutines under one task group:
+evaluates them at step 0 where that is due, then has three coroutines under one task group:
 
     _generate --batches, then None--> _queue --> _train --> _end_batch -----> engine
         ^                                          |
@@ -63,7 +63,10 @@ from megatron_daro.types import Group, PreparedStep, StepBatch, StepResult
 _RECORDING_ENDS = (
     "the recording ends here: {step} of {steps} steps (trainer.steps) were trained, and there are no further rollouts"
 )
-_NOT_EVALUATED = "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates checkpoints"
+_NOT_EVALUATED = (
+    "step {step} is not evaluated, since the run stops; `megatron-daro eval` evaluates checkpoints, and with --hf the "
+    "model that the run began with"
+)
 
 BuildBatch = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_step_batch` with the run's algorithm."""
@@ -165,7 +168,8 @@ class Controller:
             self._parts.recorder.truncate_after(self.step)
 
     def request_stop(self, cause: str) -> None:
-        """Once: finish the batch, save a checkpoint and end. Twice: end now. Call from the event loop's thread."""
+        """Once: finish the batch, save a checkpoint and end, or end the start. Twice, in `run`: end now. Call from the
+        event loop's thread."""
         if not self._stop.is_set():
             running = "stopping with a checkpoint of what was trained (once more to stop at once)"
             self._parts.progress.notice(f"{cause}: {running if self._run_task else 'ending the start'}")
@@ -284,8 +288,8 @@ class Controller:
         self._queue.put_nowait(None)
 
     def _engine_use(self) -> AbstractAsyncContextManager[None]:
-        """Hold the engine for one user: a batch, a weight sync or an evaluation; one beside generation only begins so,
-        and each sync waits for its end by itself."""
+        """Hold the engine for one user: a batch, a weight sync, an evaluation, or the policy that takes its memory. One
+        beside generation only begins so, and each sync waits for its end by itself."""
         return self._parts.deadlines.holding("engine_free", self._engine_lock)
 
     async def _train(self) -> None:
@@ -375,7 +379,7 @@ class Controller:
             await self._write_metrics(minibatch, metrics, prepared.batch)
 
     async def _optimizer_step(self, prepared: PreparedStep, minibatch: MiniBatch) -> StepResult:
-        """Ask the policy for a step. One that is not finite stops the run or is skipped, and is written out."""
+        """Ask the policy for a step. One that is not finite stops the run or is skipped."""
         try:
             work = self._parts.policy.train(prepared, minibatch.step)
             result = await self._within("train", work, what=f"step {minibatch.step}")
@@ -449,7 +453,8 @@ class Controller:
         await self._lines.add(minibatch.step, metrics)
 
     def _settle_experts(self, folder: ExpertsFolder, minibatch: MiniBatch) -> None:
-        """Keep the files of what was trained where a record names them; the rest of these groups' go."""
+        """Keep the files of the step's own groups where a record names them or a later step of the batch reads them;
+        those of filtered and dropped groups go."""
         kept = [group for group in minibatch.groups if self._parts.recorder or group.group_id in minibatch.again]
         nothing = dict.fromkeys(
             (group.group_id for group in (*minibatch.groups, *minibatch.filtered, *minibatch.dropped)), ()

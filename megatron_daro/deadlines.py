@@ -61,13 +61,14 @@ class Deadlines:
     placement: float = 600.0
     """Until the Ray cluster has room for every rank and server."""
     policy_start: float = 3600.0
-    """Until every rank of the policy has its weights."""
+    """Until every rank of the policy runs, and then has its weights."""
     verifier_start: float = 900.0
     """Until the verifiers' processes run."""
     engine_start: float = 1800.0
     """Until an engine can generate (a server loads its model)."""
     workers_start: float = 300.0
-    """Until processes that ask servers, hold one, or verify are ready: each time they are started."""
+    """Until processes that ask servers, hold one, verify or run environments are ready, or a replaced rank: each time
+    they are started."""
     next_group: float = 7800.0
     """Until the next complete group of a batch arrives, whichever it is."""
     abort: float = 60.0
@@ -77,13 +78,13 @@ class Deadlines:
     teacher: float = 7200.0
     """A teacher's log-probs of the answers of a group, or of a round, while others wait for it too."""
     engine_free: float = 28800.0
-    """Until the engine is free: a batch, a sync or an evaluation that has it ends."""
+    """Until the engine is free: what has it (a batch, a sync, an evaluation) ends."""
     turn: float = 28800.0
     """Until training has caught up, so that the next batch may be generated; for each optimizer step of a batch."""
     batch: float = 28800.0
     """Until the next batch is complete."""
     build: float = 600.0
-    """Putting the columns of one optimizer step together."""
+    """Putting the columns of one optimizer step, or a batch's metrics, together."""
     logprob: float = 14400.0
     """Old and reference log-probs and a critic's values of one optimizer step."""
     train: float = 14400.0

@@ -98,7 +98,7 @@ class GroupRequest:
     @property
     def draw(self) -> int:
         """Attempt and turn as the one number that seeds are made of, with the group and the index: each turn of each
-        attempt has random numbers of its own. Below 2**63."""
+        attempt has random numbers of its own, unless an agent names equal seeds. Below 2**63."""
         named = self.turn if self.answer_seed is None else 2**30 + self.answer_seed % 2**30
         return self.attempt + named * 2**32
 

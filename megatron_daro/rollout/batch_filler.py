@@ -59,7 +59,7 @@ class BatchFiller:
 
         Args:
             batch: the batch so far.
-            unfinished: outstanding groups that the batch before left; they go on before new prompts are admitted.
+            unfinished: outstanding groups that the `fill` before left; they go on before new prompts are admitted.
 
         Returns:
             The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
@@ -103,7 +103,7 @@ class BatchFiller:
                 await asyncio.sleep(0)
 
     def _resume(self, flight: Flight, count: int) -> dict[int, GroupInFlight]:
-        """So many groups that the batch before left unfinished, by id."""
+        """So many groups that the `fill` before left unfinished, by id."""
         groups = [flight.to_resume.popleft() for _ in range(count)]
         for group in groups:
             self._parts.ledger.resume(group.group_id)
@@ -133,7 +133,7 @@ class BatchFiller:
     async def _attempt(
         self, flight: Flight, requests: Sequence[GroupRequest], groups: dict[int, GroupInFlight]
     ) -> None:
-        """One call of the engine; answers are verified while others are still generated."""
+        """One try of a call; answers are verified while others are still generated."""
         collector = self._parts.collector
         iterator = self._parts.rollouter.generate(requests)
         try:
@@ -159,7 +159,7 @@ class BatchFiller:
         return call
 
     def _take_groups(self, batch: BatchSoFar, flight: Flight, call: asyncio.Task[None]) -> None:
-        """Take the groups of a call that ended, by id. Raises what ended it."""
+        """Take the groups of a call that ended or is left behind, by id. Raises what ended it."""
         groups = flight.calls.pop(call)
         if call.done() and not call.cancelled():
             call.result()

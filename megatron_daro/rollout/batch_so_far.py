@@ -66,7 +66,7 @@ class BatchSoFar:
         kept = self.fresh_kept + prior * prior_groups
         return max(LOWEST_KEEP_RATE, kept / (self.fresh_total + prior_groups))
 
-    def why_empty(self) -> str:
+    def why_short(self) -> str:
         """Return what became of the others, for a message."""
         bins = [group.bin for group in self.filtered]
         right, wrong = bins.count(self._size), bins.count(0)

@@ -25,7 +25,7 @@ from megatron_daro.types import GroupRequest, Rollout, SamplingParams
 class RolloutCounters:
     """What sampling has cost since the run began: metrics of these names below rollout/, kept in checkpoints.
 
-    aborted_tokens: response tokens that were thrown away: of what was not finished, begun anew, not judged in time, or
+    aborted_tokens: generated tokens that were thrown away: of what was not finished, begun anew, not judged in time, or
     without its files of experts. groups_aborted: unfinished when their batch was full. groups_resumed: unfinished ones
     that went on, those that were only set aside too. batches_empty: without a trainable group.
     """
@@ -48,7 +48,7 @@ class RolloutCounters:
 class RolloutCollector:
     """Takes answers in, and counts what became of them.
 
-    fresh_tokens: response tokens generated since the process began, each once.
+    fresh_tokens: tokens generated since the process began, each once.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RolloutCollector:
 
         Args:
             ledger: says which answers count. rollouter: scores. sampling: of every request. phases: time of scoring.
-            segment_tokens: most tokens of an answer in a batch. template: the named one of the training data.
+            segment_tokens: most tokens of an answer in one flight. template: the named one of the training data.
             opens_thinking: whether its prompts end with a <think>. teacher: reads each finished answer; None: nobody.
         """
         self.rollouts_per_prompt = rollouts_per_prompt
@@ -109,7 +109,7 @@ class RolloutCollector:
         """Put into the groups what counts: of the current attempt and asked for, each index once.
 
         Returns:
-            The finished ones, which need a verdict. Others are kept as partial.
+            The finished ones, which need a verdict. Others are kept as partial, where one can go on.
 
         Raises:
             EngineError: a group or attempt that was never requested, or columns that do not fit.

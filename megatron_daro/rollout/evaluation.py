@@ -41,7 +41,7 @@ class Evaluator:
         answers_beside: int = 0,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Args: answers_beside: asked for at once in an evaluation beside generation; 0: it has the engine for itself.
+        """Args: answers_beside: about so many are asked for at once beside generation; 0: it has the engine for itself.
         warn: shows the user a warning."""
         self.answers_beside, self._warn = answers_beside, warn
         self._sets, self._rollouter = sets, rollouter

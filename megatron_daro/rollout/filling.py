@@ -56,9 +56,9 @@ def old_and_new(section: RolloutSection, waiting: int, wanted: int) -> tuple[int
 
 
 class InRounds:
-    """Groups begin in rounds. A round is one call of the engine, as fits one that works on one batch at a time, and the
-    next begins when all of its groups have ended. What is in a batch follows from the saved state and the answers
-    alone: a run repeats exactly with an engine that does (embedded)."""
+    """Groups begin in rounds. A round is one call (and tries for what is missing of it), as fits an engine that works
+    on one at a time, and the next begins when all of its groups have ended. What is in a batch follows from the saved
+    state and the answers alone: a run repeats exactly with an engine that does (embedded)."""
 
     group_by_group = False
 

@@ -1,9 +1,9 @@
 """Groups of rollouts as Parquet columns and back: the one form in which a group is ever written.
 
-Recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same
-groups. One row is one rollout with its prompt and its verdict, so that people can read the file with pandas or DuckDB;
-a group without a rollout is one row without an index. Everything comes back bit for bit. Columns are built from numpy
-arrays and encoded by pyarrow without the interpreter's lock. It opens no files, and refuses rows that contradict
+Recorder (a step's groups) and checkpoints (groups that wait) -> rows of SCHEMA -> the same groups. One row is one
+rollout with its prompt and its verdict, so that people can read the file with pandas or DuckDB; a group without a
+rollout is one row without an index. Everything but `Rollout.verdict` comes back bit for bit. Columns are built from
+numpy arrays and encoded by pyarrow without the interpreter's lock. It opens no files, and refuses rows that contradict
 themselves.
 """
 

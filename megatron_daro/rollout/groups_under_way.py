@@ -13,7 +13,7 @@
 
 Unfinished and surplus groups together are those that wait for the next batch: checkpoints hold them (RecordedGroup).
 A rollout of a group is finished, or partial: with the tokens that it had when it was aborted, or when it was set aside
-because it got all that one batch gives it (rollout.segment_tokens).
+because it got all that one flight gives it (rollout.segment_tokens).
 
 Recorded groups that contradict themselves are refused.
 """
@@ -37,8 +37,8 @@ class GroupInFlight:
     """A group that is being completed.
 
     rollouts: finished ones by index. verdicts: of those that were verified. partial: the partial ones by index, with
-    the finish reason "segment" once they have got all that this batch gives them. tokens_before: by index, response
-    tokens that were there when the batch began.
+    the finish reason "segment" once they have got all that this flight gives them. tokens_before: by index,
+    generated tokens that were there when it began.
     """
 
     prompt: Prompt
@@ -152,13 +152,13 @@ def without_lost_experts(record: RecordedGroup) -> RecordedGroup:
 
 @dataclass(slots=True)
 class Flight:
-    """What is in flight of one batch.
+    """What is in flight of one batch, in one `BatchFiller.fill`.
 
-    to_resume: groups that the batch before left unfinished, not begun again yet. calls: those that run, with the groups
-    that each generates. arrivals: calls that have ended, and a None for each group of one that goes on: a sign of life.
-    unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after the
-    last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is asked
-    of the engine.
+    to_resume: groups that the `fill` before left unfinished, not begun again yet. calls: those that run, with the
+    groups that each generates. arrivals: calls that have ended, and a None for each group of one that goes on: a sign
+    of life. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after
+    the last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is
+    asked of the engine.
     """
 
     to_resume: deque[UnfinishedGroup]

@@ -1,10 +1,10 @@
 """The books of the groups: every admitted group is in exactly one of outstanding, trained, filtered, dropped.
 
 `BatchFiller` admits groups and asks again, `BatchSoFar` filters and drops, the controller marks what it trained or
-dropped. The ledger gives out group ids and attempt numbers, and decides whether an answer still counts. It keeps no
-rollouts. Finished groups, those that have an outcome, are counted: ids only grow, so an id below the next one that is
-not outstanding is finished, and finishing it again is refused. What became of which is remembered only as long as a
-checkpoint may need it (`forget_outcomes`).
+dropped; in a replay `ReplaySource` admits, filters and drops. The ledger gives out group ids and attempt numbers, and
+decides whether an answer still counts. It keeps no rollouts. Finished groups, those that have an outcome, are counted:
+ids only grow (but in a replay), so an id below the next one that is not outstanding is finished, and finishing it again
+is refused. What became of which is remembered only as long as a checkpoint may need it (`forget_outcomes`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Ledger:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-able plain values; its size grows with the outstanding groups only."""
+        """Everything but `outcomes`, as JSON-able plain values; its size grows with the outstanding groups only."""
         return {
             "next_id": self._next_id,
             "admitted": self._admitted,

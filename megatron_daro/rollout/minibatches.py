@@ -26,7 +26,7 @@ class MiniBatch:
     filtered, dropped: what is recorded with this step although it does not train, and generated_tokens of the batch
     (the first one of a batch has them all). first, last: whether it is the first and the last of its batch that trains;
     `first_step`: the batch's first optimizer step. epoch: of the batch, from 1. again: ids of groups that a later one
-    of the batch takes again. trains: false in a replay, of a step that was not finite.
+    of the batch takes. trains: false in a replay, of a step that was not finite.
     """
 
     step: int
@@ -53,7 +53,7 @@ class MiniBatch:
 
 
 def planned_steps(batch: SampledBatch, step: int, section: TrainerSection) -> int:
-    """Return how many optimizer steps a batch takes, if it begins after `step`."""
+    """Return how many optimizer steps a batch takes, if it begins after `step` and the run has so many left."""
     if batch.recorded:
         return batch.recorded[-1].step - step
     return min(section.minibatches_per_batch, len(batch.groups)) * section.epochs_per_batch

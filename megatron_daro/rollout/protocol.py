@@ -21,7 +21,7 @@ class Engine(Protocol):
     """
 
     async def start(self) -> None:
-        """Become ready to generate. Raises EngineError when that is not possible."""
+        """Become ready to generate. Raises DaroError when that is not possible."""
         ...
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:

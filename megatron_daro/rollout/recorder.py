@@ -147,7 +147,9 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; restore the file or replay another run") from error
+        raise DataError(
+            f"{path}: cannot be read: {error}; restore the file, or use another run or checkpoint"
+        ) from error
 
 
 def _minibatch(values: Mapping[str, Any], step: int) -> RecordedMiniBatch:

@@ -141,10 +141,9 @@ class Sampler:
             empty += 1
             self._collector.counters.batches_empty += 1
             where = await self._record_untrainable(batch, use_version + 1)
+            again = ", so another is sampled" if empty < self._max_empty else ""
             batches = "a batch" if empty == 1 else f"{empty} batches in a row"
-            self._notices.warn(
-                f"no trainable group in {batches} ({batch.why_empty()}), so another one is sampled; {where}"
-            )
+            self._notices.warn(f"no trainable group in {batches} ({batch.why_short()}){again}; {where}")
         if batch.incomplete > len(batch.filtered):
             remedy = "Most of these groups failed at every attempt: correct what the warnings before this name"
         else:
@@ -153,7 +152,7 @@ class Sampler:
                 "rollout.rollouts_per_prompt or rollout.prompts_per_batch, or switch the filter off"
             )
         raise DataError(
-            f"{self._max_empty} batches in a row without a trainable group ({batch.why_empty()}). {remedy}; {where}"
+            f"{self._max_empty} batches in a row without a trainable group ({batch.why_short()}). {remedy}; {where}"
         )
 
     async def _record_untrainable(self, batch: BatchSoFar, step: int) -> str:
@@ -200,7 +199,7 @@ class Sampler:
             if self._short_batches.bit_count() == 1:
                 self._notices.notice(
                     f"batch has {len(batch.kept)} of {target} groups of {batch.rounds} rounds of prompts "
-                    f"({batch.why_empty()}); going on with these"
+                    f"({batch.why_short()}); going on with these"
                     + (f"; {self._short_batches} batches were short so far" if self._short_batches > 1 else "")
                 )
 

@@ -13,7 +13,7 @@ _MAX_BATCHES_IN_A_ROW = 5
 
 
 class SkippedSteps:
-    """`total` counts since the run began: in every line of metrics (`rollout/steps_skipped`) and in checkpoints.
+    """`total` counts since the run began: in every step's line of metrics (`rollout/steps_skipped`) and in checkpoints.
 
     The fifth batch in a row all of whose steps were skipped ends the run; a resumed run counts these anew.
     """

@@ -59,7 +59,7 @@ GROUP_METRICS: tuple[GroupMetrics, ...] = (_correctness, _responses, _conversati
 
 
 def step_metrics(minibatch: MiniBatch, columns: StepBatch, steps_per_batch: int) -> dict[str, float]:
-    """Measure what one optimizer step trains, which is not the same for all steps of its batch."""
+    """Measure the groups of one optimizer step, with the filtered ones in the batch's first."""
     metrics = group_bins((*minibatch.groups, *minibatch.filtered), columns.rollouts_per_prompt)
     metrics |= length_metrics(columns)
     metrics |= _divergence(minibatch.groups)

@@ -98,7 +98,7 @@ class AnswerWorkers:
 
     @property
     def restarts(self) -> int:
-        """Workers that were started again."""
+        """Times that a worker was started again."""
         return self.workers.restarts
 
     async def start(self) -> None:

@@ -153,7 +153,7 @@ _MOST_TEMP_PATH = 40
 
 
 def check_limits() -> None:
-    """Raise the limit of open files as far as this user may.
+    """Raise the limit of open files to 65,536, or as far as this user may.
 
     Raises:
         ConfigError: it stays too low for Ray.
@@ -181,7 +181,8 @@ def own_directory(stack: ExitStack) -> Path:
         return stack.enter_context(temporary.own_directory("ray", base if len(base) <= _MOST_TEMP_PATH else "/tmp"))
     except OSError as error:
         raise ConfigError(
-            f"TMPDIR: no temporary directory can be written ({error}); fix: free space there, or set TMPDIR"
+            f"TMPDIR: no temporary directory can be written ({error}); fix: free space there, or set TMPDIR "
+            f"(at most {_MOST_TEMP_PATH} characters)"
         ) from error
 
 

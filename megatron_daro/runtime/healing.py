@@ -13,8 +13,8 @@ waits for that, so a death costs at most one step. When a rank dies:
 Where that fails the run ends with the cause, as without all this, and resumes from a checkpoint. A process that is
 frozen is killed, and is a dead one from then on.
 
-What a loss leads to is decided in healing_states.py and done here. Once a run trains, PolicyGroup calls this with its
-lock held; the watch over the processes is the only other caller.
+What a loss leads to is decided in healing_states.py and done here. Once a run trains, PolicyGroup calls this, but for
+`close`, with its lock held; the watch over the processes is the only other caller.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Healing:
         """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.
 
         Raises:
-            WorkerError: no rank died, or it cannot be healed.
+            DaroError: no rank died, or it cannot be healed.
         """
         while True:
             await self.heal()
@@ -199,7 +199,7 @@ class Healing:
         """Replace every rank that is known to be dead; nothing where none is.
 
         Raises:
-            WorkerError: that is not possible, and why; the run ends, and whoever asks again is told the same.
+            DaroError: that is not possible, and why; the run ends, and whoever asks again is told the same.
         """
         started = time.perf_counter()
         while action := self._take(states.Stopped()):
@@ -266,7 +266,8 @@ class Healing:
                 await self._look()
         except TimeoutError:
             return states.Hopeless(
-                f"{', '.join(names)} died, and no node had room for a new process within {limit_s:g} s"
+                f"{', '.join(names)} died, and no new process answered within {limit_s:g} s: no node has room, or it "
+                "starts too slowly"
             )
         self._check_all_live()
         twice = self.keeps == "both"

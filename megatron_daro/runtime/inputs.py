@@ -1,7 +1,7 @@
 """What a run reads from files before it generates: model shape, tokenizer, stop tokens, and the problems in their
 order.
 
-A start and its dry run both read here, before Ray is imported and any process begins. Everything that was dropped from
+A start and its dry run both read here, before Ray is started and any process begins. Everything that was dropped from
 the data is reported, and so are pass rates that were measured with another model than the one that is trained. Rejects
 an evaluation set of which something would be missing, unless that was asked for.
 """

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP: while a command starts, in the training loop, and while everything is taken apart.
 
-`interruptible` is around a whole command; `stop_on_signals` is around the loop, and gives the
-handlers back when it ends. All three signals mean the same. What ends already is ended in order, unless
+`interruptible` is around a whole command; `stop_on_signals` is around the start of the processes and the loop, and
+gives the handlers back when they end. All three signals mean the same. What ends already is ended in order, unless
 somebody insists.
 """
 

@@ -210,7 +210,7 @@ async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]
         endings: what may end the run: each returns its error.
 
     Raises:
-        WorkerError: a worker's process ended while `work` was going on. Whatever `work` raises passes through.
+        DaroError: what an ending returned: a process ended, no server is left. Whatever `work` raises passes through.
     """
     task = asyncio.ensure_future(work)
     watches = [asyncio.ensure_future(ending) for ending in endings]

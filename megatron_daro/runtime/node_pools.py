@@ -75,7 +75,7 @@ class NodePools:
 
     @property
     def restarts(self) -> int:
-        """Pools of nodes that were lost and started again."""
+        """Times that a node's pool was lost and started again."""
         return self.workers.restarts
 
     @property
@@ -139,7 +139,7 @@ class VerifierPools(NodePools):
 
 
 class EnvironmentPools(NodePools):
-    """The `EnvironmentPool` of a run. Made on the run's event loop, where Ray's calls live; asked from any."""
+    """The `EnvironmentPool` of an environment. Made on the run's event loop, where Ray's calls live; asked from any."""
 
     def __init__(self, run: RunContext, section: EnvironmentSection) -> None:
         """The section's `workers` are dealt out to the nodes."""

@@ -302,8 +302,8 @@ def rollout_engine(run: RunContext, tokenizer: PreTrainedTokenizerBase, placemen
 
 
 async def start_all(run: RunContext, placement: Placement, policy: PolicyGroup, generation: Generation | None) -> None:
-    """All processes at once, when each has a place: each spends its first seconds importing. The first failure ends
-    the other starts.
+    """Start all processes when each has a place: at once, since each spends its first seconds importing, but in turns
+    where servers share GPUs with ranks. The first failure ends the other starts.
 
     Raises:
         DaroError: a process cannot start. DeadlineError: one did not start in time, and which.
@@ -324,8 +324,8 @@ _RANKS, _RANKS_LOAD = "the actor's ranks", "ranks load the model"
 
 
 async def _start_in_turns(run: RunContext, policy: PolicyGroup, generation: Generation) -> None:
-    """Start the servers first, which look at what is free on the GPUs and take their part; they give it back before
-    the policy is built."""
+    """Start the ranks' processes, which use no GPU yet, then the servers, which look at what is free on the GPUs and
+    take their part; they give it back before the policy is built."""
     within, stage, engine = run.deadlines.within, run.progress.stage, generation.engine
     stage("ranks", "ranks start")
     await within("policy_start", policy.start_processes(), what=_RANKS)

@@ -7,7 +7,7 @@ Where a run starts, from prompts as from a recording, which is never that of its
     --resume, there is none          at step 0; all is written again
 
 A configuration, model, data or recording that the checkpoint does not belong to is rejected, and config.yaml stays as
-it was; otherwise it is written. RUN/restarts.txt says what a restart changes, or why it was rejected.
+it was; otherwise it is written. RUN/restarts.txt says what a restart changes, and which change was rejected.
 `train --dry-run` calls the same functions as a start, reads only the first and last rows of training files (all where
 those are refused), and writes nothing. It starts nothing of the run. Classes that the configuration names are imported
 here, and what the run makes in worker processes is made in one, which ends.
@@ -98,7 +98,8 @@ def begin(run: RunContext, *, resume: bool, replay: Path | None, width: int) -> 
         width: columns of the terminal, for the table of changes.
 
     Raises:
-        CheckpointError: no checkpoint is whole, or the run is not the one of the checkpoint; restarts.txt says why.
+        CheckpointError: no checkpoint is whole or of this format, or the run is not the one of the checkpoint:
+                restarts.txt says why.
     """
     run_dir, progress = run.run_dir, run.progress
     made_of = provenance(run.config, replay)
@@ -219,7 +220,7 @@ def check_start(config: Config, *, resume: bool, replay: Path | None, elsewhere:
 
     Args:
         config: checked.
-        resume: whether the run directory must hold a run; else it must not.
+        resume: whether the run directory must be there; else it must hold no run.
         replay: the run whose recording is trained on; None: an engine generates.
         elsewhere: on other machines, which alone can tell whether environments and servers work.
 

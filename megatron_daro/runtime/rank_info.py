@@ -1,4 +1,4 @@
-"""What a rank is: its place among the ranks, and what the driver goes by. TrainWorker tells it, once."""
+"""What a rank is: its place among them, and what the driver goes by. TrainWorker tells it when the ranks have met."""
 
 from __future__ import annotations
 

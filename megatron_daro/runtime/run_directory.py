@@ -83,7 +83,7 @@ def owned(run_dir: Path, *, resume: bool, option: str = _OPTION) -> Iterator[Pat
 
 
 def require_usable(run_dir: Path, *, resume: bool) -> None:
-    """Refuses what `owned` would refuse, without making or locking anything.
+    """Refuses what `owned` would refuse, without making anything; the lock is held for a moment only.
 
     Raises:
         CheckpointError: another process uses the directory.

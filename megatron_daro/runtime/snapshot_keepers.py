@@ -22,7 +22,8 @@ _GIB = 2**30
 
 def peers_of(infos: Sequence[RankInfo]) -> list[int | None]:
     """Return the rank that keeps the copy of each rank: a replica on another host (or on the only one), which has the
-    weights in a snapshot of its own; where there is none, any rank of the next host. None: there is no other rank."""
+    weights in a snapshot of its own; where there is none, any rank of the next host (of the only one: half the ranks
+    away). None: there is no other rank."""
     hosts, by_weights = [info.host for info in infos], dict[tuple[int, ...], list[int]]()
     for rank, info in enumerate(infos):
         by_weights.setdefault(info.weights_key, []).append(rank)

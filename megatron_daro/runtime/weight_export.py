@@ -115,8 +115,7 @@ def _stages(ranks: Ranks) -> list[int]:
 
 
 async def _send_stages(ranks: Ranks, stages: Sequence[int], plan: SendPlan, routing: _Routing) -> SendReport:
-    """Have the exporting ranks of these stages export, and those of the first that have servers of the plan on their
-    host send."""
+    """Have the exporting ranks of these stages export, and those of the first that `routing` names send."""
     roles = {
         rank: RankRole(info.host, info.exports and info.stage in stages, info.sends and info.stage == stages[0])
         for rank, info in enumerate(ranks.infos)

@@ -1,6 +1,6 @@
 """Whether a receiver has the weights that it was sent, or kept the ones before: by log-probs.
 
-WeightSync asks every receiver for its log-probs of a fixed text, the policy for its own, and
+WeightSync asks SGLang servers (engine.sglang.verify) for their log-probs of a fixed text, the policy for its own, and
 this file for a verdict. It calls nobody.
 
 Two implementations of one model differ, in bf16 by more than two neighbouring versions of the weights do, so closeness

@@ -1,7 +1,8 @@
 """Whose turn it is on the GPUs: of policy and engine, where they share them (`Colocation`); else of both (`OwnGpus`).
 
-The controller calls `to_policy` when a batch is complete; the engine takes its memory as part of a weight update. Both
-are there together only while weights are sent and checked, and then the policy holds its weights only.
+The controller calls `to_policy` before a batch is trained, and before the last checkpoint; the engine takes its memory
+as part of a weight update. Both are there together only while weights are sent and checked, and then the policy holds
+its weights only.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class LeftBehind:
         self._before: int | None = None
 
     def observe(self, left: int, *, of: int | None = None) -> str:
-        """Return a warning where more stayed than before, or at first more than `growth` and a tenth of what was there.
+        """Return a warning: at first where more stayed than `growth` and a tenth of what was there, then where more
+        than `growth` came to what stayed.
 
         Args:
             left: bytes that stayed. of: bytes that were there; None: not known, and no warning at first.

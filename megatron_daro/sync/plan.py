@@ -102,8 +102,8 @@ class WeightFiles:
 class SendFailure:
     """Why a receiver did not get everything.
 
-    kind: "refused": it had the bytes and will not take them, and nobody else had trouble then: its own fault;
-    "unanswered": no answer came from it; "group": what carried the bytes to everyone broke, whoever broke it.
+    kind: "refused": it had the bytes and will not take them: its own fault (in a broadcast only where nobody else had
+    trouble); "unanswered": no answer came from it; "group": what carried the bytes to everyone broke, whoever broke it.
     """
 
     kind: Literal["refused", "unanswered", "group"]

@@ -65,7 +65,7 @@ class Asker(Protocol):
 
     @property
     def restarts(self) -> int:
-        """Workers that were started again, since the start."""
+        """Times that a worker was started again, since the start."""
         ...
 
     async def start(self) -> None:

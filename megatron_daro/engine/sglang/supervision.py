@@ -63,8 +63,7 @@ class Supervision:
 
         Raises:
             EngineError: none started; one failed and none may be restarted; or one cannot be used: one that runs
-            already, one with another model or without
-                what the run needs, one that shares its GPUs with the trainer.
+                already, one with another model or without what the run needs, one that shares the trainer's GPUs.
         """
         starting = [asyncio.create_task(self._start(server)) for server in self._fleet.servers]
         for task in starting:

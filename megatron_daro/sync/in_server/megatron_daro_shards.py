@@ -66,7 +66,7 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Ten
 
 
 class RefusedPieceError(Exception):
-    """This server has no such place."""
+    """What was offered is not what this rank has."""
 
 
 class _Receipt:
