@@ -5,14 +5,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 COLOURED = {
-    "test_checkpoints",
     "test_fresh_moments",
     "test_host_memory",
     "test_kl_in_reward",
-    "test_nonfinite_steps",
     "test_snapshots",
     "test_token_advantages",
-    "test_train_steps",
 }
 """Files whose policies always have storages of two colours (two_colours.py); a step takes five times as long then. The
 others have them with --colours only."""

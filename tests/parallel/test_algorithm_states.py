@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import megatron_tasks
 import pytest
+from heavy_cases import mostly_heavy
 from lab_names import configured
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts
@@ -57,7 +58,7 @@ def numbers(state):
     return [state] if isinstance(state, (int, float)) else []
 
 
-@pytest.mark.parametrize("name", sorted(STATEFUL))
+@pytest.mark.parametrize("name", mostly_heavy(sorted(STATEFUL), "daro_environments", "ha_dw"))
 def test_every_layout_learns_the_same(rank_pool, model, name):
     batches = [random_batch(seed=s, groups=5 + s) for s in range(4)]
     single = states(rank_pool, model, name, "single", batches)
@@ -67,7 +68,7 @@ def test_every_layout_learns_the_same(rank_pool, model, name):
     assert numbers(single) != numbers(states(rank_pool, model, name, "single", batches[:2]))
 
 
-@pytest.mark.parametrize("name", sorted(STATEFUL))
+@pytest.mark.parametrize("name", mostly_heavy(sorted(STATEFUL), "daro_lengths", "fade"))
 def test_a_resumed_run_goes_on_bit_for_bit(rank_pool, model, tmp_path, name):
     batches = [random_batch(seed=s, groups=5 + s) for s in range(4)]
     whole = states(rank_pool, model, name, "dp2", batches)

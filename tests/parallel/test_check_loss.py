@@ -23,7 +23,7 @@ QUICK |= {"deviation_of_a_micro_batch", "running_sum_over_samples"}
 """One of each cause, and those that are found before any layout is tried."""
 OTHER_CAUSE = {"prime_rl_674"}
 """Found, and explained otherwise than by the words beside it."""
-CHEAP = {"daro", "verl_sequence_mean", "sign_of_advantage"}
+CHEAP = {"daro", "verl_sequence_mean"}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,10 @@ def test_a_rank_that_raises_is_told_and_the_pool_goes_on(case_pool, monkeypatch)
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("once_different", "the same case failed and then did not"), ("once_different_and_padded", "padded positions")],
+    [
+        pytest.param("once_different", "the same case failed and then did not", marks=pytest.mark.heavy),
+        ("once_different_and_padded", "padded positions"),
+    ],
 )
 def test_what_differs_only_once_is_not_blamed_on_the_layout(case_pool, name, words):
     from megatron_daro.workshop.check_loss.search import check

@@ -127,6 +127,7 @@ def test_every_check_is_in_one_part():
     assert CHECKS.keys() <= set(items()) and len(set(items())) == len(items())
 
 
+@pytest.mark.heavy
 def test_the_rehearsal_measures_and_what_is_done_is_not_run_again(tmp_path):
     out = tmp_path / "results.jsonl"
     words = ["--rehearse", "--out", str(out), "--only", "packed attention, fp32", "Steps", "step of", "speed of"]

@@ -9,14 +9,15 @@ from small_models import random_batch, save_model
 from test_gradients_exact import layouts
 
 STEPS = 3
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 20_000}
 
 
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
         ("tp2_dp2", {"precision": "bf16"}),
-        ("tp2_dp2", {"precision": "fp32", "optimizer": {"distributed": False}}),
-        ("tp2_dp2", {"precision": "bf16", "megatron": {"overlap_grad_reduce": True, "bucket_size": 20_000}}),
+        pytest.param("tp2_dp2", {"precision": "fp32", "optimizer": {"distributed": False}}, marks=pytest.mark.heavy),
+        pytest.param("tp2_dp2", {"precision": "bf16", "megatron": OVERLAP}, marks=pytest.mark.heavy),
         ("tp2_pp2", {"precision": "bf16", "optimizer": {"distributed": False}}),
     ],
     ids=["distributed", "plain_fp32", "overlap", "plain_bf16_pp2"],

@@ -8,6 +8,7 @@ import lora_tasks
 import numpy as np
 import pytest
 import torch
+from heavy_cases import mostly_heavy
 from safetensors.torch import save_file
 from small_models import random_batch, save_model
 from test_gradients_exact import layouts, reference_gradients, relative_difference
@@ -134,7 +135,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mostly_heavy(CASES, ("qwen2", "dp2"), ("qwen2", "tp2_pp2"), ("llama_one_group", "tp2_cp2"), ("qwen2", "pp2_vpp2")),
+)
 def test_two_updates_are_those_of_the_definition(rank_pool, tmp_path, family, layout):
     (tmp_path / "hf").mkdir()
     known = layouts() | {"tp2": Layout(tensor=2), "tp2_plain": Layout(tensor=2), "recomputed": Layout()}
@@ -142,24 +146,25 @@ def test_two_updates_are_those_of_the_definition(rank_pool, tmp_path, family, la
     assert check(rank_pool, tmp_path, family, known[layout], **options) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "targets"),
-    [
-        ("qwen3", Layout(tensor=2), ["q_proj", "v_proj", "up_proj"]),
-        ("qwen3_moe", Layout(data=2, expert=2), ALL[:4]),
-        ("glm4_moe", Layout(pipeline=2, expert=2, data=2), ALL[:4]),
-        ("mixtral", Layout(tensor=2), ALL[:4]),
-        ("gpt_oss", Layout(tensor=2, expert=2), ALL[:4]),
-        ("deepseek_v3", Layout(tensor=2, expert=2), LATENT),
-        ("deepseek_v3_plain", Layout(pipeline=2), ["q_proj", *LATENT[2:]]),
-        ("qwen3_next", Layout(tensor=2), [*ALL[:4], "in_proj_qkvz", "in_proj_ba", "out_proj"]),
-        ("qwen3_5", Layout(tensor=2, pipeline=2), [*ALL, *LINEAR]),
-        ("qwen3_5_moe", Layout(data=2, expert=2), [*ALL[:4], *LINEAR]),
-    ],
-)
-def test_some_matrices_of_a_fused_layer(rank_pool, tmp_path, family, layout, targets):
+FUSED = {
+    "qwen3": (Layout(tensor=2), ["q_proj", "v_proj", "up_proj"]),
+    "qwen3_moe": (Layout(data=2, expert=2), ALL[:4]),
+    "glm4_moe": (Layout(pipeline=2, expert=2, data=2), ALL[:4]),
+    "mixtral": (Layout(tensor=2), ALL[:4]),
+    "gpt_oss": (Layout(tensor=2, expert=2), ALL[:4]),
+    "deepseek_v3": (Layout(tensor=2, expert=2), LATENT),
+    "deepseek_v3_plain": (Layout(pipeline=2), ["q_proj", *LATENT[2:]]),
+    "qwen3_next": (Layout(tensor=2), [*ALL[:4], "in_proj_qkvz", "in_proj_ba", "out_proj"]),
+    "qwen3_5": (Layout(tensor=2, pipeline=2), [*ALL, *LINEAR]),
+    "qwen3_5_moe": (Layout(data=2, expert=2), [*ALL[:4], *LINEAR]),
+}
+"""By family: a layout, and those of the matrices that lie together in one of Megatron's."""
+
+
+@pytest.mark.parametrize("family", mostly_heavy(FUSED, "gpt_oss", "deepseek_v3", "qwen3_5"))
+def test_some_matrices_of_a_fused_layer(rank_pool, tmp_path, family):
     (tmp_path / "hf").mkdir()
-    assert check(rank_pool, tmp_path, family, layout, targets) < 1e-5
+    assert check(rank_pool, tmp_path, family, *FUSED[family]) < 1e-5
 
 
 @pytest.mark.parametrize(
