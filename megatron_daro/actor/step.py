@@ -6,8 +6,8 @@
     -> gradients are checked -> what the algorithm learns, and the update -> the critic's update
     -> StepResult: sums and `skipped` are the same on every rank, times its own
 
-Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer, schedule and
-what the algorithm has learned stay as they were, and the result says so.
+Refuses to update from an advantage, loss, loss sum or gradient that is not finite: model, optimizer and schedule stay
+as they were, the algorithm learns nothing from it, and the result says so.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def train_step(
         train_state.algorithm.begin_batch()
     try:
         batch = with_advantages(train_state.algorithm, batch, settings)
-    except NonFiniteError as error:  # on every rank, before anything was done
+    except NonFiniteError as error:  # on every rank, before anything else was done
         return StepResult({}, skipped=True, reason=str(error))
     turn("critic")
     critic_report = critic.gradients(batch, micro_batches) if critic else None

@@ -242,7 +242,8 @@ class Algorithm(ABC):
         self.group_filter: GroupFilter = group_filter
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
-        """Return the advantages of the whole step.
+        """Return the advantages of the whole step. Called in the driver, on the object there, which neither learns nor
+        is in checkpoints; with `kl.place: reward` on every rank instead.
 
         Args:
             rewards_N: [N], finite. group_ids_N: int64 [N].

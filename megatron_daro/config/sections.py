@@ -206,7 +206,7 @@ class RolloutSection(Section):
         return math.ceil(self.max_response_tokens / (self.segment_tokens or self.max_response_tokens))
 
     @property
-    def keeps_unfinished(self) -> bool:
+    def keeps_waiting(self) -> bool:
         """Whether surplus and unfinished groups go on with the next batch."""
         return self.keep_surplus or self.segment_tokens is not None
 

@@ -22,7 +22,7 @@ _NO_PHASES = frozenset(
 
 
 def phase_keys(keys: Iterable[str]) -> list[str]:
-    """Return the keys of metrics that are times of phases, which stand beside each other."""
+    """Return the keys of metrics that are times of phases: beside each other, but for `reward`, within `rollout`."""
     return [key for key in keys if key.startswith("timing/") and key.endswith("_s") and key not in _NO_PHASES]
 
 

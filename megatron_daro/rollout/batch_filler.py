@@ -62,7 +62,8 @@ class BatchFiller:
             unfinished: outstanding groups that the `fill` before left; they go on before new prompts are admitted.
 
         Returns:
-            The groups that are unfinished now, by id, still outstanding. None of them is generated any more.
+            The groups that are unfinished now, by id, still outstanding: the caller keeps or drops them. None of them
+            is generated any more.
 
         Raises:
             DataError: no prompts. EngineError, WorkerError, RewardError, RolloutError, DeadlineError: engine, verifiers
@@ -91,9 +92,11 @@ class BatchFiller:
         wanted = self._filling.wanted(batch, flight, missing)
         if wanted <= 0:
             return
-        flight.times_begun += 1
         resumed, prompts = old_and_new(self._section, len(flight.to_resume), wanted)
         groups = self._resume(flight, resumed) | self._admit(flight, prompts)
+        if not groups:
+            return
+        flight.times_begun += 1
         calls = [{group_id: entry} for group_id, entry in groups.items()] if self._filling.group_by_group else [groups]
         for together in calls:
             task = asyncio.create_task(self._generate(flight, together))

@@ -3,13 +3,13 @@
     state        held by                                          ends as
     in flight    GroupInFlight in `Flight.calls`                  kept, filtered, dropped, or unfinished
     unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in the next batch; dropped where it
-                 sampler and its Snapshot                         is too old by then, or unless keeps_unfinished
+                 sampler and its Snapshot                         is too old by then, or unless keeps_waiting
     kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
     surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped where it is too old by
-                 the target of its batch                          then, or unless keeps_unfinished
+                 the target of its batch                          then, or unless keeps_waiting
     trained, filtered, dropped: the ledger's outcomes, for ever. Until then a group is outstanding.
 
-`keeps_unfinished`: of the configuration's rollout section, with keep_surplus or segment_tokens.
+`keeps_waiting`: of the configuration's rollout section, with keep_surplus or segment_tokens.
 
 Unfinished and surplus groups together are those that wait for the next batch: checkpoints hold them (RecordedGroup).
 A rollout of a group is finished, or partial: with the tokens that it had when it was aborted, or when it was set aside

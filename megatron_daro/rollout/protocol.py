@@ -145,7 +145,7 @@ class Policy(Protocol):
         ...
 
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:
-        """One optimizer step. None where something is not finite: StepResult(skipped=True) or NonFiniteError."""
+        """One optimizer step; where something is not finite it is not taken: StepResult.skipped, or NonFiniteError."""
         ...
 
     async def save(self, directory: Path, captured: Callable[[], None]) -> None:

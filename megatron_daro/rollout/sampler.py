@@ -208,7 +208,7 @@ class Sampler:
         kept = sorted(batch.kept, key=lambda group: group.group_id)
         target = self._section.prompts_per_batch
         chosen, surplus = kept[:target], kept[target:]
-        if self._section.keeps_unfinished:
+        if self._section.keeps_waiting:
             self._surplus = tuple(surplus)
         else:
             batch.drop(surplus)

@@ -92,7 +92,7 @@ def algorithm_remarks(config: Config, algorithm: Algorithm, *, generates: bool) 
             f"rollout.finish_batch: got {finish_batch}; allowed: all or auto with engine {config.engine.kind}: else it "
             "generates one group after the other, and a run does not repeat; fix: set rollout.finish_batch=auto"
         )
-    used = rollout.keeps_unfinished or group_by_group
+    used = rollout.keeps_waiting or group_by_group
     if rollout.oversampling > 1 and len(algorithm.kept_bins) > algorithm.rollouts_per_prompt and not used:
         remarks.append(
             f"rollout.oversampling: got {rollout.oversampling:g}, but no group is filtered; allowed: 1 without a "

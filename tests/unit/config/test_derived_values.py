@@ -113,7 +113,7 @@ def test_a_critic_has_an_optimizer_of_its_own_in_three_numbers():
 )
 def test_a_group_may_go_on_over_its_segments_or_one_more_batch(options, segments, kept, unfinished):
     rollout = RolloutSection(**options)
-    assert (rollout.segments, rollout.batches_kept, rollout.keeps_unfinished) == (segments, kept, unfinished)
+    assert (rollout.segments, rollout.batches_kept, rollout.keeps_waiting) == (segments, kept, unfinished)
 
 
 def test_batches_count_prompts_times_rollouts_and_optimizer_steps():
