@@ -146,7 +146,7 @@ class Rank:
     def do_run_pass(self, name, batch, micro_batches):
         return batch.rollout_logprobs_R if self.do_info().reports else None
 
-    def do_score(self, batch, micro_batches, temperature, base):
+    def do_logprobs_of(self, batch, micro_batches, temperature, base):
         column_R = np.array([-i for length in batch.response_lengths_N for i in range(length)], np.float32)
         return column_R / temperature if self.do_info().reports else None
 

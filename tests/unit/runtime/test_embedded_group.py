@@ -276,7 +276,7 @@ def test_while_an_update_is_made_nothing_generates_and_after_a_failure_nothing_e
         one = engines.begin_update(4)
         plan = await one.prepare()
         assert plan.transport == "ray"
-        assert [(target.name, target.actor) for target in plan.targets] == [
+        assert [(target.name, target.worker) for target in plan.targets] == [
             (f"engine {actor.number}", actor) for actor in group.actors
         ]
         with pytest.raises(EngineError):
