@@ -317,7 +317,7 @@ class Controller:
         self._resolve(unused, "dropped")
         # All of them before the first step: old log-probs are those of the weights that the batch began with.
         prepared_of_step = {
-            minibatch.step: await self._with_logprobs(minibatch) for minibatch in minibatches if minibatch.epoch == 1
+            minibatch.step: await self._prepare_step(minibatch) for minibatch in minibatches if minibatch.epoch == 1
         }
         first_epoch = tuple(prepared.batch for prepared, _ in prepared_of_step.values())
         of_batch = await self._measure(batch, first_epoch[0].rollouts_per_prompt)
@@ -338,9 +338,8 @@ class Controller:
             work = asyncio.to_thread(batch_metrics, batch, rollouts_per_prompt, self._parts.environment_of_source)
             return await self._within("build", work, what="metrics of a batch")
 
-    async def _with_logprobs(self, minibatch: MiniBatch) -> tuple[PreparedStep, Mapping[str, float]]:
-        """Return the columns of one optimizer step of the first epoch, with the log-probs that it needs, and their
-        metrics."""
+    async def _prepare_step(self, minibatch: MiniBatch) -> tuple[PreparedStep, Mapping[str, float]]:
+        """Return one optimizer step of the first epoch with the log-probs that it needs, and metrics of its columns."""
         step_batch, metrics = await self._build_columns(minibatch)
         with self._parts.phases.measure("logprob"):
             work = self._parts.policy.prepare(step_batch)

@@ -407,7 +407,7 @@ class StepBatch(Sequences):
     began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K], trained tokens of every rollout
     of each sample's group; None unless the algorithm needs them. environments_N: int64, the number of each sample's
     environment; None where the run has one. opens_batch: whether this is the first optimizer step of a batch of
-    rollouts.
+    rollouts that is trained.
     """
 
     rollout_logprobs_R: np.ndarray

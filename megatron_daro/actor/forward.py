@@ -1,7 +1,7 @@
 """Micro-batches through the pipeline: packing, Megatron's schedule, and log-probabilities at the trained positions.
 
 Shard + micro-batch indices -> packed micro-batches -> hidden states -> per-token log-probabilities and
-entropy, which actor/loss.py turns into a loss and actor/policy.py into columns.
+entropy, which actor/loss.py turns into a loss, and passes into columns.
 
 Legend: T packed tokens of a micro-batch on this CP rank, I selected positions of them, P positions of its response
 tokens, D hidden, R response tokens of the shard.

@@ -243,7 +243,7 @@ class Algorithm(ABC):
 
     def advantages(self, rewards_N: Tensor, group_ids_N: Tensor) -> Tensor:
         """Return the advantages of the whole step. Called in the driver, on the object there, which neither learns nor
-        is in checkpoints; with `kl.place: reward` on every rank instead.
+        is in checkpoints; with `kl.place: reward` once more on every rank, whose result counts.
 
         Args:
             rewards_N: [N], finite. group_ids_N: int64 [N].
@@ -258,7 +258,7 @@ class Algorithm(ABC):
         optimizer step, before its forward pass.
 
         Args:
-            tokens: this data-parallel rank's samples, whole. The driver made `tokens.advantages_N` of all of them.
+            tokens: this data-parallel rank's samples, whole. `tokens.advantages_N` is what `advantages` gave.
 
         Returns:
             Floating [R], finite where `tokens.mask_R` is set; elsewhere it is not read.
