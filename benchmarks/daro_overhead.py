@@ -126,7 +126,7 @@ def time_alone(policies: dict[str, Any], batch: Any, repeats: int = 200) -> dict
         algorithm, times = policy.train_state.algorithm, []
         for _ in range(repeats):
             start = time.perf_counter()
-            algorithm.sample_coefficients(bins, lengths, totals)
+            algorithm.bin_coefficients(bins, lengths, totals)
             algorithm.extra_loss(totals)
             algorithm.learn(StepStats.of_bins(totals, sums, sums.abs()))
             _ = algorithm.weights, algorithm.clamped

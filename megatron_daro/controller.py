@@ -18,11 +18,12 @@ evaluates them at step 0 where that is due, then has three coroutines under one 
                 no request runs while weights of all change
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch
 
-One batch in `_train_batch`: plan its optimizer steps -> columns and log-probs of all steps of the first epoch -> for
-each step: train, resolve its groups in the ledger; after the last one sync and evaluate; write rollouts, then metrics.
-A checkpoint follows a batch, or with shared GPUs comes before the next one, when the policy has them again; its files
-are written while the training goes on (`BackgroundSave`). The weight version of the policy is the number of the last
-step, also where a step was skipped. `shutdown` closes all parts. Policy, engine and source of batches are Protocols.
+One batch in `_train_batch`: plan its optimizer steps -> columns of all steps of the first epoch, and log-probs where
+the loss needs a pass -> for each step: train, resolve its groups in the ledger; after the last one sync and evaluate;
+write rollouts, then metrics. A checkpoint follows a batch, or with shared GPUs comes before the next one, when the
+policy has them again; its files are written while the training goes on (`BackgroundSave`). The weight version of the
+policy is the number of the last step, also where a step was skipped. `shutdown` closes all parts. Policy, engine and
+source of batches are Protocols.
 
 Three locks, taken in this order: `_engine_lock` (the engine generates, or is changed as a whole; a server that joins
 gets its weights beside others that generate), `WeightSync`'s own (one sync or comparison at a time), and that of the

@@ -26,7 +26,7 @@ class Toy(Algorithm):
     def own_filter(self, bins_N: Tensor) -> Tensor:
         return (bins_N > 0) & (2 * bins_N <= self.rollouts_per_prompt)
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         return torch.where(lengths_N > 0, (1.0 + bins_N) / (10.0 * totals.tokens), 0.0).double()
 
 
@@ -55,7 +55,7 @@ class Fluent(Algorithm):
         mean = total / count
         return (raw_R - mean) / (squares / count - mean**2).sqrt()
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         return torch.where(lengths_N > 0, 1.0 / totals.tokens, 0.0).double()
 
 

@@ -166,7 +166,7 @@ class Algorithm(ABC):
     """Base class of all: an advantage, a filter, and a coefficient per rollout.
 
     A subclass says its name, and overrides what differs: `advantage_std` or `advantages`, `dynamic_filter` or
-    `own_filter`, `sample_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
+    `own_filter`, `bin_coefficients` (or `coefficients`, where bin and length are not enough), and `learn` with the
     state where it learns; `token_columns` and `token_advantages`, where tokens of one rollout have different
     advantages. Keyword arguments of its own constructor are its options.
     """
@@ -301,7 +301,7 @@ class Algorithm(ABC):
         return (f"algorithm.std: got {self.std!r}; auto is what {self.name} is: leave it unset for the published one",)
 
     @abstractmethod
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """Return what the sum of a rollout's token losses is multiplied by, where bin and length decide it: as nearly
         every algorithm has it, and all that most other frameworks know of a sample (plugins/ calls it).
 
@@ -322,9 +322,9 @@ class Algorithm(ABC):
             samples: some of the step. totals: of the whole step.
 
         Returns:
-            float64 [N], as `sample_coefficients`.
+            float64 [N], as `bin_coefficients`.
         """
-        return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
+        return self.bin_coefficients(samples.bins_N, samples.lengths_N, totals)
 
     def regularizer_coefficient(self, totals: StepTotals) -> float:
         """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
@@ -375,7 +375,7 @@ class Algorithm(ABC):
 class SampleAlgorithm(Algorithm):
     """An algorithm whose coefficient needs more than bin and length: a subclass overrides `coefficients`."""
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
         """Raise AlgorithmError."""
         raise AlgorithmError(
             f"algorithm {self.name}: its coefficients depend on more than pass rate and length; call `coefficients` "

@@ -42,8 +42,8 @@ class PassRateAlgorithm(Algorithm):
         weights_B = self.weight(mu_B)
         return torch.where(torch.isfinite(weights_B), weights_B, 0.0)
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return token_mean(lengths_N, totals) * self.pass_rate_weights.to(bins_N.device)[bins_N]
 
 
@@ -151,8 +151,8 @@ class Dgpo(Algorithm):
             over_mean_deviation(advantages_N, rewards_N, group_ids_N) if self.deviation == "rewards" else advantages_N
         )
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         mu_B = torch.arange(self.rollouts_per_prompt + 1, dtype=torch.float64) / self.rollouts_per_prompt
         inner_B = self._mixed(torch.arange(self.rollouts_per_prompt + 1))
         # Rollouts in the place of questions: each has K, which cancels.

@@ -259,6 +259,6 @@ class Ppo(WithCritic):
 
     name = "ppo"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return token_mean(lengths_N, totals)

@@ -62,8 +62,8 @@ class Grpo(Algorithm):
 
     name = "grpo"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return token_mean(lengths_N, totals)
 
 
@@ -72,8 +72,8 @@ class GrpoSequence(Algorithm):
 
     name = "grpo_sequence"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return constant(inverse(totals.num_rollouts), lengths_N) / lengths_N.to(torch.float64).clamp(min=1)
 
 
@@ -103,8 +103,8 @@ class Dapo(Algorithm):
         self.denominator = denominator
         self.needs_group_lengths = denominator == "prompt"
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         if self.denominator == "prompt":
             raise AlgorithmError(
                 "denominator: got 'prompt', whose coefficients depend on the lengths of the whole group; call "
@@ -115,7 +115,7 @@ class Dapo(Algorithm):
     def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:
         """See `Algorithm.coefficients`."""
         if self.denominator == "batch":
-            return self.sample_coefficients(samples.bins_N, samples.lengths_N, totals)
+            return self.bin_coefficients(samples.bins_N, samples.lengths_N, totals)
         if samples.group_lengths_NK is None:
             raise AlgorithmError(
                 "dapo with denominator prompt: the samples have no group_lengths_NK; build the batch with this "
@@ -142,8 +142,8 @@ class DrGrpo(Algorithm):
     advantage_std = "none"
     std_defines = True
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return constant(inverse(totals.num_rollouts * self.max_response_tokens), lengths_N)
 
 
@@ -185,8 +185,8 @@ class Kimi(Algorithm):
         """The other half of the method: the surrogate."""
         return {"trust_region": "mirror", "mirror_tau": self.tau}
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`."""
         return constant(inverse(totals.num_rollouts), lengths_N)
 
 
@@ -235,8 +235,8 @@ class Daro(Algorithm):
             )
         return samples.environments_N
 
-    def sample_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
-        """See `Algorithm.sample_coefficients`. Raises AlgorithmError: the weights are of environments too."""
+    def bin_coefficients(self, bins_N: Tensor, lengths_N: Tensor, totals: StepTotals) -> Tensor:
+        """See `Algorithm.bin_coefficients`. Raises AlgorithmError: the weights are of environments too."""
         return self._of_cells(Samples(bins_N, lengths_N, torch.zeros(len(bins_N))), totals)
 
     def coefficients(self, samples: Samples, totals: StepTotals) -> Tensor:

@@ -226,7 +226,7 @@ class DifficultyStep:
             bin_sums(values_M.detach(), bins_M, self.rollouts_per_prompt).cpu()
             for values_M in (sums.losses_M, sums.abs_losses_M, sums.lengths_M)
         ]
-        coefficients_M = self.algorithm.sample_coefficients(bins_M, sums.lengths_M, totals)
+        coefficients_M = self.algorithm.bin_coefficients(bins_M, sums.lengths_M, totals)
         # Selecting, not multiplying by 0: a loss of bin 0 or K that is not finite has no part in the gradient.
         weighed_M = torch.where(coefficients_M != 0, coefficients_M * sums.losses_M, 0.0)
         weighed = weighed_M.sum()

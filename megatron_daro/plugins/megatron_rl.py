@@ -187,7 +187,7 @@ class Session:
                 f"they were scored; tested with Megatron-LM {TESTED}"
             )
         ones_M = torch.ones(len(bins_M), dtype=torch.float64)
-        factors_M = self.step.algorithm.sample_coefficients(bins_M, ones_M, self.step.totals).double() * self.divisor
+        factors_M = self.step.algorithm.bin_coefficients(bins_M, ones_M, self.step.totals).double() * self.divisor
         return advantages_M, factors_M, bins_M
 
     def end(self, *, applied: bool) -> dict[str, float]:

@@ -202,7 +202,7 @@ class Daro:
     def coefficients(self) -> Tensor:
         """float64 [K+1]: what the token losses of each bin are multiplied by in the step that has begun."""
         bins = torch.arange(self.step.rollouts_per_prompt + 1)
-        return self.step.algorithm.sample_coefficients(bins, torch.ones_like(bins), self.step.totals)
+        return self.step.algorithm.bin_coefficients(bins, torch.ones_like(bins), self.step.totals)
 
     def learn(self, result: dict[str, Any]) -> None:
         """Take the sums per bin out of a step's results, update the weights, and put the metrics there instead.
@@ -282,7 +282,7 @@ class DaroPolicy:
         lengths_B = mask_BS.sum(1).round().to(torch.int64)
         totals = daro.step.begin(daro.bins_B, lengths_B, lambda vector: vector)
         data[BIN] = daro.bins_B
-        data[COEFFICIENT] = daro.step.algorithm.sample_coefficients(daro.bins_B, lengths_B, totals)
+        data[COEFFICIENT] = daro.step.algorithm.bin_coefficients(daro.bins_B, lengths_B, totals)
         daro.bins_B = None
         result = self._policy.train(data, loss_fn, gbs=gbs, **options)
         daro.learn(result)

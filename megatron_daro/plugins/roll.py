@@ -165,7 +165,7 @@ class DaroActorWorker(actor_worker.ActorWorker):  # type: ignore[name-defined,mi
         bins_M, plain_MT = _bins(data), data.batch["advantages"]
         counted = float(self.daro.totals.tokens_per_bin.sum())
         ones_M = torch.ones(len(bins_M), device=bins_M.device)
-        factors_M = self.daro.algorithm.sample_coefficients(bins_M, ones_M, self.daro.totals).float() * counted
+        factors_M = self.daro.algorithm.bin_coefficients(bins_M, ones_M, self.daro.totals).float() * counted
         data.batch["advantages"] = plain_MT * factors_M[:, None] * _mask(data)
         try:
             with _averaged() as losses:

@@ -341,7 +341,7 @@ def _probe(
     """
     info, bins_B = config.global_batch_info, bins_B.to(log_probs_BR.device)
     ones_B = torch.ones(len(bins_B), device=bins_B.device)
-    factor_B = step.algorithm.sample_coefficients(bins_B, ones_B, step.totals) * info["batch_num_tokens"]
+    factor_B = step.algorithm.bin_coefficients(bins_B, ones_B, step.totals) * info["batch_num_tokens"]
     with torch.no_grad():
         advantages_BR = fields["advantages"] * factor_B[:, None].float()
         arguments = {

@@ -141,7 +141,7 @@ class Policy(Protocol):
     """The policy under training."""
 
     async def prepare(self, batch: StepBatch) -> PreparedStep:
-        """Return the batch with the log-probs and values that it needs, under the weights as they are now."""
+        """Return the batch with the log-probs and values that it needs, under the weights of now, or a reference's."""
         ...
 
     async def train(self, prepared: PreparedStep, step: int) -> StepResult:

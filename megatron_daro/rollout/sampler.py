@@ -46,7 +46,7 @@ class Sampler:
 
         Args:
             parts: what groups are made of. scorer: the verifiers, whose failed starts are counted.
-            finish_batch: whether a batch waits for all of its groups, or for enough of them.
+            finish_batch: the way in which a batch is filled (filling.py).
             kept_bins: the bins 0..K whose groups are trained; the others are replaced (dynamic sampling).
             steps_per_batch: optimizer steps of a batch: one batch of staleness is that many weight versions.
             recorder: where batches without a trainable group are written; None: nowhere.

@@ -63,7 +63,7 @@ class PolicyGroup:
         # so far: the store of a lost node had columns of them.
         self._prepared: dict[tuple[int | None, int], list[Shard]] = {}
         self._numbers = itertools.count()
-        self._version, self._steps_taken = 0, 0
+        self._version, self._steps_done = 0, 0
         # One collective call at a time on all ranks, and no change of weights while they are being sent.
         self._busy = asyncio.Lock()
         self.ranks = Ranks(run, settings, algorithm, placement, outlive_groups=healing is not None)
@@ -131,8 +131,8 @@ class PolicyGroup:
         ]
 
     async def prepare(self, batch: StepBatch) -> PreparedStep:
-        """Return the batch with the columns of `AlgorithmSection.passes`, computed under the current weights; its
-        shards stay in Ray's store for `train`."""
+        """Return the batch with the columns of `AlgorithmSection.passes`, the reference's under its weights, the others
+        under the current ones; its shards stay in Ray's store for `train`."""
         async with self._busy:
             return await self._repeated(lambda: self._prepare(batch))
 
@@ -157,7 +157,7 @@ class PolicyGroup:
             if self._healing:
                 await self._healing.trained(prepared.batch, step)
                 result = dataclasses.replace(result, metrics={**result.metrics, **self._healing.counts})
-            self._version, self._steps_taken = step, self._steps_taken + 1
+            self._version, self._steps_done = step, self._steps_done + 1
         return result
 
     async def repeat(self, batch: StepBatch, step: int) -> StepResult:
@@ -240,23 +240,23 @@ class PolicyGroup:
         """Write the policy's checkpoint into an existing directory; ranks train on while their files are written.
 
         Raises:
-            LostSaveError: a rank died and was replaced meanwhile, and the weights have changed since.
+            LostSaveError: a rank died and was replaced meanwhile, and a step was made since.
         """
         async with self._busy:
             await self._repeated(lambda: self._start_save(directory))
-            steps_taken, replacements = self._steps_taken, self._replacements
+            steps_done, replacements = self._steps_done, self._replacements
         captured()
         try:
             await self.ranks.all(lambda worker: worker.finish_save.remote())
         except WorkerError as error:
-            await self._save_again(directory, steps_taken, replacements, error)
+            await self._save_again(directory, steps_done, replacements, error)
 
     async def _start_save(self, directory: Path) -> None:
         if self._healing:  # what an earlier try left behind goes
             await asyncio.to_thread(_empty, directory)
         await self.ranks.all(lambda worker: worker.start_save.remote(directory.absolute()))
 
-    async def _save_again(self, directory: Path, steps_taken: int, replacements: int, error: WorkerError) -> None:
+    async def _save_again(self, directory: Path, steps_done: int, replacements: int, error: WorkerError) -> None:
         """Write the checkpoint anew, if what failed was a rank that was lost, and the weights are still those."""
         healing = self._healing
         if healing is None:
@@ -266,7 +266,7 @@ class PolicyGroup:
                 raise error
 
             async def anew() -> None:
-                if self._steps_taken != steps_taken:
+                if self._steps_done != steps_done:
                     raise LostSaveError(f"a rank died while a checkpoint was saved: {error}") from error
                 await self._start_save(directory)
                 await self.ranks.all(lambda worker: worker.finish_save.remote())

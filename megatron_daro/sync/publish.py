@@ -65,7 +65,8 @@ class ReceiverUpdate(Protocol):
         ...
 
     async def install(self, report: SendReport) -> None:
-        """Put what arrived into place, under the new version, and let receivers generate."""
+        """Put what arrived into place, under the new version. A receiver may generate for the probe, but serves nobody
+        before `accept`."""
         ...
 
     async def accept(self) -> Mapping[str, float]:

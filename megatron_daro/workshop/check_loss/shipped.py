@@ -42,7 +42,7 @@ def _algorithm(name: str) -> LossFunction:
     def loss(batch: LossBatch, step: StepInfo) -> tuple[Any, ...]:
         algorithm = make_algorithm(name, rollouts_per_prompt=step.rollouts_per_prompt, max_response_tokens=16)
         totals = StepTotals(step.tokens_per_bin[:, None], step.rollouts_per_bin)
-        coefficients_M = algorithm.sample_coefficients(batch.bins_M, batch.lengths_M, totals)
+        coefficients_M = algorithm.bin_coefficients(batch.bins_M, batch.lengths_M, totals)
         losses_T = clipped_token_loss(batch.logprobs_T, batch.old_logprobs_T, batch.advantages_T, mask=batch.mask_T)
         return megatron_return((coefficients_M * _sample_sums(losses_T, batch)).sum(), batch, step)
 

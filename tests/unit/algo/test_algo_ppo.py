@@ -233,7 +233,7 @@ def test_policy_and_value_loss_equal_trls(beta):
     )
     bins_N = torch.zeros(4, dtype=torch.int64)
     totals = StepTotals.of(bins_N, tokens.lengths_N, 2)
-    coefficients_N = algorithm.sample_coefficients(bins_N, tokens.lengths_N, totals)
+    coefficients_N = algorithm.bin_coefficients(bins_N, tokens.lengths_N, totals)
     assert float((coefficients_N * objective.sample_losses_M).sum()) == pytest.approx(policy, rel=1e-10)
     losses, _ = value_losses(moved_R, torch.tensor(flat_values, dtype=torch.float64), targets_R, clip=eps)
     assert float(losses.sum() / flat) == pytest.approx(critic, rel=1e-12)

@@ -170,7 +170,7 @@ def test_dapos_denominator_is_of_the_batch_or_of_each_prompt():
     with pytest.raises(AlgorithmError, match="group_lengths_NK"):
         build("dapo", denominator="prompt").coefficients(alone, StepTotals.of(nothing, nothing, K))
     with pytest.raises(AlgorithmError, match="`coefficients`"):
-        build("dapo", denominator="prompt").sample_coefficients(nothing, nothing, StepTotals.of(nothing, nothing, K))
+        build("dapo", denominator="prompt").bin_coefficients(nothing, nothing, StepTotals.of(nothing, nothing, K))
 
 
 def kimi_case():
@@ -205,7 +205,7 @@ def test_kimis_gradient_is_that_of_the_squared_surrogate():
         num_samples=3,
         settings=ObjectiveSettings(trust_region="mirror", mirror_tau=tau),
     )
-    coefficients_M = algorithm.sample_coefficients(bins_M, lengths_M, StepTotals.of(bins_M, lengths_M, K))
+    coefficients_M = algorithm.bin_coefficients(bins_M, lengths_M, StepTotals.of(bins_M, lengths_M, K))
     (coefficients_M * objective.sample_losses_M).sum().backward()
     assert ours.grad.tolist() == pytest.approx(printed.grad.tolist(), rel=1e-12, abs=1e-16)
     assert algorithm.advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)).tolist() == [0.75, -0.25, -0.25, -0.25]

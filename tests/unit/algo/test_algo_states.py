@@ -197,7 +197,7 @@ def test_bin_and_length_alone_are_refused_where_they_are_not_enough(name):
     bins_N, lengths_N = torch.tensor([1]), torch.tensor([2])
     algorithm, totals = build(name), StepTotals.of(bins_N, lengths_N, 4)
     with pytest.raises(AlgorithmError, match="`coefficients`"):
-        algorithm.sample_coefficients(bins_N, lengths_N, totals)
+        algorithm.bin_coefficients(bins_N, lengths_N, totals)
     if algorithm.needs_group_lengths:
         with pytest.raises(AlgorithmError, match="group_lengths_NK"):
             algorithm.coefficients(Samples(bins_N, lengths_N, torch.ones(1)), totals)

@@ -142,7 +142,7 @@ def test_every_coefficient_by_hand():
     }
     assert set(expected) == {name for name, cls in ALGORITHMS.items() if not issubclass(cls, SampleAlgorithm)}
     for name, values in expected.items():
-        got = build(name, 2).sample_coefficients(bins_N, lengths_N, totals)
+        got = build(name, 2).bin_coefficients(bins_N, lengths_N, totals)
         assert got.tolist() == pytest.approx(values, rel=1e-15), name
 
 
@@ -209,12 +209,12 @@ def test_denominator_of_a_micro_batch_would_inflate_the_loss_by_their_number(nam
     bins_N, lengths_N = torch.tensor([1, 1, 2, 2] * 3), torch.tensor([2, 3, 1, 4] * 3)
     sums_N = torch.tensor([0.5, -1.0, 2.0, 0.25] * 3, dtype=torch.float64)
     algorithm, totals = build(name, 4), StepTotals.of(bins_N, lengths_N, 4)
-    whole = (algorithm.sample_coefficients(bins_N, lengths_N, totals) * sums_N).sum()
+    whole = (algorithm.bin_coefficients(bins_N, lengths_N, totals) * sums_N).sum()
     right = wrong = 0.0
     for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
         local = StepTotals.of(bins_N[part], lengths_N[part], 4)
-        right += (algorithm.sample_coefficients(bins_N[part], lengths_N[part], totals) * sums_N[part]).sum().item()
-        wrong += (algorithm.sample_coefficients(bins_N[part], lengths_N[part], local) * sums_N[part]).sum().item()
+        right += (algorithm.bin_coefficients(bins_N[part], lengths_N[part], totals) * sums_N[part]).sum().item()
+        wrong += (algorithm.bin_coefficients(bins_N[part], lengths_N[part], local) * sums_N[part]).sum().item()
     assert whole.item() != 0.0
     assert right == pytest.approx(whole.item(), rel=1e-12)
     assert wrong == pytest.approx(3 * whole.item(), rel=1e-12)
@@ -223,8 +223,8 @@ def test_denominator_of_a_micro_batch_would_inflate_the_loss_by_their_number(nam
 @pytest.mark.parametrize("name", ["grpo", "dapo", "daro"])
 def test_what_a_subclass_makes_of_bin_and_length_is_trained(name):
     class Doubled(ALGORITHMS[name]):
-        def sample_coefficients(self, bins_N, lengths_N, totals):
-            return 2 * super().sample_coefficients(bins_N, lengths_N, totals)
+        def bin_coefficients(self, bins_N, lengths_N, totals):
+            return 2 * super().bin_coefficients(bins_N, lengths_N, totals)
 
     bins_N, lengths_N = torch.tensor([1, 1]), torch.tensor([2, 3])
     samples, totals = Samples(bins_N, lengths_N, torch.tensor([1.0, -1.0])), StepTotals.of(bins_N, lengths_N, 2)

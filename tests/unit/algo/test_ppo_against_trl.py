@@ -84,7 +84,7 @@ def ours(step):
         num_samples=ANSWERS,
         settings=ObjectiveSettings(clip_low=CLIP, clip_high=CLIP),
     )
-    coefficients_N = algorithm.sample_coefficients(bins_N, lengths_N, StepTotals.of(bins_N, lengths_N, 2))
+    coefficients_N = algorithm.bin_coefficients(bins_N, lengths_N, StepTotals.of(bins_N, lengths_N, 2))
     critic, clipped = value_losses(
         step["vpred"].reshape(-1), step["values"].reshape(-1)[drawn], targets_R[drawn], clip=VALUE_CLIP
     )

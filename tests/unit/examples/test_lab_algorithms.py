@@ -93,7 +93,7 @@ def test_coefficients_by_pass_rate_and_length_by_hand():
     assert totals.tokens_per_bin.tolist() == [5, 25, 0, 43, 50]
     back = StepTotals.from_vector(totals.vector().double(), 3)
     assert torch.equal(back.tokens_per_cell, totals.tokens_per_cell) and back.num_rollouts == 10
-    got = algorithm.sample_coefficients(BINS_N, LENGTHS_N, totals)
+    got = algorithm.bin_coefficients(BINS_N, LENGTHS_N, totals)
     want = [1 / 15, 1 / 10, 1 / 15, 1 / 15, 1 / 30, 1 / 3, 1 / 10, 0, 0, 0]
     assert got.tolist() == pytest.approx(want, rel=1e-15)
 
