@@ -134,11 +134,11 @@ class Rollout:
     tokens: int32 [prompt_length + R], prompt then response (a stop token that was sampled is part of the response).
     loss_mask: uint8 [R], 1 where the token is trained. logprobs: float32 [R], natural log, of the behaviour
     distribution (temperature applied, top-p not). text: the response without special tokens, up to the end of a stop
-    text; the tokens go on to the end of the token that holds it. weight_version: the oldest policy version that
-    produced a token of it, or may have read its prompt. version_spans: (weight_version, number of response tokens) in
-    order, of all response tokens; where none are given, all are of weight_version. routed_experts: where it stands
-    which experts the engine chose for each token that it read. None where it was not asked.
-    turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
+    text; the tokens go on to the end of the token that holds it; of a conversation all of the response. weight_version:
+    the oldest policy version that produced a token of it, or may have read its prompt. version_spans: (weight_version,
+    number of response tokens) in order, of all response tokens; where none are given, all are of weight_version.
+    routed_experts: where it stands which experts the engine chose for each token that it read. None where it was not
+    asked. turns: of a conversation, (observed, generated) response tokens of each turn in order; empty where the whole
     response is one answer of the model. Observed tokens are the environment's: loss_mask and log-prob are 0.
     contexts: of an agent that rewrote its history or branched off, the tokens of each sequence that the model read from
     its first token on, in order; `tokens` has them end to end, what an earlier one said being observed in a later one.
@@ -403,11 +403,11 @@ class StepBatch(Sequences):
     rollout_logprobs_R float32; rewards_N float32 (shaped); correct_N uint8; bins_N int64 in 0..K; group_ids_N int64;
     advantages_N float32; truncated_N uint8 (finish reason "length"); old_logprobs_R and ref_logprobs_R float32:
     `PolicyGroup.prepare` adds those that the loss needs. token_advantages_R float32, None where advantages_N holds for
-    all tokens of a sample. values_R and value_targets_R float32, what the critic said before each token when the batch
-    began, and what it shall say; None without a critic. group_lengths_NK int64 [N, K], trained tokens of every rollout
-    of each sample's group; None unless the algorithm needs them. environments_N: int64, the number of each sample's
-    environment; None where the run has one. opens_batch: whether this is the first optimizer step of a batch of
-    rollouts that is trained.
+    all tokens of a sample, or ranks make them of columns. values_R and value_targets_R float32, what the critic said
+    before each token when the batch began, and, on ranks only, what it shall say; None without a critic.
+    group_lengths_NK int64 [N, K], trained tokens of every rollout of each sample's group; None unless the algorithm
+    needs them. environments_N: int64, the number of each sample's environment; None where the run has one. opens_batch:
+    whether this is the first optimizer step of a batch of rollouts that is trained.
     """
 
     rollout_logprobs_R: np.ndarray

@@ -1,8 +1,8 @@
 """What the losses of a step are made of: rewards with the KL in them, advantages per token, a critic's targets.
 
-Columns of the passes -> the algorithm's own methods, on this rank's samples, with sums over the data-parallel ranks ->
-a shard with advantages, before anything is computed of it. Refuses columns that were not computed, and what is not
-finite, on every rank alike.
+Columns of the passes -> the algorithm's own methods (`advantages` on the samples of all data-parallel ranks, the others
+on this rank's, with sums over these) -> a shard with advantages, before anything is computed of it. Refuses columns
+that were not computed, and what is not finite, on every rank alike.
 
 Legend: N samples, R response tokens of this shard.
 """

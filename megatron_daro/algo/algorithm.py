@@ -246,7 +246,7 @@ class Algorithm(ABC):
         is in checkpoints; with `kl.place: reward` once more on every rank, whose result counts.
 
         Args:
-            rewards_N: [N], finite. group_ids_N: int64 [N].
+            rewards_N: [N], finite. group_ids_N: int64 [N], in any order.
 
         Returns:
             Floating [N].

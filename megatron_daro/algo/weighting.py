@@ -1,9 +1,9 @@
 """The table of algorithms, and how one is made by its name.
 
 `algorithm.name` and its options -> one Algorithm in the driver (advantages, which groups are trained) and one on every
-rank (coefficients, learning; advantages with `kl.place: reward`). Here stand GRPO, its relatives and DARO; what weighs
-by the pass rate alone is in `pass_rate_rules`, HA-DW in `histories`, PPO in `ppo`. Refuses names and options that do
-not exist.
+rank (coefficients, learning; advantages of tokens, and with `kl.place: reward` of rollouts). Here stand GRPO, its
+relatives and DARO; what weighs by the pass rate alone is in `pass_rate_rules`, HA-DW in `histories`, PPO in `ppo`.
+Refuses names and options that do not exist.
 
 Shape letters: N samples (of any part of the step), K rollouts per prompt, [K+1] one entry per bin 0..K.
 """

@@ -67,7 +67,7 @@ class ServerApi(Protocol):
 
     async def load_weights(self, directory: Path, version: int, /) -> None:
         """Load a Hugging Face directory into every server; called while no answer is on its way. When it returns, each
-        answer comes from these weights."""
+        answer comes from these weights, and the directory is removed."""
         ...
 
     async def close(self) -> None:

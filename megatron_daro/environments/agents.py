@@ -40,7 +40,8 @@ class Running(Protocol):
     """What runs agents, one for each conversation."""
 
     async def run(self, prompt: Prompt, conversation: Conversation, base_url: str, key: str) -> object:
-        """Return the outcome that the agent says, None where it says none. Raises ConversationFailedError."""
+        """Return the outcome that the agent says, None where it says none. Raises ConversationFailedError,
+        RolloutError."""
         ...
 
     async def close(self) -> None:

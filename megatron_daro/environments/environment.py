@@ -50,7 +50,8 @@ class Completion:
 class OutOfRoomError(RolloutError):
     """What was to be added does not fit into rollout.max_response_tokens.
 
-    Where an environment lets it pass, the conversation ends as truncated, with the verdict wrong, "out_of_room".
+    Where an environment lets it pass, the conversation ends as truncated, with the verdict wrong, "out_of_room"; before
+    the model has answered it is thrown away as failed.
     """
 
 
@@ -84,7 +85,8 @@ class Environment(Protocol):
         """Hold one conversation and judge it.
 
         For a run that repeats exactly, what it does must depend on its arguments alone. It may be cancelled at any
-        `await`. Where it raises or takes too long, the conversation is thrown away, counted and begun again.
+        `await`. Where it raises or takes too long, the conversation is thrown away, counted and begun again; but a
+        DaroError other than OutOfRoomError ends the run.
 
         Args:
             prompt: the problem; its tokens are the first of the conversation. conversation: nothing said yet.
@@ -133,7 +135,7 @@ class Asking(Protocol):
 
 class Conversation:
     """One rollout in the making, from its prompt on. Its methods are called on the environment's event loop, `ended`
-    and `own_s` on the run's."""
+    and `own_s` also on the run's."""
 
     def __init__(self, request: GroupRequest, index: int, call: Asking, shared: ConversationSettings) -> None:
         """Say nothing yet. Made by `Conversations`."""

@@ -18,11 +18,11 @@ class Step:
     """What an environment says after an answer of the model.
 
     observation: text that the model is shown; of `reset`, behind the prompt, which a chat template allows no place for.
-    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: whether the
-    task is solved; decides the pass rate. reward: of this step; they add up; where there is none, `correct` decides.
-    rewards: more of them by name, each times its factor of environment.reward_weights. reason: a short word, for the
-    last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer called, and how
-    often in vain; they are counted.
+    state: a JSON value, which the next `step` gets back. done: whether the conversation ends here. correct: with
+    `done`, whether the task is solved; decides the pass rate. reward: of this step; they add up; where there is none,
+    `correct` decides. rewards: more of them by name, each times its factor of environment.reward_weights. reason: a
+    short word, for the last step. role: of the observation in a chat template. tool_calls, tool_errors: what the answer
+    called, and how often in vain; they are counted.
     """
 
     observation: str = ""

@@ -36,7 +36,7 @@ class EnvironmentPool(Protocol):
         ...
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return a worker's reply. Raises RolloutError."""
+        """Return a worker's reply. Raises RolloutError; WorkerError: all are lost."""
         ...
 
     async def close(self) -> None:

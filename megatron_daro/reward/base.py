@@ -67,7 +67,8 @@ class Verifier(Protocol):
     """
 
     def verify(self, answer_text: str, gold: str, statement: str, /) -> Verdict:
-        """Judge one answer. What it raises costs this one verdict (`verifier_failed`; a RecursionError: `too_complex`).
+        """Judge one answer. What it raises costs this one verdict (`verifier_failed`; RecursionError: `too_complex`;
+        MemoryError: `memory`), but a RewardError ends the run.
 
         Args:
             answer_text: the response, with the <think> that its prompt ended with; of a template with tags what

@@ -2,7 +2,7 @@
 
     state        held by                                          ends as
     in flight    GroupInFlight in `Flight.calls`                  kept, filtered, dropped, or unfinished
-    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in the next batch; dropped where it
+    unfinished   UnfinishedGroup in the `Flight`, then the        in flight again in a later batch; dropped where it
                  sampler and its Snapshot                         is too old by then, or unless keeps_waiting
     kept         Group in `BatchSoFar.kept`: complete, trainable  handed to the controller, or surplus
     surplus      Group in the sampler and its Snapshot: beyond    kept by the next batch; dropped where it is too old by
@@ -83,7 +83,7 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group between two batches: the one before left it unfinished, the next goes on with it.
+    """A group between two batches: one before left it unfinished, a later one goes on with it.
 
     finished: the finished rollouts with their verdicts, maybe none. partial: the others that have tokens, by index.
     """

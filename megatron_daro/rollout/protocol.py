@@ -52,7 +52,8 @@ class Rollouter(Protocol):
     """Takes groups from their prompts to scored rollouts; `SingleTurn`, `Conversations` and `Mixed` do."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
-        """As `Engine.generate`, where a rollout may be a whole conversation. Raises EngineError, RolloutError."""
+        """As `Engine.generate`, where a rollout may be a whole conversation. Raises EngineError, WorkerError,
+        RewardError, RolloutError."""
         ...
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
@@ -60,7 +61,7 @@ class Rollouter(Protocol):
         ...
 
     async def score(self, rollouts: Sequence[tuple[Rollout, Prompt]]) -> list[Verdict]:
-        """Return one verdict per finished rollout, in order. Raises RewardError."""
+        """Return one verdict per finished rollout, in order. Raises RewardError, WorkerError."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -80,7 +81,8 @@ class Scorer(Protocol):
     """Verifies answers; `reward.pool.RewardPool` does, and a run's `VerifierPools`."""
 
     async def score_async(self, pairs: Sequence[tuple[str, str, str]]) -> list[Verdict]:
-        """Verdicts of (answer text, gold answer, statement of the problem), in order."""
+        """Verdicts of (answer text, gold answer, statement of the problem), in order. Raises RewardError,
+        WorkerError."""
         ...
 
     @property
@@ -105,7 +107,8 @@ class PromptSource(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learn what became of the prompts of a batch; called once a batch, with its complete groups by group id."""
+        """Learn what became of the prompts of a batch; called once a batch, with the groups that became
+        complete while it was filled, by group id."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -152,6 +155,7 @@ class Policy(Protocol):
         """Write everything it needs into an existing, empty directory.
 
         `captured` is called when the next step may begin: what is written is the state as it was at the call.
+        LostSaveError: it cannot be had any more, since a rank was lost and a step made meanwhile; the run goes on.
         """
         ...
 

@@ -193,7 +193,8 @@ class EngineGroup:
                 self.lose(replica, worker, translated(replica.name, error))
 
     async def abort(self, group_ids: Collection[int] | None = None) -> None:
-        """Stop these groups (None: all) on every replica."""
+        """Stop these groups (None: all) on every replica that runs; what waits for one that is started again is asked
+        all the same."""
         ids = None if group_ids is None else list(group_ids)
         errors = await self.on_each(self.present(), lambda worker: worker.abort.remote(ids))
         for error in errors.values():

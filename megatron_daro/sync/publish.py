@@ -1,10 +1,10 @@
 """Weight sync, step by step: the policy exports, an engine receives, and both are compared.
 
-The controller publishes after every batch; an engine asks for it when a receiver comes back. The policy exports what a
-plan says and scores probes, the engine prepares receivers, installs what arrives, compares checksums where it has them,
-and answers probes; whether a receiver's log-probs are those of the new weights is judged here. A receiver whose weights
-are not known to be those of its version does not generate. A receiver is what has weights of its own: a server, or a
-replica of the embedded engine.
+The controller publishes before the first batch and after every batch; an engine asks for it when a receiver comes back,
+unless the policy has its GPUs. The policy exports what a plan says and scores probes, the engine prepares receivers,
+installs what arrives, compares checksums where it has them, and answers probes; whether a receiver's log-probs are
+those of the new weights is judged here. A receiver whose weights are not known to be those of its version does not
+generate. A receiver is what has weights of its own: a server, or a replica of the embedded engine.
 
 GPUs that the policy and the engine share: colocation.py.
 """
@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 class WeightExporter(Protocol):
-    """Whoever has the policy's weights: it only exports."""
+    """Whoever has the policy's weights: it only exports. WorkerError: a rank died and is not replaced."""
 
     def hold(self, version: int | None = None) -> AbstractAsyncContextManager[int]:
         """While it is held the weights do not change, and the calls below may be made. Yields the weights' version,
@@ -53,10 +53,12 @@ class WeightExporter(Protocol):
 
 
 class ReceiverUpdate(Protocol):
-    """One update of some receivers. WeightSync calls the steps in this order; a receiver that fails one is given up."""
+    """One update of some receivers. WeightSync calls the steps in this order. A receiver that fails one is given up, or
+    the step raises SyncError; then `abandon` is the last call."""
 
     async def prepare(self) -> SendPlan | WeightFiles | None:
-        """Stop generation and open the update; what is to be sent to whom, or written. None: no receiver is left."""
+        """Stop generation and open the update; what is to be sent to whom, or written. None: no receiver is left.
+        Called up to three times: again after `blame`, and where the sender lost a rank."""
         ...
 
     async def blame(self, report: SendReport) -> None:
@@ -105,7 +107,7 @@ class WeightInstaller(Protocol):
         ...
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Call `call` with the name of each receiver that comes back and needs weights."""
+        """Call `call` with the name of each receiver that comes back, unless the next update brings the weights."""
         ...
 
 

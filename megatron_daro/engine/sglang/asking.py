@@ -82,7 +82,7 @@ class Asker(Protocol):
         Raises:
             UnreachableError: connection, deadline or 5xx; CutShortError after some answers. RefusedError: 4xx.
             BadAnswerError: the answer does not fit.
-            LostWorkerError: nobody knows what became of the request.
+            LostWorkerError: nobody knows what became of the request. WorkerError: nobody is left to ask.
         """
         ...
 

@@ -174,7 +174,7 @@ class SGLangEngine:
             self.fleet.serve(server, None)
 
     def when_back(self, call: Callable[[str], Awaitable[None]]) -> None:
-        """Call `call` with the name of each server that comes back."""
+        """Call `call` with the name of each server that comes back, but not on GPUs that the trainer shares."""
         self._when_back = call
 
     def metrics(self) -> dict[str, float]:
