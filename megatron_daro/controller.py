@@ -70,7 +70,7 @@ _NOT_EVALUATED = (
     "model that the run began with"
 )
 
-BuildBatch = Callable[[Sequence[Group], int], StepBatch]
+BuildColumns = Callable[[Sequence[Group], int], StepBatch]
 """Makes the columns of the optimizer step of this number: `data.batch.build_step_batch` with the run's algorithm."""
 
 
@@ -88,7 +88,7 @@ class Parts:
 
     policy: ExportingPolicy
     source: BatchSource
-    build: BuildBatch
+    build: BuildColumns
     metrics: MetricsSink
     progress: Progress
     phases: Phases

@@ -1,6 +1,6 @@
 """Megatron's optimizer and learning-rate schedule, with a step that can be refused.
 
-Gradients are checked and clipped before an update; with a non-finite norm nothing is updated and the caller
+Gradients are checked first, and clipped as part of the update; with a non-finite norm nothing is updated and the caller
 decides. The schedule advances before the update, so that the first step of a warm-up does not run at learning rate 0.
 """
 

@@ -33,8 +33,10 @@ class Filling(Protocol):
         ...
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more.
-        missing: to `prompts_per_batch`, the most that a batch trains; groups that were set aside are not missing."""
+        """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more:
+        waiting ones first (`old_and_new`), and where answers are made in segments all waiting ones beside so many new
+        ones. missing: to `prompts_per_batch`, the most that a batch trains; groups that were set aside are not
+        missing."""
         ...
 
     def prompts_left(self, flight: Flight) -> float:

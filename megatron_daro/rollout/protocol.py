@@ -1,7 +1,9 @@
-"""What the rollout part and the controller expect of everything they drive.
+"""What the rollout part expects of everything that it drives, and the controller of the policy.
 
 The seam between the loop and everything that can be swapped: embedded engine or SGLang servers, the policy behind Ray
-or in process, fakes in tests. It holds Protocols only, no behaviour.
+or in process, fakes in tests. It holds Protocols only, no behaviour. What the controller needs beyond it: `BatchSource`
+(sampled_batch.py), `Gpus` (sync/colocation.py), and for weights `ExportingPolicy` and `ReceivingEngine`
+(sync/publish.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megatron_daro.types import Group
 
 _UNFINISHED = "rollout/groups_unfinished"
 _FAILED_STARTS = "reward/failed_worker_starts"
-_MAX_EMPTY_BATCHES = 3  # in a row; more where an answer takes several of them
+_MORE_EMPTY_BATCHES = 2  # in a row, beyond those that the longest answer takes
 
 
 class Sampler:
@@ -61,7 +61,7 @@ class Sampler:
         self._kept_bins = kept_bins
         self._max_lag = parts.section.max_staleness * steps_per_batch
         # A group that begins in the first of them can end as late as in the last of its segments.
-        self._max_empty = _MAX_EMPTY_BATCHES + parts.section.segments - 1
+        self._max_empty = parts.section.segments + _MORE_EMPTY_BATCHES
         self.ledger = parts.ledger
         self._surplus: tuple[Group, ...] = ()
         self._unfinished: tuple[UnfinishedGroup, ...] = ()

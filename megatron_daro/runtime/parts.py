@@ -22,7 +22,7 @@ from megatron_daro.config.lora import LoraSection
 from megatron_daro.config.model_shape import read_model_shape
 from megatron_daro.config.placement import demand_of
 from megatron_daro.config.sections import EngineSection, EnvironmentSection
-from megatron_daro.controller import BuildBatch
+from megatron_daro.controller import BuildColumns
 from megatron_daro.data.batch import build_step_batch
 from megatron_daro.data.templates import trained_with
 from megatron_daro.data.tokenizer import response_decoder
@@ -80,7 +80,7 @@ class Generation:
         return closers | {"teacher": self.teacher.close} if self.teacher else closers
 
 
-def batch_builder(config: Config, algorithm: Algorithm) -> BuildBatch:
+def batch_builder(config: Config, algorithm: Algorithm) -> BuildColumns:
     """Return (groups, optimizer step) -> StepBatch, with the algorithm's advantages."""
     overlong, length_reward = config.algorithm.overlong, config.algorithm.length_reward
     distill = config.algorithm.distill

@@ -1,8 +1,7 @@
 """A group of samples becomes HTTP requests: the bodies of /generate.
 
 One request carries all samples of a group, so that they share the prompt's cache; where answers go on from different
-lengths, each has its own. A server sends each answer when it
-has ended, where the request streams.
+lengths, each has its own. A server sends each answer when it has ended, where the request streams.
 """
 
 from __future__ import annotations
