@@ -49,9 +49,9 @@ INSIDE: Mapping[str, tuple[str, ...]] = {
 """Wait -> what runs inside it and may take all of its own time: other waits, in lines above, and what users allow (see
 `Deadlines.of`). What is inside those is inside as well. `abort` and `close` have nothing: they cut short what they end.
 Verdicts are those of the answers of one round, each in its time: a pool whose workers die again and again takes longer,
-and so do problems with several answers.
-Not counted: after the loss of a rank or the only server, something may wait for an optimizer step, or repeat one; where
-a step takes hours that may end the run."""
+and so do problems with several answers. Not counted: further tries of a request that took all of its time, so two or
+three in a row end a run that waits for this group alone; after the loss of a rank or the only server, something may
+wait for an optimizer step, or repeat one; where a step takes hours that may end the run."""
 
 
 @dataclass(frozen=True, slots=True)

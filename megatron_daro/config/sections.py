@@ -186,8 +186,8 @@ class RolloutSection(Section):
     max_refill_rounds: int = Field(default=3, ge=0, le=1000)
     """Further rounds of prompts while the batch is not full; then the smaller batch is trained."""
     keep_surplus: bool = False
-    """Keep groups beyond the batch for the next one, unfinished ones with their tokens so far. Needs max_staleness
-    >= 1."""
+    """Keep groups beyond the batch for the next one, and unfinished ones, single answers with their tokens so far.
+    Needs max_staleness >= 1."""
     finish_batch: Literal["auto", FinishBatch] = "auto"
     """all: each round waits for all of its groups, so a run repeats exactly if the engine's answers do; enough: a batch
     ends once prompts_per_batch groups are trainable; auto: all with an engine that works on one batch at a time

@@ -69,11 +69,11 @@ class InRounds:
         self._section = section
 
     def is_enough(self, batch: BatchSoFar, flight: Flight) -> bool:
-        """Never."""
+        """False: a round is waited for."""
         return False
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
-        """None while a round is in flight, nor after the last."""
+        """0 while a round is in flight, and after the last."""
         if flight.calls or flight.times_begun > self._section.max_refill_rounds:
             return 0
         return math.ceil(missing * self._section.oversampling / batch.keep_rate())

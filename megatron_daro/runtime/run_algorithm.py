@@ -89,7 +89,7 @@ def algorithm_remarks(config: Config, algorithm: Algorithm, *, generates: bool) 
     group_by_group = FILLINGS[finish_batch](rollout).group_by_group
     if one_at_a_time and group_by_group:
         remarks.append(
-            f"rollout.finish_batch: got {finish_batch}; allowed: all or auto with engine {config.engine.kind}: else it "
+            f"rollout.finish_batch: got {finish_batch}; allowed: auto with engine {config.engine.kind}: else it "
             "generates one group after the other, and a run does not repeat; fix: set rollout.finish_batch=auto"
         )
     used = rollout.keeps_waiting or group_by_group

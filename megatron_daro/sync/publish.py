@@ -1,10 +1,10 @@
 """Weight sync, step by step: the policy exports, an engine receives, and both are compared.
 
 The controller publishes before the first batch and after every batch; an engine asks for it when a receiver comes back,
-unless the policy has its GPUs. The policy exports what a plan says and scores probes, the engine prepares receivers,
-installs what arrives, compares checksums where it has them, and answers probes; whether a receiver's log-probs are
-those of the new weights is judged here. A receiver whose weights are not known to be those of its version does not
-generate. A receiver is what has weights of its own: a server, or a replica of the embedded engine.
+unless policy and engine share GPUs. The policy exports what a plan says and scores probes, the engine prepares
+receivers, installs what arrives, compares checksums where it has them, and answers probes; whether a receiver's
+log-probs are those of the new weights is judged here. A receiver whose weights are not known to be those of its version
+does not generate. A receiver is what has weights of its own: a server, or a replica of the embedded engine.
 
 GPUs that the policy and the engine share: colocation.py.
 """

@@ -41,7 +41,8 @@ class Question:
     """What the server at `url` is asked for one group.
 
     calls: the HTTP requests, posted at once. version: weight version for servers that do not tell spans. loaded:
-    version of the weights that servers are started with; None where none may answer with these any more. vocabulary: of
+    what tokens of the weights that the server loaded by itself have as version (with adapters the newest one's); None
+    where none may be of these any more. vocabulary: of
     the model (`rollouts_of`).
     """
 

@@ -325,7 +325,7 @@ def rollouts_of(
     Args:
         request: what was asked. answers: the JSON answer.
         version: weight version for servers that do not tell spans (the oldest that the request can have seen).
-        loaded: version of the weights that servers are started with; None where none may answer with these any more.
+        loaded: version of tokens of the weights that the server loaded by itself, see `Question`.
         decode: token ids -> text.
         vocabulary: number of the model's token ids; None: not known.
         experts: where those that the server chose are written to; needed where the request asks for them.
@@ -429,7 +429,7 @@ def _whole(request: GroupRequest, part: Rollout, decode: Callable[[Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """oldest: what the request can have seen. loaded: what servers call their weights before any update."""
+    """oldest: what the request can have seen. loaded: the version of what servers name "default"."""
 
     oldest: int
     loaded: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,7 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_fakes import FAST, NEVER, FakeScorer, K
 
+from megatron_daro.config.sections import FinishBatch
 from megatron_daro.errors import DeadlineError, EngineError
+from megatron_daro.rollout.filling import FILLINGS
+
+
+def test_each_name_of_finish_batch_has_its_way_to_fill():
+    assert FILLINGS.keys() == set(get_args(FinishBatch))
 
 
 def test_a_full_batch_does_not_wait_for_slow_groups():
