@@ -5,9 +5,9 @@
     with_turn_advantages      in its place, for each token: of the rewards of turns
     with_teacher_advantages   and beside these: of what a teacher said
 
-Ranks decide what needs the columns of their passes, before the first loss (actor/advantages.py): a KL in the rewards,
-which makes the advantages of rollouts anew, and an algorithm's own advantages of tokens, from a critic's values maybe.
-What would be decided in both places is refused (config/rules/algorithm.py, runtime/run_algorithm.py).
+Ranks decide what needs the columns of their passes, at every step before its loss (actor/advantages.py): a KL in the
+rewards, which makes the advantages of rollouts anew, and an algorithm's own advantages of tokens, from a critic's
+values maybe. What would be decided in both places is refused (config/rules/algorithm.py, runtime/run_algorithm.py).
 
 Shape letters: N samples, R response tokens of all samples, U turns of all samples.
 """

@@ -155,7 +155,7 @@ class BatchFiller:
             await collector.close(iterator)
 
     async def _next_ended(self, flight: Flight) -> asyncio.Task[None]:
-        """Wait for the end of a call. A group of one that goes on (None) only shows that it lives."""
+        """Wait for the end of a call. A None only shows that one lives."""
         what, call = f"the engine, with {len(flight.calls)} calls in flight", None
         while call is None:
             call = await self._parts.deadlines.within("next_group", flight.arrivals.get(), what=what)

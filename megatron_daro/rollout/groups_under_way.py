@@ -155,10 +155,10 @@ class Flight:
     """What is in flight of one batch, in one `BatchFiller.fill`.
 
     to_resume: groups that the `fill` before left unfinished, not begun again yet. calls: those that run, with the
-    groups that each generates. arrivals: calls that have ended, and a None for each group of one that goes on: a sign
-    of life. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts it lacks) after
-    the last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping: nothing more is
-    asked of the engine.
+    groups that each generates. arrivals: calls that have ended; None, a sign of life, where a call that goes on for
+    other groups gave one. unfinished: groups that were set aside, or aborted at the end. incomplete: (group, rollouts
+    it lacks) after the last attempt. times_begun: times that groups were begun. admitted: prompts so far. stopping:
+    nothing more is asked of the engine.
     """
 
     to_resume: deque[UnfinishedGroup]

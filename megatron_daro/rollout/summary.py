@@ -4,9 +4,9 @@ Groups and the built batch -> metrics, merged by the controller with what the po
 and knows no losses but the predicted one.
 
 To add a metric of groups: write a function of them here, put it into GROUP_METRICS, and its key into docs/metrics.md;
-metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that were sampled for the batch,
-so each step of the batch has the same number. What is of one step's groups alone stands in `step_metrics`; what each of
-several environments has too, in _OF_ENVIRONMENTS.
+metrics.jsonl, TensorBoard and the report's table then have it. It measures all groups that came to the batch (surplus
+comes to the one that takes it), so each step of the batch has the same number. What is of one step's groups alone
+stands in `step_metrics`; what each of several environments has too, in _OF_ENVIRONMENTS.
 
 Shape letters: N samples, K rollouts per prompt.
 """
@@ -79,7 +79,8 @@ def _divergence(groups: Iterable[Group]) -> dict[str, float]:
 def batch_metrics(
     batch: SampledBatch, rollouts_per_prompt: int, environment_of_source: Mapping[str, str]
 ) -> dict[str, float]:
-    """Measure every complete group that was sampled for the batch, and what sampling them took.
+    """Measure every complete group that came to the batch (surplus, to the one that takes it), and what its sampling
+    took.
 
     Filtered groups count: without them, dynamic sampling would push the accuracy towards one half.
 

@@ -1,15 +1,16 @@
-"""Groups of rollouts from a fleet of servers: who is asked for what, and again where that fails.
+"""Rollouts from a fleet of servers, request by request: who is asked for what, and again where that fails.
 
-    generate -> _answer, one for each group: asks until all its samples have ended, or 8 tries failed
+    generate -> _answer, one for each request: asks until all its samples have ended, or 8 tries failed
       _try:  a server with room (fleet.py) -> HTTP requests (request.py) -> _ask -> keeps what came, gives room back
       _ask:  Asker.ask, in a process of the answer workers (runtime/answer_workers.py) -> POST /generate (client.py)
              -> reply checked, and made rollouts (replies.py)
 
-A group goes to the server with the fewest tokens in flight, or that of the turn before; what one of its answers holds
-there is given back when that answer has come. It is routed here; answer workers post it, parse the replies and decode
-the tokens, and this process gets finished rollouts. A failed request is retried, elsewhere if possible; one that a
-weight update cut short (of a caller's own: in training none runs then) continues from the tokens it has. Answers of
-weights that a server was never given are rejected, and every wait has a deadline.
+A request (for K answers of a group; in a conversation, for one) goes to the server with the fewest tokens in flight, or
+that of the turn before; what one of its answers holds there is given back when that answer has come. It is routed here;
+answer workers post it, parse the replies and decode the tokens, and this process gets finished rollouts. A failed
+request is retried, elsewhere if possible; one that a weight update cut short (of a caller's own: in training none runs
+then) continues from the tokens it has. Answers of weights that a server was never given are rejected, and every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ServerGeneration:
         self._adapters, self._seed = adapters, seed
         self._vocabulary, self._warn = vocabulary, warn
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
-        self._running: set[RunningGroup] = set()
+        self._running: set[RunningRequest] = set()
         self._last_servers = LastServers()
         # Of each sample that is being generated: its server, and the tokens there that are reckoned with.
         self._held: dict[str, tuple[Server, int]] = {}
@@ -78,7 +79,7 @@ class ServerGeneration:
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[tuple[Rollout, ...]]:
         """Return the rollouts of each request as soon as all of them ended; closing the iterator aborts the rest."""
-        runs = [RunningGroup(request) for request in requests]
+        runs = [RunningRequest(request) for request in requests]
         self._running.update(runs)
         tasks = {asyncio.create_task(self._answer(run)): run for run in runs}
         try:
@@ -119,7 +120,7 @@ class ServerGeneration:
         """Return a name for a request that no other had."""
         return f"{self._prefix}-{next(self._numbers)}"
 
-    async def _answer(self, run: RunningGroup) -> tuple[Rollout, ...]:
+    async def _answer(self, run: RunningRequest) -> tuple[Rollout, ...]:
         """Return all rollouts of a group, or what there is when it is stopped, or failed too often."""
         async with self._begins:  # one at a turn of the event loop, which a thousand groups at once would hold
             await asyncio.sleep(0)
@@ -142,7 +143,7 @@ class ServerGeneration:
                 await until_stopped(asyncio.sleep(_pause_s(failures)), run.stop)
         return run.collected()
 
-    async def _try(self, run: RunningGroup, request: GroupRequest) -> tuple[Rollout, ...]:
+    async def _try(self, run: RunningRequest, request: GroupRequest) -> tuple[Rollout, ...]:
         """Ask one server for all that is missing of a group; nothing where it is stopped before one has room."""
         tokens_of = {index: self._estimate(request, index) for index in request.indices}
         server = await self._server_with_room(run, request, sum(tokens_of.values()))
@@ -185,7 +186,7 @@ class ServerGeneration:
         self._fleet.learn_lengths(r.response_length for r in ended_now if r.finish_reason != "abort")
         return rollouts
 
-    async def _server_with_room(self, run: RunningGroup, request: GroupRequest, tokens: int) -> Server | None:
+    async def _server_with_room(self, run: RunningRequest, request: GroupRequest, tokens: int) -> Server | None:
         """Take room for a group on a server; None where it is stopped before."""
         room = asyncio.ensure_future(
             self._fleet.acquire(
@@ -253,7 +254,7 @@ class ServerGeneration:
         if server.failed() and server.state == "serving":
             self._supervision.give_up(server, f"{server.failures} requests in a row failed, the last: {error}")
 
-    async def _abort_on_servers(self, runs: Sequence[RunningGroup]) -> None:
+    async def _abort_on_servers(self, runs: Sequence[RunningRequest]) -> None:
         """End requests where they run."""
         ids: dict[SGLangClient, list[str]] = defaultdict(list)
         for run in runs:
@@ -267,7 +268,7 @@ class ServerGeneration:
 
         await asyncio.gather(*map(abort, ids))
 
-    async def _abort_again(self, runs: Sequence[RunningGroup]) -> None:
+    async def _abort_again(self, runs: Sequence[RunningRequest]) -> None:
         """Ask again to end what has not ended. An abort that overtakes its request is lost: the server ignores a name
         that it does not know yet, and would generate to the limit.
 
@@ -296,8 +297,8 @@ def _pause_s(failures: int) -> float:
 
 
 @dataclass(eq=False)
-class RunningGroup:
-    """A group that is being generated.
+class RunningRequest:
+    """A request that is being answered.
 
     stop: nothing more of it is wanted. ids: what the server calls the samples that it works on. failed_on: the last
     server that failed. done and partial: by index.
