@@ -42,7 +42,7 @@ from megatron_daro.sync.digests import noted
 from megatron_daro.sync.files import complete_checkpoint, open_checkpoint, write_weight_files
 from megatron_daro.sync.plan import Digest, SendPlan, SendReport, WeightFiles
 from megatron_daro.sync.publish import WeightSync
-from megatron_daro.sync.transports import Sender
+from megatron_daro.sync.senders import Senders
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 VARIABLE = "MEGATRON_DARO_SGLANG"
@@ -353,7 +353,7 @@ class ModelWeights:
     def __init__(self, model: Any, *, named: Iterable[tuple[str, Any]] | None = None, bucket_bytes: int = 0) -> None:
         self.model, self.version, self._bucket_bytes = model, 0, bucket_bytes
         self._named = named
-        self._sender = Sender(HOST, "gloo", connect_to_servers)
+        self._senders = Senders(HOST, "gloo", connect_to_servers)
 
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
@@ -364,7 +364,7 @@ class ModelWeights:
     async def export(self, plan: SendPlan) -> SendReport:
         """From this process, over gloo."""
         plan = replace(plan, bucket_bytes=self._bucket_bytes or plan.bucket_bytes)
-        return await asyncio.to_thread(self._sender.send, self._stream(), plan)
+        return await asyncio.to_thread(self._senders.send, self._stream(), plan)
 
     async def write(self, files: WeightFiles) -> SendReport:
         """From this process."""
@@ -386,7 +386,7 @@ class ModelWeights:
 
     def close(self) -> None:
         """Leaves the group of the servers."""
-        self._sender.close()
+        self._senders.close()
 
     def _stream(self) -> Iterable[tuple[str, Any]]:
         return named_weights(self.model) if self._named is None else self._named

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.algo.objective import ObjectiveSettings
 from megatron_daro.algo.weighting import ALGORITHMS, WITH_CRITIC, Algorithm, make_algorithm
 from megatron_daro.config import AlgorithmSection

@@ -4,7 +4,7 @@ A worker process (runtime/train_worker.py) holds a `policy.MegatronPolicy`, the 
 
   Megatron      megatron (imports it, for all of actor/), device and cpu (where this process computes), compat (gaps)
   process       parallel (process groups, seeds), communicators (their GPU memory), settings (plain values of the run,
-                without Megatron), translation and token_objective (the configuration for Megatron, and for the loss)
+                without Megatron), translation and objective_settings (the configuration for Megatron, and for the loss)
   model         layers, linear_attention, model, lora (adapters), precision (fp8), weights (Hugging Face tensors in and
                 out), building (what policy and critic are made with alike)
   forward       forward (micro-batches through the pipeline), logprobs and logprob_kernels (chunked, vocabulary-

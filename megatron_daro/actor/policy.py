@@ -22,11 +22,11 @@ from megatron_daro.actor.double_buffer import Slot, num_bytes
 from megatron_daro.actor.forward import MicroBatches, OutputSettings, response_logprobs
 from megatron_daro.actor.host_memory import HostCopy, HostMemory, TakingTurns
 from megatron_daro.actor.model import LocalParameter, build_model, local_parameters
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.actor.precision import remarks, uses_transformer_engine
 from megatron_daro.actor.routing_replay import check_routed_experts
 from megatron_daro.actor.settings import PolicySettings
 from megatron_daro.actor.step import TrainedModel, TrainState, train_step
-from megatron_daro.actor.token_objective import objective_settings
 from megatron_daro.actor.translation import megatron_options, transformer_config_of
 from megatron_daro.actor.weights import export_hf_weights, load_hf_weights
 from megatron_daro.algo.weighting import make_algorithm

@@ -6,7 +6,7 @@ start of a server and its vetting. Another one, to which ranks give Hugging Face
 * here, a row and a name
 * config/sections.py: a sentence at `engine.sglang.sync`, and the options of its own (docs/configuration.md is made of
   both)
-* its sender: a file in sync/, and a line in `SENDERS` (sync/transports.py)
+* its sender: a file in sync/, and a line in `SENDERS` (sync/senders.py)
 * its servers' end: a line in `RECEIVING` (engine/sglang/receiving.py), and a class where its servers are told other
   things than those of `Receiving`; what the sender must know, which sees no configuration, it puts into
   `SendPlan.details`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
 from megatron_daro.config.base import changed

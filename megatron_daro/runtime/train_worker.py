@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from megatron_daro.actor.host_memory import HostCopy
     from megatron_daro.actor.parallel import Address
-    from megatron_daro.sync.transports import Sender
+    from megatron_daro.sync.senders import Senders
 
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
 # "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
@@ -74,7 +74,7 @@ class TrainWorker:
         self._rank = rank
         self._policy: Any = None
         self._remarks: tuple[str, ...] = ()
-        self._sender: Sender | None = None
+        self._senders: Senders | None = None
         self._shard_export: ShardExport | None = None
         self._reserved: Reservation | None = None
         self._relays: dict[tuple[int, ...], Any] = {}
@@ -239,16 +239,16 @@ class TrainWorker:
         """Send this stage's weights as the plan says; collective over its exporting ranks, of which those with a plan
         send and report. Args: members: of a group that was joined, whose other ranks get every bucket."""
         from megatron_daro.actor import device
-        from megatron_daro.sync.transports import Sender
+        from megatron_daro.sync.senders import Senders
 
         if plan is None:
             for _ in self._exported(what):  # the others gather along
                 pass
             return None
-        if self._sender is None:
+        if self._senders is None:
             backend = "nccl" if device.current().type == "cuda" else "gloo"
-            self._sender = Sender(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
-        return self._sender.send(self._exported(what), plan, group=self._relays.get(members))
+            self._senders = Senders(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
+        return self._senders.send(self._exported(what), plan, group=self._relays.get(members))
 
     @ray.method(concurrency_group="work")
     @logs.failures_logged
@@ -387,8 +387,8 @@ class TrainWorker:
 
         if self._policy is not None:
             self._policy.end_background_work()
-        if self._sender is not None:
-            self._sender.close()
+        if self._senders is not None:
+            self._senders.close()
         if self._shard_export is not None:
             self._shard_export.close()
         self._policy, self._relays, self._snapshot, self._shard_export = None, {}, None, None

@@ -4,7 +4,8 @@ The controller publishes before the first batch and after every batch; an engine
 unless policy and engine share GPUs. The policy exports what a plan says and scores probes, the engine prepares
 receivers, installs what arrives, compares checksums where it has them, and answers probes; whether a receiver's
 log-probs are those of the new weights is judged here. A receiver whose weights are not known to be those of its version
-does not generate. A receiver is what has weights of its own: a server, or a replica of the embedded engine.
+does not generate. A receiver is what has weights of its own: a server, a replica of the embedded engine, or an engine
+of one's own.
 
 GPUs that the policy and the engine share: colocation.py.
 """

@@ -81,7 +81,7 @@ def build_policy(
 def loss_settings(policy: Any, algorithm: dict[str, Any], *, temperature: float = 1.0, **options: Any) -> Any:
     """Objective and output layer of a policy that was built with these."""
     from megatron_daro.actor.forward import OutputSettings
-    from megatron_daro.actor.token_objective import objective_settings
+    from megatron_daro.actor.objective_settings import objective_settings
     from megatron_daro.algo.weighting import make_algorithm
     from megatron_daro.config.actor import ActorSection
     from megatron_daro.config.algorithm import AlgorithmSection

@@ -21,6 +21,7 @@ from loop_fakes import EVALUATE, FAST, Crash, FakeScorer, K, make_stack, resume_
 from megatron_daro.errors import DeadlineError, EngineError
 from megatron_daro.observe.metrics import read_metrics
 from megatron_daro.observe.phases import Phases
+from megatron_daro.rollout.filling import FILLINGS
 from megatron_daro.rollout.minibatches import epoch_order
 from megatron_daro.rollout.recorder import read_minibatch, read_step
 from megatron_daro.routed_experts import ExpertsFolder
@@ -330,7 +331,7 @@ def test_a_cancellation_while_a_run_is_closed_leaves_nothing_open(tmp_path):
     oversampling=st.sampled_from([1.0, 1.7, 3.0]),
     keep_surplus=st.booleans(),
     filter_groups=st.booleans(),
-    finish_batch=st.sampled_from(["all", "enough"]),
+    finish_batch=st.sampled_from(sorted(FILLINGS)),
     aborts=st.sets(st.tuples(st.integers(0, 60), st.integers(0, 2), st.integers(0, K - 1)), max_size=30),
     skips=st.sets(st.integers(2, 8), max_size=2),
     crash_at=st.one_of(st.none(), st.integers(2, 6)),

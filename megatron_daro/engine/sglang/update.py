@@ -105,8 +105,8 @@ class ServerUpdate:
         return await self.receiving.planned(plan)
 
     async def blame(self, report: SendReport) -> None:
-        """Fence those whose fault a failed sending is, and those that cannot take part in another. All others only
-        saw the group end; where each is sent its own (`report.apart`) they have everything."""
+        """Fence those whose fault a failed sending is, and those that cannot take part in another. All others lack
+        something by no fault of their own; where each is sent its own (`report.apart`) they have everything."""
         if report.apart:
             await self._fence_each(report)
             return
@@ -126,7 +126,7 @@ class ServerUpdate:
         all_said = "; ".join(f"{name}: {failure}" for name, failure in report.failures.items())
         self._parts.warn(f"a weight update failed while sending ({all_said}); still taking part: {others}")
         for server in self._taking_part():
-            server.reason = f"weight update, send: {report.failures.get(server.name, 'the group ended')}"
+            server.reason = f"weight update, send: {report.failures.get(server.name, 'another server failed')}"
 
     async def _fence_each(self, report: SendReport) -> None:
         """Fence those that lack something."""

@@ -10,7 +10,7 @@ import torch
 from small_models import ROLLOUTS, random_batch
 
 from megatron_daro.actor import advantages
-from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import AlgorithmError, NonFiniteError

@@ -14,7 +14,7 @@ from small_models import ROLLOUTS, random_batch
 
 from megatron_daro.actor import critic_metrics, shard_file
 from megatron_daro.actor.advantages import with_advantages
-from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.errors import CheckpointError, ModelError
 from megatron_daro.routed_experts import StoredExperts

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from single_rank import GRPO, policy_of, save_random_model
 
 from megatron_daro.actor import translation
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.actor.policy import MegatronPolicy
 from megatron_daro.actor.settings import PolicySettings
-from megatron_daro.actor.token_objective import objective_settings
 from megatron_daro.algo.weighting import make_algorithm
 from megatron_daro.config.actor import ActorSection
 from megatron_daro.config.algorithm import AlgorithmSection

@@ -10,7 +10,7 @@ import torch
 from run_configuration import configured
 from test_batch import make_group
 
-from megatron_daro.actor.token_objective import objective_settings
+from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.algo.objective import token_objective
 from megatron_daro.algo.weighting import Daro, Kimi
 from megatron_daro.config.algorithm import READ_BY_REGION, AlgorithmSection

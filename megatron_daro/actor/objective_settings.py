@@ -1,4 +1,4 @@
-"""The configuration in the terms of the loss: the token objective. Without Megatron-core, since the driver tries it."""
+"""The configuration in the terms of the loss: `ObjectiveSettings`. Without Megatron-core, since the driver tries it."""
 
 from __future__ import annotations
 

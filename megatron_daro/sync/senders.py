@@ -50,7 +50,7 @@ SENDERS: Mapping[str, Callable[[RankEnd], TransportSender]] = {
 """What makes a rank's sending end, by the name of the transport."""
 
 
-class Sender:
+class Senders:
     """Sends a rank's Hugging Face tensors, with a sender of each transport that a plan names. `close` it, or threads
     and sockets stay."""
 

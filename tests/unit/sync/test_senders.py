@@ -25,7 +25,7 @@ from megatron_daro.sync.broadcast import BroadcastSender
 from megatron_daro.sync.buckets import bucketize
 from megatron_daro.sync.plan import Digest, SendFailure, SendPlan, SendReport, Target, WeightFiles
 from megatron_daro.sync.sender import TransportSender
-from megatron_daro.sync.transports import SENDERS, Sender
+from megatron_daro.sync.senders import SENDERS, Senders
 
 PLAN = SendPlan(transport="ray", targets=(Target("a", "http://a", 1, 2),), bucket_bytes=64, timeout_s=100.0)
 
@@ -48,7 +48,7 @@ def sent_to_embedded(stream, **changes):
             got.extend(tensors)
             return SendReport(num_bytes=7)
 
-    sender = Sender("127.0.0.1", "gloo", nullcontext, ToActors())
+    sender = Senders("127.0.0.1", "gloo", nullcontext, ToActors())
     report = sender.send(stream, replace(PLAN, **changes))
     sender.close()
     sender.close()
