@@ -99,7 +99,7 @@ class RolloutCollector:
         )
 
     def _limits(self, entry: GroupInFlight, indices: Sequence[int]) -> dict[int, int]:
-        """Return how long each rollout may be when this batch ends, where that is shorter than any may be."""
+        """Return how long each rollout may be when this flight ends, where that is shorter than any may be."""
         if self._segment is None:
             return {}
         ends = {i: entry.tokens_before.get(i, 0) + self._segment for i in indices}

@@ -83,7 +83,7 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group between two batches: one before left it unfinished, a later one goes on with it.
+    """A group between two flights: one before left it unfinished, a later one goes on with it.
 
     finished: the finished rollouts with their verdicts, maybe none. partial: the others that have tokens, by index.
     """

@@ -114,7 +114,8 @@ class Sampler:
         return version - oldest > self._max_lag
 
     async def sample(self, use_version: int) -> SampledBatch:
-        """Sample the next batch; never empty, never more than prompts_per_batch groups.
+        """Sample the next batch: one group that trains at least, prompts_per_batch at most. Tries to fill it that have
+        none, `batches_empty`, are recorded.
 
         Args:
             use_version: the policy's weight version when the batch will be trained.
