@@ -14,7 +14,7 @@ evaluates them at step 0 where that is due, then has three coroutines under one 
                 the engine (`_engine_lock`)                        the sync or evaluation that holds it
     _train      a batch, or None: there are no more                `_generate`
                 after its last step, an evaluation beside it;      its end, or a stop
-                then, and where policy and engine                  `_generate`, once the batch that it samples is
+                then, and before it where policy and engine        `_generate`, once the batch that it samples is
                 take turns on GPUs, the engine (`_engine_lock`):   complete and what is left of it is aborted
                 no request runs while weights of all change
     _watch      a stop: the first Ctrl-C                           `request_stop`; `_train` ends after its batch

@@ -25,7 +25,7 @@ def overlong_penalty(lengths_N: Vector, max_tokens: int = 20480, cache_tokens: i
     """DAPO's soft penalty, to be added to the reward.
 
     Args:
-        lengths_N: [N], response tokens, numpy or torch.
+        lengths_N: [N], generated tokens, numpy or torch.
         max_tokens: L_max; beyond it the penalty is -1.
         cache_tokens: L_cache; the penalty starts at L_max - L_cache and falls linearly. 1..max_tokens.
 
@@ -49,7 +49,7 @@ def length_rewards(lengths_N: Vector, correct_N: Vector, group_ids_N: Vector) ->
     lambda = 0.5 - (length - shortest) / (longest - shortest) over the group; 0 where all are equally long.
 
     Args:
-        lengths_N: [N], response tokens, numpy or torch. correct_N: [N], 1 where the answer is right. group_ids_N: [N].
+        lengths_N: [N], generated tokens, numpy or torch. correct_N: [N], 1 where the answer is right. group_ids_N: [N].
 
     Returns:
         float32 [N] in [-0.5, 0.5], numpy for numpy and torch for torch.

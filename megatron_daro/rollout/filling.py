@@ -34,8 +34,8 @@ class Filling(Protocol):
 
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
         """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more:
-        waiting ones first (`old_and_new`), and where answers are made in segments all waiting ones beside so many new
-        ones. missing: to `prompts_per_batch`, the most that a batch trains; groups that were set aside are not
+        unfinished ones first (`old_and_new`), and where answers are made in segments all unfinished ones beside so many
+        new ones. missing: to `prompts_per_batch`, the most that a batch trains; groups that were set aside are not
         missing."""
         ...
 
@@ -48,13 +48,13 @@ class Filling(Protocol):
         ...
 
 
-def old_and_new(section: RolloutSection, waiting: int, wanted: int) -> tuple[int, int]:
+def old_and_new(section: RolloutSection, unfinished: int, wanted: int) -> tuple[int, int]:
     """Return how many of the groups that the batch before left go on, and how many prompts begin, of so many that are
     wanted. Where answers are made in segments all go on, beside new prompts; none does where
     none is wanted."""
     if section.segment_tokens is not None:
-        return waiting, wanted
-    old = min(waiting, wanted)
+        return unfinished, wanted
+    old = min(unfinished, wanted)
     return old, wanted - old
 
 
