@@ -5,7 +5,7 @@ by name in four ways: factory calls with device="cuda", `torch.cuda.*` functions
 such as "torch.cuda.FloatTensor". Functions that it fuses with torch.compile run as they are written: loading the
 compiler alone takes seconds of every start. Where gloo does less than nccl (memory of what is on its way, unequal
 parts), the difference is made up for. Only where there is no GPU. Can go when upstream takes its device from
-configuration.
+configuration, once snapshot.py, the one file of this package whose `torch.cuda` calls rely on it, asks the device.
 """
 
 from __future__ import annotations

@@ -35,18 +35,18 @@ SGLangTransport = Literal["distributed", "shards", "disk", "tensor", "adapters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """One transport.
+    """What is true of one transport. No fact does anything: what an update asks of servers is its class in `RECEIVING`,
+    and who sends when its line in `EXPORTS`.
 
     calls: that a server must have for it, beside those that every run needs.
     only_sglang: the one version whose parameters are known; empty: any that has the calls.
     loader: that servers are started with, to load what SGLang cannot load itself: `module.function` of sync/in_server/.
     options: of engine.sglang that are for this transport alone.
-    collective: both ends are ranks of one group, so they need one NCCL, and where sending broke a server may still
-        wait for the group on its GPUs.
+    collective: both ends are ranks of one group, so they need one NCCL.
     shard_plan: each rank of the policy sends what it holds to those ranks of servers that need it, by a plan made of
         both layouts.
     maps_memory: handles of GPU memory are handed over, inside a host, to servers that see the GPUs of its ranks.
-    checkpoint: servers read an HF checkpoint when all of it is there; no update is open on them meanwhile.
+    checkpoint: servers read an HF checkpoint when all of it is there.
     no_shared_gpus: why it cannot serve where a rank and a server share a GPU; empty where it can.
     adapters: the adapters of section `lora` go, and no weights: all in one call, under a name of their own which
         requests then give, so that servers go on with what they are doing.

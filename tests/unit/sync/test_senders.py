@@ -74,7 +74,7 @@ def test_matrices_of_the_plan_go_as_blocks_and_are_named():
 
 def test_every_way_has_both_ends_or_goes_from_rank_to_rank_or_by_files():
     sent = {name: way for name, way in TRANSPORTS.items() if not way.checkpoint}
-    assert set(EXPORTS) == {name for name, way in sent.items() if way.shard_plan or way.maps_memory or way.adapters}
+    assert set(EXPORTS) >= {name for name, way in sent.items() if way.shard_plan or way.maps_memory or way.adapters}
     assert set(SENDERS) == {name for name, way in sent.items() if not way.shard_plan}
     assert set(RECEIVING) == set(get_args(SGLangTransport)) == set(TRANSPORTS) - {"ray"}
 
