@@ -356,9 +356,9 @@ class ModelWeights:
         self._senders = Senders(HOST, "gloo", connect_to_servers)
 
     @asynccontextmanager
-    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+    async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
         """Nothing changes these."""
-        self.version = self.version if version is None else version
+        self.version = self.version if new_version is None else new_version
         yield self.version
 
     async def export(self, plan: SendPlan) -> SendReport:

@@ -87,9 +87,9 @@ class OnePolicy:
         return renumbered(micro_batches)
 
     @asynccontextmanager
-    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+    async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
         """There is one caller, so nothing is held."""
-        yield version or 0
+        yield new_version or 0
 
     async def export(self, plan: SendPlan) -> SendReport:
         """All weights to the engine of the plan, as a rank sends them."""

@@ -179,12 +179,12 @@ class PolicyGroup:
         return dataclasses.replace(result, metrics={**result.metrics, **metrics})
 
     @asynccontextmanager
-    async def hold(self, version: int | None = None) -> AsyncIterator[int]:
+    async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
         """While it is held the weights do not change: `export`, `write`, `logprobs_of` are for within, all else waits.
-        Yields their version, the number of the last optimizer step; `version`, where given, is what they are called
+        Yields their version, the number of the last optimizer step; `new_version`, where given, is what they are called
         from now on: a resumed run says it."""
         async with self._busy:
-            self._version = self._version if version is None else version
+            self._version = self._version if new_version is None else new_version
             yield self._version
 
     async def export(self, plan: SendPlan) -> SendReport:

@@ -32,9 +32,9 @@ _TRIES = 3
 class WeightExporter(Protocol):
     """Whoever has the policy's weights: it only exports. WorkerError: a rank died and is not replaced."""
 
-    def hold(self, version: int | None = None) -> AbstractAsyncContextManager[int]:
+    def hold(self, new_version: int | None = None) -> AbstractAsyncContextManager[int]:
         """While it is held the weights do not change, and the calls below may be made. Yields the weights' version,
-        the number of the last optimizer step; `version`, where given, is what they are called from now on."""
+        the number of the last optimizer step; `new_version`, where given, is what they are called from now on."""
         ...
 
     async def export(self, plan: SendPlan) -> SendReport:
@@ -138,7 +138,7 @@ class WeightSync:
         Raises:
             SyncError: no receiver took them. EngineError, WorkerError: all are gone.
         """
-        async with self._one_at_a_time, self._policy.hold(version):
+        async with self._one_at_a_time, self._policy.hold(new_version=version):
             self._published = True
             for _ in range(_TRIES - 1):
                 with contextlib.suppress(LostReceiversError):

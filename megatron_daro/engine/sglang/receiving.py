@@ -60,7 +60,7 @@ class Receiving:
     def __init__(self, end: ServersEnd, version: int) -> None:
         """Call nobody. Args: version: what the weights are stamped with."""
         self._end, self._version = end, version
-        self._limit_s = end.options.sync_timeout_s
+        self._limit_s, self.fp8_blocks = end.options.sync_timeout_s, end.fp8_blocks
         self.verified: set[str] = set()
         """Servers whose checksums showed that they have the weights."""
 
@@ -74,7 +74,7 @@ class Receiving:
 
     async def planned(self, plan: SendPlan) -> SendPlan | WeightFiles:
         """Add to a plan what the sender of this transport must know; or say what is to be written instead."""
-        return replace(plan, fp8_blocks=self._end.fp8_blocks)
+        return plan
 
     async def held_up(self, server: Server) -> str:
         """Why a server that answers cannot take part again after a sending failed; empty where it can."""
@@ -84,7 +84,7 @@ class Receiving:
         """Yield the phases after the ranks sent, up to the first request. Args: report: of all ranks."""
         yield "end", self._close
         yield "flush the cache", self._flush
-        if self._end.fp8_blocks:
+        if self.fp8_blocks:
             yield "compare fp8 blocks", lambda server: self._compare_blocks(server, report.fp8_blocks)
         if report.digests:
             yield "compare checksums", lambda server: self.compare_checksums(server, report.digests)

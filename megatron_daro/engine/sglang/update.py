@@ -101,6 +101,7 @@ class ServerUpdate:
             bucket_bytes=self._bucket_bytes(),
             timeout_s=self._options.sync_timeout_s,
             digest_dtype=facts_of(servers[0]).dtype if self._options.verify else "",
+            fp8_blocks=self.receiving.fp8_blocks,
         )
         return await self.receiving.planned(plan)
 

@@ -260,9 +260,9 @@ class FakePolicy:
         return StepResult({"loss/policy": loss, "difficulty/weight/2": 1 + loss})
 
     @asynccontextmanager
-    async def hold(self, version=None):
-        self.events.append(("sync", version))
-        yield version
+    async def hold(self, new_version=None):
+        self.events.append(("sync", new_version))
+        yield new_version
 
     async def export(self, plan) -> SendReport:
         """plan: a list, into which the weights go."""

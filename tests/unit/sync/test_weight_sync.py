@@ -30,8 +30,8 @@ class Policy:
         self.reports, self.weights = list(reports), 0.0
 
     @asynccontextmanager
-    async def hold(self, version=None):
-        yield version or 9
+    async def hold(self, new_version=None):
+        yield new_version or 9
 
     async def export(self, plan):
         report = self.reports.pop(0) if self.reports else SendReport()

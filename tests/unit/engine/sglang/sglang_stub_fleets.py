@@ -33,8 +33,8 @@ class Weights:
         self.digests, self.broken = {}, None
 
     @asynccontextmanager
-    async def hold(self, version=None):
-        self.version = self.version if version is None else version
+    async def hold(self, new_version=None):
+        self.version = self.version if new_version is None else new_version
         yield self.version
 
     async def export(self, plan):
