@@ -133,7 +133,12 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _shut_connections:
+        _shut_connections.pop().close()
 
+
+_shut_connections: list[socket.socket] = []
+"""What `abort` shut, until `shutdown`."""
 
 Address = tuple[str, int]
 """An IP address and a TCP port."""
@@ -152,13 +157,17 @@ def gathered_addresses(own: Collection[Address]) -> frozenset[Address]:
 
 
 def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
-    """End every collective call that waits here, and those of the peers that wait for this process, with an error.
-    Call from another thread than the one that waits; `shutdown` comes next, in that one.
+    """End every collective call that waits here, with an error; every living rank calls this. Call from another thread
+    than the one that waits; `shutdown` comes next, in that one.
 
     NCCL's communicators are aborted. torch 2.13 cannot abort gloo (ProcessGroupGloo.hpp has no `abort`, Backend's is
-    empty), but each gloo group listens on a port of its own for as long as it lives: what is connected there is shut,
-    by whoever accepted and whoever made the connection, and gloo raises "Connection closed by peer" at both ends. So
+    empty), but each gloo group listens on a port of its own for as long as it lives: what is connected there is shut
+    for reading, by whoever accepted and whoever made the connection, and gloo raises "Connection closed by peer". So
     nobody depends on a peer that is frozen, or whose node is: it will never call this, nor close anything.
+
+    Writing stays possible, here and at the peers, so the connections are kept open: a send that fails before gloo has
+    noticed the end of reading would never return (gloo, transport/tcp/pair.cc: `signalException` does not look at
+    `tx_`). Nor does one of which a frozen peer took a part only; Healing gives up a rank that does not leave.
 
     Args:
         own: of `listening`, those that came with the groups. all_ranks: the same of every rank.
@@ -173,11 +182,12 @@ def abort(own: Collection[Address], all_ranks: Collection[Address]) -> None:
 
 
 def _shut(descriptor: int, port: int) -> None:
-    """Shut the connection of a port, if that is what the descriptor still is."""
+    """Shut the connection of a port for reading, and keep it, if that is what the descriptor still is."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getsockname()[1] == port:
-                connection.shutdown(socket.SHUT_RDWR)
+        connection = socket.socket(fileno=os.dup(descriptor))
+        if connection.getsockname()[1] == port:
+            _shut_connections.append(connection)
+            connection.shutdown(socket.SHUT_RD)
     except OSError:  # closed meanwhile: nobody waits there any more
         return
 

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import psutil
@@ -43,10 +43,26 @@ if TYPE_CHECKING:
     from megatron_daro.actor.parallel import Address
     from megatron_daro.sync.senders import Senders
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 # Methods of the "work" group run one after the other on one thread; "watch" stays free for the sentinel,
 # "save" waits for a checkpoint beside the work, "snapshot" sends one to another rank, "copies" takes and gives what
 # others ask for, "recover" answers whatever the others do.
 _GROUPS = {"work": 1, "watch": 1, "save": 1, "snapshot": 1, "copies": 1, "recover": 1}
+
+
+def _in_thread(group: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Have a method run in the thread of its group, whatever those of other groups do, and log its unforeseen errors.
+
+    The group is put on the method itself: Ray looks for it below every decorator, and falls back to one thread for all
+    without a word. Source: ray 2.60.0, actor.py, _ActorClassMethodMetadata.create, `inspect.unwrap`.
+    """
+
+    def decorated(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        ray.method(concurrency_group=group)(method)
+        return logs.failures_logged(method)
+
+    return decorated
 
 
 def meeting_place(address: str, folder: Callable[[], Path]) -> tuple[str, Reservation | None]:
@@ -86,17 +102,17 @@ class TrainWorker:
         self._addresses: frozenset[Address] = frozenset()
         self._all_addresses: frozenset[Address] = frozenset()
 
-    @ray.method(concurrency_group="watch")
+    @_in_thread("watch")
     def sentinel(self) -> None:
         """Blocks for as long as the process lives."""
         threading.Event().wait()
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def gpu(self) -> str:
         """Which GPU of its node Ray gave to this rank; empty for none."""
         return ",".join(str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def rendezvous(self) -> str:
         """Where the ranks can meet: a file if this node is on loopback, else this node and a free port.
 
@@ -105,8 +121,7 @@ class TrainWorker:
         place, self._reserved = meeting_place(ray.util.get_node_ip_address(), _session_folder)
         return place
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def setup(
         self,
         init_method: str,
@@ -146,7 +161,7 @@ class TrainWorker:
         self._reference = self._policy.reference
         gc.freeze()  # the other ranks of a collective call would wait while this one looks through its modules
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def info(self) -> RankInfo:
         """What part this rank has."""
         from megatron_daro.actor import device, parallel
@@ -164,8 +179,7 @@ class TrainWorker:
             weights_key=parallel.weights_key(),
         )
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def train(self, batch: StepBatch, micro_batches: Sequence[Sequence[int]], step: int, **columns: Any) -> StepResult:
         """One optimizer step on this rank's shard. Collective; metrics come from the ranks that report only.
 
@@ -174,8 +188,7 @@ class TrainWorker:
         result = self._policy.train_step(dataclasses.replace(batch, **columns), micro_batches, step=step)
         return result if self._reports() else dataclasses.replace(result, metrics={})
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def run_pass(
         self,
         name: str,
@@ -186,8 +199,7 @@ class TrainWorker:
         column_R = self._policy.run_pass(name, batch, micro_batches)
         return column_R if self._reports() else None
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def logprobs_of(
         self, batch: Sequences, micro_batches: Sequence[Sequence[int]], temperature: float, base: bool
     ) -> np.ndarray | None:
@@ -201,8 +213,7 @@ class TrainWorker:
 
         return parallel.reports_for_shard()
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def join_relays(self, members: Sequence[tuple[int, ...]]) -> None:
         """Make the groups in which buckets go to ranks of other hosts. Collective over all ranks."""
         from megatron_daro.actor import parallel
@@ -221,8 +232,7 @@ class TrainWorker:
             self._addresses |= parallel.listening() - before
             self._all_addresses = parallel.gathered_addresses(self._addresses)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def relay(self, plan: SendPlan, members: tuple[int, ...]) -> SendReport:
         """Hand the buckets that another rank exports to this host's servers. Args: members: of a group that was
         joined."""
@@ -231,8 +241,7 @@ class TrainWorker:
 
         return push_buckets(received(self._relays[members], device.current()), plan, connect_to_servers)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def export(
         self, plan: SendPlan | None, members: tuple[int, ...] = (), what: Exported = "policy"
     ) -> SendReport | None:
@@ -250,8 +259,7 @@ class TrainWorker:
             self._senders = Senders(ray.util.get_node_ip_address(), backend, connect_to_servers, RaySender())
         return self._senders.send(self._exported(what), plan, group=self._relays.get(members))
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def write(self, files: WeightFiles) -> SendReport:
         """Write this stage's part of a checkpoint; the other exporting ranks gather along, by `export`."""
         from megatron_daro.actor import parallel
@@ -263,8 +271,7 @@ class TrainWorker:
         name = {"policy": "export", "critic": "export_critic", "adapter": "export_adapter"}[what]
         return getattr(self._policy, name)()
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def offer_shards(self, plan: SendPlan) -> Offer:
         """Begin to listen for the ranks of servers that need something of this rank. Not collective."""
         if self._shard_export is None:
@@ -272,8 +279,7 @@ class TrainWorker:
             self._shard_export = ShardExport(self._policy, self._actor, self._rank, host, connect_to_servers)
         return self._shard_export.offer(plan)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def send_shards(self, plan: SendPlan, offers: Sequence[Offer]) -> SendReport:
         """Send them what this rank offered. Args: offers: of all ranks, on the one that is to call the servers."""
         from megatron_daro.actor.weights import sends_for_stage
@@ -281,48 +287,42 @@ class TrainWorker:
         assert self._shard_export is not None, "offer_shards comes first"
         return self._shard_export.send(plan, offers, digests=sends_for_stage())
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def move(self, kinds: Sequence[MemoryKind], away: bool) -> MemoryMove:
         """Move this rank's memory to the host, or back."""
         return self._policy.offload(kinds) if away else self._policy.onload(kinds)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def start_save(self, directory: Path) -> None:
         """Begin to write the checkpoint. Collective."""
         self._policy.start_save(directory)
 
-    @ray.method(concurrency_group="save")
-    @logs.failures_logged
+    @_in_thread("save")
     def finish_save(self) -> None:
         """Wait until this rank's part is on the disk."""
         self._policy.finish_save()
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def load(self, directory: Path) -> None:
         """Read a checkpoint. Collective."""
         self._policy.load(directory)
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def snapshot_bytes(self) -> tuple[dict[MemoryKind, int], int]:
         """Bytes of a snapshot by kind, and those of this node's memory that are free."""
         return self._policy.snapshot_bytes, psutil.virtual_memory().available
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def keep_own_twice(self, twice: bool) -> None:
         """See `SnapshotStore.keep_own_twice`."""
         self._states.keep_own_twice(twice)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def start_snapshot(self, serial: int, keep: int | None) -> None:
         """Begin snapshot `serial`; `keep` stays."""
         self._snapshot = serial, self._policy.start_snapshot(self._states.own.open(keep), serial)
 
-    @ray.method(concurrency_group="snapshot")
-    @logs.failures_logged
+    @_in_thread("snapshot")
     def finish_snapshot(
         self, serial: int, keep: int | None, peer: ActorHandle | None, kinds: Sequence[MemoryKind]
     ) -> None:
@@ -333,43 +333,42 @@ class TrainWorker:
         if peer is not None:
             self._states.send(self._rank, serial, keep, peer, kinds)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
         """See `SnapshotStore.open_copy`."""
         self._states.open_copy(rank, serial, keep)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def take_block(self, rank: int, serial: int, kind: MemoryKind, number: int, block: np.ndarray) -> None:
         """See `SnapshotStore.take_block`."""
         self._states.take_block(rank, serial, kind, number, block)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def seal_copy(self, rank: int, serial: int, layout: Layout, rest: dict[str, Any]) -> None:
         """See `SnapshotStore.seal_copy`."""
         self._states.seal_copy(rank, serial, layout, rest)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def keep_copies(self, ranks: Collection[int]) -> None:
         """See `SnapshotStore.keep_copies`."""
         self._states.keep_copies(ranks)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def describe(self, owner: int | None, serial: int) -> Description:
         """See `SnapshotStore.describe`."""
         return self._states.describe(owner, serial)
 
-    @ray.method(concurrency_group="copies")
+    @_in_thread("copies")
     def block(self, owner: int | None, serial: int, kind: MemoryKind, number: int) -> np.ndarray:
         """See `SnapshotStore.block`."""
         return self._states.block(owner, serial, kind, number)
 
-    @ray.method(concurrency_group="recover")
+    @_in_thread("recover")
     def snapshots(self) -> SnapshotSerials:
         """Return what this process has of snapshots; it answers whatever else it does."""
         return self._states.serials
 
-    @ray.method(concurrency_group="recover")
-    @logs.failures_logged
+    @_in_thread("recover")
     def abort(self) -> None:
         """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
         from megatron_daro.actor import parallel
@@ -378,8 +377,7 @@ class TrainWorker:
             shards.close()
         parallel.abort(self._addresses, self._all_addresses)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def leave(self) -> None:
         """Leave the process groups, and let go of the policy: `setup` comes next. Not collective."""
         from megatron_daro.actor import parallel
@@ -398,20 +396,18 @@ class TrainWorker:
         gc.unfreeze()
         gc.collect()  # what is left of the policy holds process groups, and a GPU's memory
 
-    @ray.method(concurrency_group="work")
+    @_in_thread("work")
     def load_code(self) -> None:
         """Import what `setup` needs, which takes seconds in which others would wait for this process."""
         with garbage.paused():
             from megatron_daro.actor import parallel, policy  # noqa: F401
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def adopt(self, serial: int, sources: Sequence[Source]) -> None:
         """Take a snapshot of this rank from others that have it."""
         self._states.adopt(serial, sources)
 
-    @ray.method(concurrency_group="work")
-    @logs.failures_logged
+    @_in_thread("work")
     def restore(self, serial: int) -> None:
         """Go back to a snapshot."""
         self._policy.restore(self._states.whole(serial))

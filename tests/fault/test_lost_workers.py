@@ -1,4 +1,5 @@
-"""Answer workers, verifiers and environments on a Ray cluster of two nodes: both work, and a kill loses nothing.
+"""Answer workers, verifiers and environments on a Ray cluster of two nodes: both work, and a kill loses nothing. And a
+rank that waits is not lost.
 
 One cluster of two nodes on this machine and one set of workers serve all tests. Servers are stubs, since what is killed
 stands on this side of HTTP; engine, workers, object store and verifiers are the real ones.
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -27,6 +29,8 @@ from run_configuration import run_context
 from sglang_pool import collect, engine_of, group, section, started
 from stub_server import StubServer
 
+from megatron_daro.config.actor import ActorSection
+from megatron_daro.config.algorithm import AlgorithmSection
 from megatron_daro.config.sections import EnvironmentSection, RewardSection
 from megatron_daro.data.tokenizer import load_tokenizer
 from megatron_daro.engine.sglang.asking import DirectAsker
@@ -39,6 +43,7 @@ from megatron_daro.runtime.answer_workers import AnswerWorkers
 from megatron_daro.runtime.frozen_workers import end_frozen
 from megatron_daro.runtime.node_pools import EnvironmentPools, VerifierPools, shares
 from megatron_daro.runtime.ray_calls import WorkerDiedError
+from megatron_daro.runtime.train_worker import TrainWorker
 from megatron_daro.types import GroupRequest, Prompt, Rollout, SamplingParams
 
 LIMIT_S = 200
@@ -99,6 +104,19 @@ def workers(nodes, model, run, warnings, tmp_path_factory):
     run(made.start())
     yield made
     run(made.close())
+
+
+def test_a_rank_that_waits_for_its_peers_answers_and_can_be_aborted(machines, tmp_path):
+    """Of two ranks the other one never comes."""
+    rank = TrainWorker.options(num_cpus=0).remote(0)
+    try:
+        settings, actor = SimpleNamespace(expandable_segments=True), ActorSection(data_parallel=2)
+        meeting = rank.setup.remote(f"file://{tmp_path}/ranks", settings, actor, AlgorithmSection(), 1, 900.0)
+        ray.get(rank.snapshots.remote(), timeout=60)
+        ray.get(rank.abort.remote(), timeout=60)
+        assert ray.wait([meeting], timeout=0) == ([], [meeting])
+    finally:
+        ray.kill(rank)
 
 
 async def until(condition):

@@ -1,4 +1,5 @@
-"""A rank whose peer is frozen gets out of a collective call by itself, whichever of the two made the connection."""
+"""A rank gets out of a collective call by itself: whether its peer is frozen or goes on, and whichever of the two made
+the connection."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 300
+TURNS = 20
 
 
 def rank_process(rank, store, pipe):
@@ -41,6 +43,49 @@ def rank_process(rank, store, pipe):
     parallel.abort(own, everybody)
     waiting.join(LIMIT_S)
     os._exit(0)  # the group is not left: this is about the call
+
+
+def busy_rank_process(rank, folder, pipe):
+    """Joins, computes sums without a pause until it is aborted from another thread, leaves, and begins anew."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_daro.actor import parallel
+
+    for turn in range(TURNS):
+        before = parallel.listening()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{turn}", rank=rank, world_size=2)
+        own = parallel.listening() - before
+        everybody = parallel.gathered_addresses(own)
+        aborting = threading.Timer(0.1, parallel.abort, (own, everybody))
+        aborting.start()
+        try:
+            while True:
+                dist.all_reduce(torch.ones(4000))
+        except RuntimeError as error:
+            pipe.send(str(error))
+        aborting.join()
+        parallel.shutdown()
+
+
+@pytest.mark.timeout(180)
+def test_calls_that_are_under_way_end_when_all_ranks_abort_them(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(2):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=busy_rank_process, args=(rank, tmp_path, there), daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+    try:
+        for _ in range(TURNS):
+            for pipe in pipes:
+                assert pipe.poll(60), "it still waits"
+                assert "losed" in pipe.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.timeout(180)
