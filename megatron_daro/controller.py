@@ -417,8 +417,9 @@ class Controller:
                     await self._parts.gpus.to_policy()
 
     async def _end_batch(self, old_version: int) -> Mapping[str, float]:
-        """Sync and evaluate; then the next batch may be generated, beside the writing of this one. Returns metrics of
-        the sync. Args: old_version: the weight version that the batch began with."""
+        """Sync, and evaluate (where generation may go on meanwhile the evaluation only begins here); then the next
+        batch may be generated, beside the writing of this one. Returns metrics of the sync. Args: old_version: the
+        weight version that the batch began with."""
         metrics: Mapping[str, float] = {}
         async with AsyncExitStack() as engine:
             with self._parts.phases.measure("sync_wait"):
