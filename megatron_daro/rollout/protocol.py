@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_daro.types import Group, GroupRequest, PreparedStep, Prompt, Rollout, StepBatch, StepResult, Verdict
 
@@ -47,6 +47,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release processes, memory and sockets. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class HasEnding(Protocol):
+    """An engine with processes of its own; the run ends when they do."""
+
+    async def fatal_error(self) -> Exception:
+        """Wait until it cannot go on, and return why."""
         ...
 
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from megatron_daro.algo.weighting import Algorithm
 from megatron_daro.checkpoints import Checkpoints
@@ -34,6 +34,7 @@ from megatron_daro.observe.metrics import MetricsLog
 from megatron_daro.observe.phases import Phases
 from megatron_daro.observe.progress import Progress
 from megatron_daro.rollout.evaluation import Evaluations
+from megatron_daro.rollout.protocol import HasEnding
 from megatron_daro.rollout.replay import ReplaySource
 from megatron_daro.rollout.sampled_batch import BatchSource
 from megatron_daro.routed_experts import ExpertsFolder
@@ -191,15 +192,6 @@ async def _go_on(run: RunContext, controller: Controller, start: Start) -> None:
         run.progress.notice(f"resumed from {start.checkpoint}")
     elif start.begins_again:
         await controller.truncate_files()
-
-
-@runtime_checkable
-class HasEnding(Protocol):
-    """An engine that watches its own processes."""
-
-    async def fatal_error(self) -> Exception:
-        """Wait until it cannot go on, and return why."""
-        ...
 
 
 async def supervised(work: Awaitable[T], endings: Iterable[Awaitable[Exception]]) -> T:

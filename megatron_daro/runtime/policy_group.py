@@ -182,7 +182,7 @@ class PolicyGroup:
     async def hold(self, new_version: int | None = None) -> AsyncIterator[int]:
         """While it is held the weights do not change: `export`, `write`, `logprobs_of` are for within, all else waits.
         Yields their version, the number of the last optimizer step; `new_version`, where given, is what they are called
-        from now on: a resumed run says it."""
+        from now on: each publication says it, for steps before a resume, or that ended in an exception, count too."""
         async with self._busy:
             self._version = self._version if new_version is None else new_version
             yield self._version
