@@ -43,7 +43,7 @@ class ShardFile:
         self._values: list[Tensor | None] = [box.data.detach() for _, box in boxes]
         self._changed = threading.Condition()
         self._at = 0  # the box that is being read
-        self._ended = False
+        self._ended = self._released = False
 
     def write(self) -> None:
         """Write the file and the hash of it, which is taken on the way; both are on the disk when this returns.
@@ -66,7 +66,7 @@ class ShardFile:
                 self._changed.notify_all()
 
     def release(self, most_bytes: int) -> int:
-        """Wait until no tensor is read any more that was given to this file.
+        """Wait until no tensor is read any more that was given to this file; nothing more is done by a second call.
 
         Args:
             most_bytes: of copies in host memory that may be made to get there sooner.
@@ -74,6 +74,8 @@ class ShardFile:
         Returns:
             How many bytes were copied.
         """
+        if self._released:
+            return 0
         first, copied = len(self._values), 0
         while first > 0:
             values = self._waiting(first - 1)
@@ -84,6 +86,7 @@ class ShardFile:
             first, copied = first - 1, copied + values.nbytes
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._at >= first)
+        self._released = True
         return copied
 
     def _pieces(self, number: int) -> Iterator[Tensor]:

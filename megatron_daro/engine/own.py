@@ -285,7 +285,8 @@ class OwnEngine:
 
 
 class _OwnUpdate:
-    """One update: the policy writes files, the engine loads them, or it does not generate any more. Nothing is probed:
+    """One update: the policy writes files, the engine loads them, or it does not generate any more. `prepare` always
+    gives files, so nothing is blamed, and something was installed where `accept` is called. Nothing is probed:
     `mismatch/kl` of the next step shows weights that were not loaded."""
 
     def __init__(self, engine: OwnEngine, version: int, directory: Path) -> None:

@@ -19,8 +19,9 @@ one filtered group at the beginning would look like a filter that keeps nothing,
 
 class Filling(Protocol):
     """A way to fill a batch. Each `flight` begins with `wanted`. Whenever a call has ended, and its groups are in the
-    batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile, so one that ends a batch by the
-    clock gives `BatchFiller`'s wait for the next end of a call a limit.
+    batch, it is asked `is_enough`, and `wanted` if not. It is asked nothing meanwhile: for one that ends a batch by the
+    clock `BatchFiller.fill` has to ask at that time, too (`_next_ended` waits for the end of a call, and where its
+    limit is over the run ends).
 
     group_by_group: whether each group is a call of its own, so that a batch may end as soon as enough have ended; else
     those that begin together are one call.
@@ -35,8 +36,8 @@ class Filling(Protocol):
     def wanted(self, batch: BatchSoFar, flight: Flight, missing: int) -> int:
         """Return how many groups to begin (0 or fewer: none), so that the batch is likely to keep `missing` more:
         unfinished ones first (`old_and_new`), and where answers are made in segments all unfinished ones beside so many
-        new ones. missing: to `prompts_per_batch`, the most that a batch trains; groups that were set aside are not
-        missing."""
+        new ones. missing: to `prompts_per_batch`, the most that a batch trains. Groups in flight are still missing,
+        so a way takes them off by itself; those that were set aside are not."""
         ...
 
     def prompts_left(self, flight: Flight) -> float:

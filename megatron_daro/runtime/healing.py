@@ -116,7 +116,8 @@ class Healing:
         await end_frozen(looked_at, lambda rank: rank.snapshots.remote(), hung_s=self._limits.hung_s, warn=self._warn)
 
     async def repeated(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what collective work gives; where ranks are lost meanwhile, heal and do it again.
+        """Return what collective work gives; where ranks are lost meanwhile, heal and do it again, also where it gave
+        something: a call that is aborted may return, with what is not all of it.
 
         Raises:
             DaroError: no rank died, or it cannot be healed.
@@ -124,10 +125,13 @@ class Healing:
         while True:
             await self.heal()
             try:
-                return await work()
+                result = await work()
             except WorkerError:
                 if not await self.lost_ranks():
                     raise
+            else:
+                if not self.state.lost:
+                    return result
 
     async def lost_ranks(self) -> bool:
         """Whether processes are gone, and not replaced yet. Looks at all of them."""

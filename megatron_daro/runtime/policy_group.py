@@ -193,12 +193,16 @@ class PolicyGroup:
             return await weight_export.export(self.ranks, plan)
         await self._healing.heal()
         try:
-            return await weight_export.export(self.ranks, plan)
+            report = await weight_export.export(self.ranks, plan)
         except WorkerError as error:
             if not await self._healing.lost_ranks():
                 raise
             await self._healing.heal()
             raise LostSenderError(f"the weights were not sent: {error}") from error
+        if self._healing.state.lost:  # a call that is aborted may return
+            await self._healing.heal()
+            raise LostSenderError("the weights were not all sent: a rank died meanwhile")
+        return report
 
     async def write(self, files: WeightFiles) -> SendReport:
         """Write the weights as one HF checkpoint, whole or not at all."""

@@ -76,7 +76,8 @@ class SnapshotStore:
     @property
     def serials(self) -> SnapshotSerials:
         """What is whole."""
-        return SnapshotSerials(self.own.serials, {rank: buffer.serials for rank, buffer in self._copies.items()})
+        copies = list(self._copies.items())  # while another thread adds one
+        return SnapshotSerials(self.own.serials, {rank: buffer.serials for rank, buffer in copies})
 
     def keep_own_twice(self, twice: bool) -> None:
         """Say whether the newest own snapshot stays while the next is taken; else its copy elsewhere does."""
@@ -89,18 +90,19 @@ class SnapshotStore:
             rank: this one. serial: whole. keep: the snapshot of which the peer's copy must stay. kinds: what it gets.
 
         Raises:
-            RayError: the peer is gone.
+            RayError: the peer is gone. WorkerError: the slot was taken for another snapshot, since ranks were replaced.
         """
         slot = self._whole(None, serial)
+        layout, rest = {kind: slot.layout[kind] for kind in kinds}, slot.rest
         before: object = peer.open_copy.remote(rank, serial, keep)
         for kind in kinds:
             for number, block in enumerate(_blocks(slot, kind)):
                 taken = peer.take_block.remote(rank, serial, kind, number, block)
                 ray.get(before, timeout=SEND_S)
                 before = taken
+                self._whole(None, serial)  # still
         ray.get(before, timeout=SEND_S)
-        layout = {kind: slot.layout[kind] for kind in kinds}
-        ray.get(peer.seal_copy.remote(rank, serial, layout, slot.rest), timeout=SEND_S)
+        ray.get(peer.seal_copy.remote(rank, serial, layout, rest), timeout=SEND_S)
 
     def open_copy(self, rank: int, serial: int, keep: int | None) -> None:
         """Begin a copy of another rank's snapshot; one that was not sealed is forgotten."""

@@ -327,9 +327,10 @@ class TrainWorker:
         self, serial: int, keep: int | None, peer: ActorHandle | None, kinds: Sequence[MemoryKind]
     ) -> None:
         """Wait until snapshot `serial` is whole, here and in the process of `peer`, where there is one."""
-        if self._snapshot is None or self._snapshot[0] != serial:
-            raise WorkerError(f"snapshot {serial} was given up; the newest is {self._snapshot}")
-        self._snapshot[1].wait()
+        number, pending = self._snapshot or (None, None)
+        if pending is None or number != serial:
+            raise WorkerError(f"snapshot {serial} was given up; the newest is {number}")
+        pending.wait()
         if peer is not None:
             self._states.send(self._rank, serial, keep, peer, kinds)
 

@@ -73,7 +73,8 @@ class ReceiverUpdate(Protocol):
         ...
 
     async def accept(self) -> Mapping[str, float]:
-        """Let the receivers that are left serve. Returns metrics. SyncError: none is, as where nothing was installed;
+        """Let the receivers that are left serve. Returns metrics. Also called where nobody is left to be sent to, or
+        each sending failed, so nothing was installed: then it must raise. SyncError: no receiver is left;
         LostReceiversError: but one may come back."""
         ...
 

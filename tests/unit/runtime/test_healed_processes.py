@@ -50,6 +50,35 @@ def test_columns_that_were_lost_with_a_rank_are_sent_with_the_batch(world):
     assert len(one.started) == 5
 
 
+def test_what_a_call_returned_that_was_aborted_is_not_taken(world):
+    """Rank 2 reports rubbish after rank 0, whose part was there already, has died."""
+    one = world(LIMITS, algorithm=AlgorithmSection(name="grpo", old_logprobs="recompute"))
+
+    async def prepare():
+        await one.policy.start()
+        watch = asyncio.ensure_future(one.policy.fatal_error())
+        dying, aborted, loop = one.process(0), one.process(2), asyncio.get_running_loop()
+        in_time = aborted.call
+
+        def call(name, arguments, options):
+            answer = in_time(name, arguments, options)
+            if name != "run_pass" or not dying.alive:
+                return answer
+            late = loop.create_future()
+            loop.call_later(0.05, lambda: late.set_result(answer.result() - 99))
+            dying.die()
+            return late
+
+        aborted.call = call
+        prepared = await one.policy.prepare(BATCH)
+        watch.cancel()
+        return prepared.batch
+
+    batch = run(prepare())
+    assert batch.old_logprobs_R.tolist() == batch.rollout_logprobs_R.tolist()
+    assert len(one.started) == 5
+
+
 def test_each_rank_has_one_copy_when_ranks_came_back_on_other_nodes(world):
     one = world(LIMITS)
     one.hosts = {2: "b", 3: "b"}  # the fifth, in the place of rank 2, is on "a"
