@@ -12,10 +12,11 @@ start of a server and its vetting. Another one, to which ranks give Hugging Face
   `SendPlan.details`
 
 Some need more: a line in `EXPORTS` (runtime/weight_export.py) where it is not one rank of each pipeline stage that
-sends to all servers, one stage after the other; a rule where no fact of a row says what it does not go with
-(config/rules/engine.py, `transport`); a loader where SGLang cannot load what arrives by itself (sync/in_server/); and
-for a package that both ends need, engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py
-refuses a run without it. The planner (workshop/plan/times.py) reckons a broadcast for all but adapters.
+sends to all servers, one stage after the other (by host, `TrainWorker.relay` passes on handles of GPU memory and
+nothing else); a rule where no fact of a row says what it does not go with (config/rules/engine.py, `transport`); a
+loader where SGLang cannot load what arrives by itself (sync/in_server/); and for a package that both ends need,
+engine/sglang/upstream_names.py looks for it, and engine/sglang/interpreter.py refuses a run without it. The planner
+(workshop/plan/times.py) reckons a broadcast for all but adapters.
 
 By `shards` all ranks send at once: each its own parameters, as Megatron has them, by a plan made of both layouts
 (runtime/shard_export.py); what asks for `shard_plan` needs that plan or the layout of servers. A second one of its
