@@ -65,6 +65,7 @@ def busy_rank_process(rank, folder, pipe):
         except RuntimeError as error:
             pipe.send(str(error))
         aborting.join()
+        pipe.recv()  # both are out
         parallel.shutdown()
 
 
@@ -81,7 +82,9 @@ def test_calls_that_are_under_way_end_when_all_ranks_abort_them(tmp_path):
         for _ in range(TURNS):
             for pipe in pipes:
                 assert pipe.poll(60), "it still waits"
-                assert "losed" in pipe.recv()
+                assert "onnection closed" in pipe.recv()
+            for pipe in pipes:
+                pipe.send("leave")
     finally:
         for process in processes:
             process.kill()
