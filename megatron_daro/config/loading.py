@@ -1,9 +1,9 @@
 """A YAML file and overrides become one validated, fully resolved Config.
 
-Reports every wrong value, not only the first. Values that depend on other sections (the run directory, the engine's
-seed, ...) are filled in here, so that the resolved file shows them. Rejects what yaml_text rejects, unknown keys, and
-values of another type ("3" is not a number). Messages and the configuration reference (tools/config_reference.py)
-describe fields from their annotations, so no text can disagree with what is checked.
+Reports every wrong value, not only the first. Values that depend on other sections alone (the run directory, the
+engine's seed, ...) are filled in here, so that the resolved file shows them. Rejects what yaml_text rejects, unknown
+keys, and values of another type ("3" is not a number). Messages and the configuration reference
+(tools/config_reference.py) describe fields from their annotations, so no text can disagree with what is checked.
 """
 
 from __future__ import annotations
@@ -419,7 +419,8 @@ def _defaults() -> dict[str, Any]:
 
 
 def _fill_in(config: Config, path: Path) -> Config:
-    """Give a value to every field whose default depends on other sections."""
+    """Give a value to fields whose default depends on other sections alone. On more depend `engine.sglang.sync` of
+    adapters (the model: `with_adapter_sync`) and `rollout.finish_batch` (the engine's class: runtime/parts.py)."""
     trainer, rollout, overlong = config.trainer, config.rollout, config.algorithm.overlong
     max_tokens = overlong.max_tokens or rollout.max_response_tokens
     overlong = overlong.model_copy(

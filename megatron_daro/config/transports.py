@@ -36,8 +36,8 @@ SGLangTransport = Literal["distributed", "shards", "disk", "tensor", "adapters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """What is true of one transport. No fact does anything: what an update asks of servers is its class in `RECEIVING`,
-    and who sends when its line in `EXPORTS`.
+    """What is true of one transport, for rules, placement and the start. An update asks none of this: what servers are
+    told is in the transport's class in `RECEIVING`, and who sends when in its line of `EXPORTS`.
 
     calls: that a server must have for it, beside those that every run needs.
     only_sglang: the one version whose parameters are known; empty: any that has the calls.

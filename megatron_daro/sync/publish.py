@@ -73,9 +73,9 @@ class ReceiverUpdate(Protocol):
         ...
 
     async def accept(self) -> Mapping[str, float]:
-        """Let the receivers that are left serve. Returns metrics. Also called where nobody is left to be sent to, or
-        each sending failed, so nothing was installed: then it must raise. SyncError: no receiver is left;
-        LostReceiversError: but one may come back."""
+        """Let the receivers that are left serve. Returns metrics. Also called where nothing was installed, to say why:
+        nobody was left to be sent to, or each sending failed. SyncError: no receiver is left; LostReceiversError: but
+        one may come back."""
         ...
 
     def abandon(self, error: SyncError) -> None:
@@ -168,7 +168,10 @@ class WeightSync:
             if report is not None:
                 await update.install(report)
                 metrics = await self._compared(update, report)
-            return {**await update.accept(), **metrics}
+            accepted = await update.accept()
+            if report is None:
+                raise SyncError("no receiver has the weights, and the engine did not say so: its `accept` must raise")
+            return {**accepted, **metrics}
         except SyncError as error:
             update.abandon(error)
             raise

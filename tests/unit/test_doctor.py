@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -239,6 +240,20 @@ def test_a_run_needs_room_for_what_it_keeps_and_exports(tmp_path, monkeypatch, o
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, usage=usage: usage)
         given = recipe(tmp_path, monkeypatch, actor={"precision": precision}, lora={"rank": rank}, trainer=trainer)
         assert findings(given)["recipe: disk"].state == state
+
+
+def test_a_recipe_with_adapters_is_judged_as_train_runs_it(tmp_path):
+    """Servers get the adapters alone, as nothing else is asked for."""
+    model = {"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{train: a.jsonl}}\nlora: {{rank: 8}}\nengine: {{kind: sglang}}\n"
+    )
+    told = findings(tmp_path / "run.yaml")
+    assert "recipe: lora.rank" not in told
+    told = findings(tmp_path / "run.yaml", "engine.sglang.sync=distributed")
+    assert "engines get none" in told["recipe: lora.rank"].found
 
 
 def test_a_missing_package_of_the_command_line_is_a_sentence(tmp_path, monkeypatch):

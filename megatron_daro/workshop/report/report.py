@@ -333,7 +333,8 @@ def _cards(run: RunData) -> list[tuple[str, str, str]]:
     accuracy = run.values("accuracy/mean")
     if accuracy:
         first, last, count = ends_of(accuracy)
-        cards.append(("training accuracy", f"{first:.1%} → {last:.1%}", f"mean of the first and last {count} steps"))
+        words = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
+        cards.append(("training accuracy", f"{first:.1%} → {last:.1%}", words))
     for name, (before, after) in _evaluations(run).items():
         if "/accuracy/" not in name:
             cards.append(
