@@ -212,7 +212,7 @@ def _samples(batch: StepBatch) -> Samples:
 
 def _kl_scales(lengths_N: Tensor, totals: StepTotals) -> Tensor:
     """float64 [N]: with these factors a mean over the step's tokens is one over its rollouts of means over their
-    tokens, N / (rollouts * own tokens)."""
+    tokens: trained tokens of the step / (rollouts * own tokens)."""
     return totals.tokens / max(totals.num_rollouts, 1) / lengths_N.to(torch.float64).clamp(min=1)
 
 

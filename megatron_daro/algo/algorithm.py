@@ -74,7 +74,7 @@ class StepTotals:
 
     @property
     def tokens(self) -> int:
-        """N, all trained tokens."""
+        """All trained tokens; the N of formulas."""
         return int(self.tokens_per_bin.sum())
 
     @property
@@ -327,8 +327,8 @@ class Algorithm(ABC):
         return self.bin_coefficients(samples.bins_N, samples.lengths_N, totals)
 
     def regularizer_coefficient(self, totals: StepTotals) -> float:
-        """Return what KL and entropy terms of a token are multiplied by: 1/N, a mean over all trained tokens of the
-        step."""
+        """Return what KL and entropy terms of a token are multiplied by: 1 / trained tokens of the step, for a mean
+        over them."""
         return inverse(totals.tokens)
 
     def extra_loss(self, totals: StepTotals) -> float:
@@ -398,5 +398,5 @@ def constant(value: float, lengths_N: Tensor) -> Tensor:
 
 
 def token_mean(lengths_N: Tensor, totals: StepTotals) -> Tensor:
-    """float64 [N]: 1/N, the mean over all trained tokens of the step, for samples with tokens."""
+    """float64 [N], for samples with tokens: 1 / trained tokens of the step, whose mean the loss then is."""
     return constant(inverse(totals.tokens), lengths_N)

@@ -335,8 +335,9 @@ def make_algorithm(
         return cls(**given)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None:
-            raise AlgorithmError(f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}") from None
+        if unknown is None or unknown[1] not in given:  # of another call, perhaps, that the constructor makes
+            text = f"options of algorithm {name}: {error}; allowed are those of {cls.__name__}"
+            raise AlgorithmError(text) from error
         raise AlgorithmError(unknown_option(unknown[1], own)) from None
 
 

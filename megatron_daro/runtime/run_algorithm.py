@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_daro.actor.objective_settings import objective_settings
 from megatron_daro.algo.weighting import Algorithm, make_algorithm
 from megatron_daro.config import Config
@@ -31,7 +33,8 @@ def algorithm_of(config: Config) -> Algorithm:
             if option in given:
                 field, fix = f"algorithm.{section}", "; fix: correct or remove it"
                 break
-        raise ConfigError(f"{field}.{error}{fix}") from error
+        path = re.sub(r"\b(correction|kl|sapo)_(?=\w+[,:])", r"\1.", str(error))  # what the objective calls its fields
+        raise ConfigError(f"{field}.{path}{fix}") from error
     _refuse_what_it_has_not(config, algorithm)
     return algorithm
 

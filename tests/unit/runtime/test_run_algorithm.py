@@ -39,6 +39,13 @@ class Mirrored(Kimi):
     name = "mirrored"
 
 
+class Sequences(Kimi):
+    """One with a ratio for each sequence, unasked."""
+
+    name = "sequences"
+    own_objective = {"trust_region": "gspo"}
+
+
 class Misspelt(Kimi):
     """One whose own objective nobody knows."""
 
@@ -165,6 +172,7 @@ def test_an_algorithm_that_weighs_by_a_rollouts_advantage_has_none_per_token(giv
         ("toy_algorithm:Fluent", {"kl": {"place": "token_reward"}}, "kl.place"),
         (f"{__name__}:Mirrored", {"trust_region": "cispo"}, "trust_region"),
         (f"{__name__}:Mirrored", {"dual_clip": 3.0}, "dual_clip"),
+        (f"{__name__}:Sequences", {"correction": {"kind": "tis"}}, "correction.level"),
         (f"{__name__}:Misspelt", {}, "own_objective"),
     ],
 )
