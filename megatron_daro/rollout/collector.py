@@ -148,7 +148,7 @@ class RolloutCollector:
             verdicts = await self._deadlines.within(
                 "score",
                 self._rollouter.score(answers),
-                what=f"group {rollouts[0].group_id}, with reward.workers at once",
+                what=f"verdicts of group {rollouts[0].group_id}; more reward.workers verify more at once",
             )
         if self._teacher:
             work, what = self._teacher.read(rollouts), "algorithm.distill.urls"

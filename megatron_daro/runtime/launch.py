@@ -177,7 +177,7 @@ async def _train(
         except BaseException:
             await controller.shutdown()
             raise
-        endings = [policy.fatal_error()]
+        endings = [policy.watch_and_heal()]
         if generation and isinstance(generation.engine, HasEnding):
             endings.append(generation.engine.fatal_error())
         spare_event_loop()

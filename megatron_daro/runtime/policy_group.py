@@ -85,8 +85,9 @@ class PolicyGroup:
         if self._healing:
             await self._healing.take_first_snapshot()
 
-    async def fatal_error(self) -> Exception:
-        """Watch the ranks, and replace those that die where that is done; return why the run cannot go on."""
+    async def watch_and_heal(self) -> Exception:
+        """Watch the ranks, and replace those that die where that is done; return why the run cannot go on. While this
+        is not awaited, an idle rank that dies is noticed by the next call, and one that freezes is not killed."""
         if self._healing is None or self._healing.keeps == "none":
             return (await first_death(self.ranks.workers))[-1]
         hung = asyncio.ensure_future(self._healing.end_hung())

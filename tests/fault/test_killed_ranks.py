@@ -134,7 +134,8 @@ def test_a_rank_that_dies_while_shards_are_sent_is_replaced_and_servers_take_all
     plan = "shards:1:2,shards:0:4"  # also the rank that calls the servers
     finished, wanted, happened = run_with_deaths(tiny, tmp_path / "run", tmp_path / "log", plan, options)
     assert finished.code == 0, plain(finished)[-4000:]
-    assert wanted == happened and repeated_steps(finished) == [0, 0]
+    repeated = repeated_steps(finished)  # 1 where the copy of the step was still on its way
+    assert wanted == happened and len(repeated) == 2 and max(repeated) <= 1
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[-1]["engine/restarts"] == lines[-1]["engine/fenced"] == 0

@@ -222,7 +222,7 @@ async def _live(life: Life, schedule: LoopSchedule, disk: Disk, stop_s: float | 
         directory, state = disk.states[resume]
         await life.controller.resume(directory, json.loads(state))
     try:
-        outcome = await supervised(life.controller.run(), [life.group.fatal_error()])
+        outcome = await supervised(life.controller.run(), [life.group.watch_and_heal()])
         life.status = outcome.status
     except DaroError as error:
         life.error = error

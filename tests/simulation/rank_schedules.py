@@ -242,7 +242,7 @@ async def _run(group: Group, outcome: Outcome) -> None:
     outcome.ready = True
     cluster.arm()
     try:
-        await supervised(_drive(group, outcome), [group.fatal_error()])
+        await supervised(_drive(group, outcome), [group.watch_and_heal()])
     except DaroError as error:
         outcome.error = error
 

@@ -56,7 +56,7 @@ def test_what_a_call_returned_that_was_aborted_is_not_taken(world):
 
     async def prepare():
         await one.policy.start()
-        watch = asyncio.ensure_future(one.policy.fatal_error())
+        watch = asyncio.ensure_future(one.policy.watch_and_heal())
         dying, aborted, loop = one.process(0), one.process(2), asyncio.get_running_loop()
         in_time = aborted.call
 
