@@ -80,7 +80,7 @@ class Deadlines:
     engine_free: float = 28800.0
     """Until the engine is free: what has it (a batch, a sync, an evaluation) ends."""
     turn: float = 28800.0
-    """Until training has caught up, so that the next batch may be generated; for each optimizer step of a batch."""
+    """Until training has caught up, so that the next batch may be generated; for each optimizer step until then."""
     batch: float = 28800.0
     """Until the next batch is complete."""
     build: float = 600.0
@@ -117,7 +117,7 @@ class Deadlines:
         cls,
         scale: float,
         *,
-        steps_per_batch: int = 1,
+        steps_per_turn: int = 1,
         server_start: float = 0.0,
         request: float = 0.0,
         update_call: float = 0.0,
@@ -127,13 +127,14 @@ class Deadlines:
         """Return the table times a factor > 0, where each wait is longer than the longest that runs inside it.
 
         Args:
-            scale: `trainer.deadline_scale`. steps_per_batch: optimizer steps. The others are seconds that users allow,
-                which the scale leaves alone.
+            scale: `trainer.deadline_scale`. steps_per_turn: optimizer steps that a batch may have to wait for; before
+                the last, all those of the batches ahead. The others are seconds that users allow, which the scale
+                leaves alone.
             server_start: for one start of a server. request: for one. update_call: for one call of a weight update.
             conversation: for those of one group, once. verdicts: for those of the answers of one round.
         """
         waits = {name: seconds * scale for name, seconds in asdict(cls()).items()}
-        waits["turn"] *= steps_per_batch
+        waits["turn"] *= steps_per_turn
         allowed = {"server_start": server_start, "only_server": STARTS * server_start, "request": request}
         allowed |= {"update_call": update_call, "conversation": TRIES * conversation, "verdicts": verdicts}
         for outer, inside in INSIDE.items():

@@ -50,9 +50,8 @@ class Filling(Protocol):
 
 
 def old_and_new(section: RolloutSection, unfinished: int, wanted: int) -> tuple[int, int]:
-    """Return how many of the groups that the batch before left go on, and how many prompts begin, of so many that are
-    wanted. Where answers are made in segments all go on, beside new prompts; none does where
-    none is wanted."""
+    """Return how many of the groups that the batch before left go on, and how many prompts begin. Where answers are
+    made in segments all go on, beside new prompts. Args: wanted: > 0, of both; there of new ones alone."""
     if section.segment_tokens is not None:
         return unfinished, wanted
     old = min(unfinished, wanted)
