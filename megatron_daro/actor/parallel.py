@@ -185,8 +185,8 @@ def _shut(descriptor: int, port: int) -> None:
     """Shut the connection of a port for reading, and keep it, if that is what the descriptor still is."""
     try:
         connection = socket.socket(fileno=os.dup(descriptor))
+        _shut_connections.append(connection)
         if connection.getsockname()[1] == port:
-            _shut_connections.append(connection)
             connection.shutdown(socket.SHUT_RD)
     except OSError:  # closed meanwhile: nobody waits there any more
         return

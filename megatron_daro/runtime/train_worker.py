@@ -371,7 +371,7 @@ class TrainWorker:
 
     @_in_thread("recover")
     def abort(self) -> None:
-        """End the collective calls that wait in this process, and those of others that wait for it, with an error."""
+        """End the collective calls that wait in this process with an error; every living rank is told."""
         from megatron_daro.actor import parallel
 
         if (shards := self._shard_export) is not None:
